@@ -1,0 +1,34 @@
+# Everything runs in .venv, which the first target that needs it creates and later ones reuse.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: setup mnist mnist-short test lint clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[examples,test]'
+	touch $(READY)
+
+# The main job: train MNIST on 8 CPU ranks, save shards, merge them, verify the merged file.
+mnist: $(READY)
+	$(BIN)/python examples/mnist/train.py $(ARGS)
+
+# The same job in a few minutes' form, for CI.
+mnist-short: $(READY)
+	$(BIN)/python examples/mnist/train.py --max_steps 100 --num_epochs 1 --min_accuracy 90 $(ARGS)
+
+test: $(READY) lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,0 +1,112 @@
+"""The options of one unit, as one frozen object that is validated when it is made.
+
+Words: *compute dtype* is what full parameters are gathered and used in; *reduce dtype* is what
+gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in.
+Always true: a config that exists is consistent, and it never changes afterwards.
+Field names and order are those of the constructor of ``XlaFullyShardedDataParallel``, so that a
+config can be handed to any wrapper callable as keywords.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """See ``XlaFullyShardedDataParallel`` for what each option does.
+
+    Raises:
+        ValueError: for options that contradict each other or are out of range.
+        TypeError: for a dtype that is not a floating-point ``torch.dtype``.
+    """
+
+    reshard_after_forward: bool = True
+    flatten_parameters: bool = False
+    execute_sharding_on_init: bool = True
+    optimization_barrier_in_forward: bool = True
+    optimization_barrier_in_backward: bool = True
+    sync_on_finalization: bool = False
+    disable_reshard_on_root: bool = True
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    fp32_reduce_scatter: bool = False
+    sharding_groups: list[list[int]] | None = None
+    sharding_rank: int | None = None
+    sharding_world_size: int | None = None
+    shard_param_on_dim_0: bool = False
+    pin_layout_in_collective_ops: bool = False
+    reduce_scatter_bucket_size_mb: float | None = None
+    coalesce_all_gather_ops: bool = True
+
+    def __post_init__(self) -> None:
+        _check_dtype("compute_dtype", self.compute_dtype)
+        _check_dtype("buffer_dtype", self.buffer_dtype)
+        _check_bucket(self.reduce_scatter_bucket_size_mb)
+        _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
+        _warn_about_ignored(self)
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The options as constructor keywords, by reference (nothing is copied)."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be one of {FLOAT_DTYPES} or None, got {dtype!r}")
+
+
+def _check_bucket(size_mb: float | None) -> None:
+    if size_mb is not None and size_mb < 0:
+        raise ValueError(
+            f"reduce_scatter_bucket_size_mb is {size_mb}; give 0 for one reduce-scatter per "
+            f"parameter, a positive size in MB, or None for one per unit and dtype"
+        )
+
+
+def _check_groups(
+    groups: list[list[int]] | None, rank: int | None, world_size: int | None
+) -> None:
+    if groups is None:
+        if rank is not None or world_size is not None:
+            raise ValueError(
+                "sharding_rank and sharding_world_size only have a meaning together with "
+                "sharding_groups; pass sharding_groups too, or neither"
+            )
+        return
+    if rank is None or world_size is None:
+        raise ValueError(
+            "sharding_groups needs sharding_rank and sharding_world_size: the caller's position "
+            "in its group and the group's size"
+        )
+    if any(len(group) != world_size for group in groups):
+        raise ValueError(
+            f"every group of sharding_groups must have sharding_world_size={world_size} ranks, "
+            f"got {groups}"
+        )
+    members = [member for group in groups for member in group]
+    if len(set(members)) != len(members):
+        raise ValueError(f"a rank appears twice in sharding_groups {groups}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"sharding_rank {rank} is not in range(sharding_world_size={world_size})")
+
+
+def _warn_about_ignored(config: FSDPConfig) -> None:
+    if config.pin_layout_in_collective_ops:
+        warnings.warn(
+            "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
+            "all-gather into an all-reduce with twice the traffic",
+            stacklevel=4,
+        )
+    if config.shard_param_on_dim_0 and config.flatten_parameters:
+        warnings.warn(
+            "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
+            "parameters into one vector",
+            stacklevel=4,
+        )

@@ -1,0 +1,439 @@
+"""``XlaFullyShardedDataParallel``: a module wrapper over one unit.
+
+Words: see ``unit`` and ``sharded_param``. Always true: the wrapper does not show in names.
+``named_parameters``, ``state_dict`` and messages use the names that the module had before it was
+wrapped, at any depth of nesting.
+The wrapper translates between ``nn.Module`` and the unit; gathering, freeing and reducing are done
+below it. Merging saved shards is done by ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp import xla_ops
+from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.grad_norm import clip_grads_
+from xla_fsdp.meta_init import materialize
+from xla_fsdp.ownership import move_buffers, shard_own_parameters
+from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.unit import Unit
+from xla_fsdp.wrap import has_forward, wrap_children
+
+_INNER = "_fsdp_wrapped_module"
+
+
+class XlaFullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over the ranks.
+
+    Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
+    optimizer afterwards, and call ``optimizer.step()`` itself, not ``xm.optimizer_step``. Each
+    wrapped module is one unit: its parameters are gathered before its forward and again before its
+    backward, with one all-gather and one reduce-scatter per dtype. Gradients are averaged over the
+    ranks. Parameters and buffers move to this rank's XLA device. All ranks must hold the same
+    values before wrapping.
+
+    Args:
+        module: what to wrap; it must define ``forward``.
+        reshard_after_forward: free full parameters after forward and gather them again in
+            backward. Without it they live until backward.
+        flatten_parameters: join the unit's parameters into one vector (trainable and frozen ones,
+            and different dtypes, apart). Optimizers then see that vector, so parameters in it
+            cannot be in different optimizer groups.
+        execute_sharding_on_init: run the sharding at once, to free the full parameters.
+        optimization_barrier_in_forward: tie the unit's gather to its inputs, and fence its outputs.
+        optimization_barrier_in_backward: the same for gradients.
+        sync_on_finalization: run the graph when a backward pass ends, before the optimizer.
+        disable_reshard_on_root: for the outermost unit, whose backward follows at once, act as if
+            ``reshard_after_forward`` were False.
+        compute_dtype: dtype in which parameters are gathered and used, gradients are computed and
+            reduced, and floating-point inputs are cast; None keeps each parameter's own. Shards
+            and their gradients keep the parameter's dtype.
+        buffer_dtype: dtype of floating-point buffers; None means ``compute_dtype``, except for the
+            running statistics of BatchNorm, which then keep their own.
+        fp32_reduce_scatter: reduce gradients in fp32 whatever the compute dtype.
+        sharding_groups: replica groups to shard over (default: one group of all ranks).
+        sharding_rank: the caller's position in its group.
+        sharding_world_size: the size of a group.
+        shard_param_on_dim_0: shard whole rows of dim 0; shards are then [rows, ...].
+        pin_layout_in_collective_ops: accepted, and ignored with a warning.
+        reduce_scatter_bucket_size_mb: None for one reduce-scatter per unit and dtype, 0 for one
+            per parameter, else at most so many MB in one.
+        coalesce_all_gather_ops: one all-gather per unit and dtype; False for one per parameter.
+        auto_wrap_policy: see ``xla_fsdp.wrap``; selects descendants to become units with the same
+            options.
+        auto_wrapper_callable: called as ``f(module, **options)`` to wrap what the policy selects
+            (default: this class), for example to add ``checkpoint_module``.
+        param_init_fn: initializes modules built on the meta device (default: their
+            ``reset_parameters``).
+        collectives: replaces the communication, for example ``LocalCollectives`` to measure a
+            program without it.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
+        ValueError: if the module is wrapped already or has no forward, or options contradict.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reshard_after_forward: bool = True,
+        flatten_parameters: bool = False,
+        execute_sharding_on_init: bool = True,
+        optimization_barrier_in_forward: bool = True,
+        optimization_barrier_in_backward: bool = True,
+        sync_on_finalization: bool = False,
+        disable_reshard_on_root: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool = False,
+        sharding_groups: list[list[int]] | None = None,
+        sharding_rank: int | None = None,
+        sharding_world_size: int | None = None,
+        shard_param_on_dim_0: bool = False,
+        pin_layout_in_collective_ops: bool = False,
+        reduce_scatter_bucket_size_mb: float | None = None,
+        coalesce_all_gather_ops: bool = True,
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        auto_wrapper_callable: Callable[..., nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        *,
+        collectives: Collectives | None = None,
+    ) -> None:
+        _check_wrappable(module)
+        super().__init__()
+        self._options = FSDPConfig(
+            reshard_after_forward=reshard_after_forward,
+            flatten_parameters=flatten_parameters,
+            execute_sharding_on_init=execute_sharding_on_init,
+            optimization_barrier_in_forward=optimization_barrier_in_forward,
+            optimization_barrier_in_backward=optimization_barrier_in_backward,
+            sync_on_finalization=sync_on_finalization,
+            disable_reshard_on_root=disable_reshard_on_root,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            sharding_groups=sharding_groups,
+            sharding_rank=sharding_rank,
+            sharding_world_size=sharding_world_size,
+            shard_param_on_dim_0=shard_param_on_dim_0,
+            pin_layout_in_collective_ops=pin_layout_in_collective_ops,
+            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+            coalesce_all_gather_ops=coalesce_all_gather_ops,
+        )
+        if auto_wrap_policy is not None:
+            self._auto_wrap(module, auto_wrap_policy, auto_wrapper_callable, param_init_fn)
+        materialize(module, _is_unit, param_init_fn)
+        self.xla_device = xla_ops.device()
+        self._collectives = collectives or _collectives_for(self._options)
+        self.rank, self.world_size = self._collectives.rank, self._collectives.num_shards
+        params = shard_own_parameters(
+            module,
+            _is_unit,
+            self._options,
+            rank=self.rank,
+            num_shards=self.world_size,
+            device=self.xla_device,
+        )
+        self._cast_buffers = move_buffers(
+            module,
+            _is_unit,
+            buffer_dtype or compute_dtype,
+            self.xla_device,
+            cast_statistics=buffer_dtype is not None,
+        )
+        self._fsdp_wrapped_module = module
+        self._unit = Unit(
+            ParamGroup(params, self._collectives, self._options), self._options, self.xla_device
+        )
+        self._join_units_below()
+        self._register_name_hooks()
+        xla_ops.refuse_reduce_gradients_of(is_sharded)
+        if execute_sharding_on_init:
+            gc.collect()  # full parameters in reference cycles would survive the sync
+            xla_ops.sync()
+
+    # ------------------------------------------------------------ use
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters gathered."""
+        return self._unit.run(self._fsdp_wrapped_module, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper lacks are the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexing goes to the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Length of the wrapped module (``nn.Sequential``)."""
+        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
+        return True
+
+    def extra_repr(self) -> str:
+        """The options that differ between units."""
+        options = self._options
+        return (
+            f"rank={self.rank}, world_size={self.world_size}, "
+            f"compute_dtype={options.compute_dtype}, "
+            f"flatten_parameters={options.flatten_parameters}, "
+            f"reshard_after_forward={options.reshard_after_forward}"
+        )
+
+    # ------------------------------------------------------------ training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep full gradients on this rank; the first one outside adds them
+        and reduces the sum. Saves traffic, costs the memory of the full gradients."""
+        units = [wrapper._unit for wrapper in self._wrappers()]
+        before = [unit.sync_gradients for unit in units]
+        for unit in units:
+            unit.sync_gradients = False
+        try:
+            yield
+        finally:
+            for unit, flag in zip(units, before, strict=True):
+                unit.sync_gradients = flag
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: list[list[int]] | None = None,
+    ) -> Tensor:
+        """Scale all gradients so that their norm, as one vector over all ranks, is at most
+        ``max_norm``. Every rank must call it. May be called at any time outside of backward, also
+        before the first forward or with no gradients at all (the norm is then 0).
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: p of the p-norm, or ``float("inf")``.
+            groups: replica groups to combine the norm over (default: the sharding groups).
+
+        Returns:
+            The norm before clipping, a lazy fp32 scalar on the device.
+
+        Raises:
+            ValueError: if ``norm_type`` is not positive.
+        """
+        collectives = self._collectives
+        if groups is not None:
+            collectives = XlaCollectives(groups, self.rank, len(groups[0]))
+        grads = [param.grad for param in self.params_with_grad if param.grad is not None]
+        return clip_grads_(grads, max_norm, norm_type, collectives, self.xla_device)
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divide gradients by ``pre`` before the sum over ranks and by ``post`` after it (default:
+        factors whose product is the number of ranks, so that gradients are averaged).
+
+        Args:
+            pre: positive divisor before the reduce-scatter.
+            post: positive divisor after it.
+            recursive: for the units inside as well.
+
+        Raises:
+            ValueError: if a factor is not positive.
+        """
+        if not (pre > 0 and post > 0):
+            raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
+        for wrapper in self._wrappers() if recursive else [self]:
+            wrapper._unit.group.predivide, wrapper._unit.group.postdivide = pre, post
+
+    # ------------------------------------------------------------ names and state
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and shard of every sharded parameter, with the names from before wrapping."""
+        return [(key, param.shard) for key, param in self._sharded_params()]
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """What is needed to merge this model's shards; save it along with ``state_dict()`` under
+        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
+        records: list[ParamRecord] = []
+        ties: dict[str, str] = {}
+        first_key: dict[int, str] = {}
+        for prefix, wrapper in self._named_wrappers():
+            for param in wrapper._unit.group.params:
+                canonical = first_key.setdefault(id(param.shard), _join(prefix, param.key))
+                is_first = canonical == _join(prefix, param.key)
+                if is_first:
+                    records.append(_record(prefix, param))
+                for member in param.members:
+                    names = [_join(prefix, name) for name in member.names]
+                    target = names[0] if is_first else canonical
+                    ties.update((name, target) for name in names if name != target)
+        buffers = {
+            _join(prefix, name): str(dtype).removeprefix("torch.")
+            for prefix, wrapper in self._named_wrappers()
+            for name, dtype in wrapper._cast_buffers.items()
+        }
+        return ShardMetadata(
+            rank=self.rank,
+            world_size=self.world_size,
+            params=tuple(records),
+            ties=ties,
+            buffers=buffers,
+        ).to_dict()
+
+    def _sharded_params(self) -> Iterator[tuple[str, ShardedParam]]:
+        for prefix, wrapper in self._named_wrappers():
+            for param in wrapper._unit.group.params:
+                yield _join(prefix, param.key), param
+
+    def _named_wrappers(self) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
+        for name, module in self.named_modules():
+            if isinstance(module, XlaFullyShardedDataParallel):
+                yield name, module
+
+    def _wrappers(self) -> list[XlaFullyShardedDataParallel]:
+        return [wrapper for _, wrapper in self._named_wrappers()]
+
+    # ------------------------------------------------------------ construction
+
+    def _auto_wrap(
+        self,
+        module: nn.Module,
+        policy: Callable[..., bool],
+        wrapper: Callable[..., nn.Module] | None,
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ) -> None:
+        for name, inner in module.named_modules():
+            if _is_unit(inner):
+                raise ValueError(
+                    f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
+                    f"FSDP units inside. Wrap by hand or by policy, not both"
+                )
+        wrap = wrapper or XlaFullyShardedDataParallel
+        options = {**self._options.as_keywords(), "param_init_fn": param_init_fn}
+        wrap_children(module, policy, lambda selected: wrap(selected, **options))
+
+    def _join_units_below(self) -> None:
+        for wrapper in self._wrappers():
+            if wrapper is not self:
+                wrapper._unit.join(self._unit)
+
+    def _register_name_hooks(self) -> None:
+        self._load_errors: list[str] = []
+        self.register_state_dict_post_hook(_hide_wrapper)
+        self.register_load_state_dict_pre_hook(_expect_wrapper)
+        self.register_load_state_dict_post_hook(_hide_wrapper_in_report)
+
+
+def _check_wrappable(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
+    if _is_unit(module):
+        raise ValueError(
+            "this module is wrapped with FSDP already. For nested units, wrap the inner modules "
+            "first and then the module that holds them"
+        )
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
+            f"needed. Wrap the modules that it holds, or the module that calls them"
+        )
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, XlaFullyShardedDataParallel)
+
+
+def _collectives_for(config: FSDPConfig) -> Collectives:
+    if config.sharding_groups is not None:
+        assert config.sharding_rank is not None  # FSDPConfig has checked both
+        assert config.sharding_world_size is not None
+        rank, num_shards = config.sharding_rank, config.sharding_world_size
+    else:
+        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
+    if num_shards == 1:
+        return LocalCollectives()
+    return XlaCollectives(config.sharding_groups, rank, num_shards)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _record(prefix: str, param: ShardedParam) -> ParamRecord:
+    return ParamRecord(
+        key=_join(prefix, param.key),
+        dtype=str(param.shard.dtype).removeprefix("torch."),
+        multiple=param.layout.multiple,
+        members=tuple(
+            MemberRecord(name=_join(prefix, member.names[0]), shape=tuple(member.shape))
+            for member in param.members
+        ),
+    )
+
+
+# nn.Module's own (de)serialization walks registered children, so the wrapper's child name is in
+# its keys; these three take it out again, and put it in for loading.
+
+
+def _hide_wrapper(
+    wrapper: XlaFullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    inner = f"{prefix}{_INNER}."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _expect_wrapper(
+    wrapper: XlaFullyShardedDataParallel,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    wrapper._load_errors = errors
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _hide_wrapper_in_report(wrapper: XlaFullyShardedDataParallel, report: Any) -> None:
+    for messages in (report.missing_keys, report.unexpected_keys, wrapper._load_errors):
+        messages[:] = [message.replace(f"{_INNER}.", "") for message in messages]
+    wrapper._load_errors = []

@@ -1,0 +1,202 @@
+"""Which parameters belong to a unit: those of its module that no unit inside it has taken.
+
+Words: see ``sharded_param``. Always true: a parameter that several attributes share has one shard,
+also when the attributes lie in different units. Parameters that cannot be sharded (integer and
+boolean ones) stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.layout import LANES, ShardLayout
+from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
+
+# A unit replaces a parameter by its shard. Where another unit's module still holds the original
+# (a head tied to an embedding), this is the only way to know that they are one. Keys are tensors
+# of one rank's own model, so ranks that are threads of one process never meet here.
+_shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def own_modules(
+    module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and the modules below it with their dotted names, except what units hold."""
+    seen: set[int] = set()
+
+    def walk(current: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(current) in seen or is_unit(current):
+            return
+        seen.add(id(current))
+        yield name, current
+        for child_name, child in current._modules.items():
+            if child is not None:
+                yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    yield from walk(module, prefix)
+
+
+def shard_own_parameters(
+    module: nn.Module,
+    is_unit: Callable[[nn.Module], bool],
+    config: FSDPConfig,
+    *,
+    rank: int,
+    num_shards: int,
+    device: torch.device,
+) -> list[ShardedParam]:
+    """Replace the parameters of ``module`` outside inner units by this rank's shards.
+
+    Raises:
+        ValueError: if a parameter is tied to one in another unit that is sharded differently.
+    """
+    modules = list(own_modules(module, is_unit))
+    _move_whole(modules, device)
+    members = _members(modules)
+    sharder = _Sharder(module, config, rank, num_shards, device)
+    adopted = [sharder.adopt(tensor, member) for tensor, member in members if _known(tensor)]
+    new = [(tensor, member) for tensor, member in members if not _known(tensor)]
+    if config.flatten_parameters:
+        made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(_alike(new))]
+    else:
+        made = [sharder.shard(member.names[0], [(tensor, member)]) for tensor, member in new]
+    return made + adopted
+
+
+def move_buffers(
+    module: nn.Module,
+    is_unit: Callable[[nn.Module], bool],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    cast_statistics: bool,
+) -> dict[str, torch.dtype]:
+    """Move the buffers outside inner units to ``device`` and cast floating-point ones to ``dtype``.
+
+    Running statistics of normalization layers keep their dtype unless ``cast_statistics``: they
+    average over thousands of steps, which 16 bits cannot resolve.
+
+    Returns:
+        The original dtype of every buffer that was cast, by dotted name.
+    """
+    cast: dict[str, torch.dtype] = {}
+    for prefix, owner in own_modules(module, is_unit):
+        keep = isinstance(owner, nn.modules.batchnorm._NormBase) and not cast_statistics
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            wanted = buffer.dtype
+            if dtype is not None and buffer.is_floating_point() and not keep:
+                wanted = dtype
+            if wanted != buffer.dtype:
+                cast[f"{prefix}.{name}" if prefix else name] = buffer.dtype
+            owner._buffers[name] = buffer.to(device=device, dtype=wanted)
+    return cast
+
+
+class _Sharder:
+    """Makes shards for one unit."""
+
+    def __init__(
+        self, home: nn.Module, config: FSDPConfig, rank: int, num_shards: int, device: torch.device
+    ) -> None:
+        self._home = home
+        self._config = config
+        self._rank = rank
+        self._num_shards = num_shards
+        self._device = device
+
+    def shard(self, key: str, parts: Sequence[tuple[Tensor, Member]]) -> ShardedParam:
+        """One shard for the joined ``parts``."""
+        tensors = [tensor for tensor, _ in parts]
+        members = [member for _, member in parts]
+        layout, row_shape = self._layout([member.shape for member in members])
+        shard = make_shard(tensors, layout, self._rank, self._device, row_shape)
+        flat = self._config.flatten_parameters
+        param = ShardedParam(key, members, shard, layout, self._home if flat else None)
+        for tensor in (*tensors, shard):
+            _shard_of[tensor] = weakref.ref(param)
+        return param
+
+    def adopt(self, tensor: Tensor, member: Member) -> ShardedParam:
+        """Share the shard that another unit made of the same parameter."""
+        theirs = _known(tensor)
+        assert theirs is not None
+        layout, _ = self._layout([member.shape])
+        name = member.names[0]
+        if theirs.is_flat or self._config.flatten_parameters:
+            raise ValueError(
+                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, and "
+                f"flatten_parameters=True: a flat shard cannot share one of its members. Put both "
+                f"into one unit, or set flatten_parameters=False"
+            )
+        if theirs.layout != layout:
+            raise ValueError(
+                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which is "
+                f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
+            )
+        return ShardedParam(name, [member], theirs.shard, layout)
+
+    def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
+        numel = sum(shape.numel() for shape in shapes)
+        by_rows = self._config.shard_param_on_dim_0 and not self._config.flatten_parameters
+        if not by_rows or len(shapes[0]) == 0:
+            return ShardLayout((numel,), self._num_shards, LANES), ()
+        row_shape = shapes[0][1:]
+        return ShardLayout((numel,), self._num_shards, max(1, row_shape.numel())), row_shape
+
+
+def _known(tensor: Tensor) -> ShardedParam | None:
+    reference = _shard_of.get(tensor)
+    return reference() if reference is not None else None
+
+
+def _members(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[Tensor, Member]]:
+    """Distinct floating-point parameters with all their names and owners, in order."""
+    places: dict[int, tuple[Tensor, list[str], list[Owner]]] = {}
+    for prefix, module in modules:
+        for attribute, tensor in module._parameters.items():
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            _, names, owners = places.setdefault(id(tensor), (tensor, [], []))
+            names.append(f"{prefix}.{attribute}" if prefix else attribute)
+            owners.append(Owner(module, attribute))
+    return [
+        (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
+        for tensor, names, owners in places.values()
+    ]
+
+
+def _full_shape(tensor: Tensor) -> torch.Size:
+    """A parameter that was tied after wrapping is already another unit's shard."""
+    known = _known(tensor) if is_sharded(tensor) else None
+    return known.members[0].shape if known is not None else tensor.shape
+
+
+def _alike(parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
+    """Parts that can share one flat shard: same dtype, and all trainable or all frozen.
+
+    Trainable ones come first.
+    """
+    groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Member]]] = {}
+    for part in parts:
+        groups.setdefault((not part[0].requires_grad, part[0].dtype), []).append(part)
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], str(key[1])))]
+
+
+def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
+    moved: dict[int, nn.Parameter] = {}
+    for _, module in modules:
+        for attribute, tensor in module._parameters.items():
+            if tensor is not None and not tensor.is_floating_point():
+                new = moved.setdefault(
+                    id(tensor), nn.Parameter(tensor.detach().to(device), requires_grad=False)
+                )
+                module._parameters[attribute] = new
+

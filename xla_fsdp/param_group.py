@@ -1,0 +1,166 @@
+"""The parameters of one unit, gathered and reduced together.
+
+Words: see ``sharded_param``; a *bucket* is what one collective carries.
+Always true: gathering makes one all-gather per dtype and reducing one reduce-scatter per dtype,
+unless the configuration asks for smaller buckets; a gradient is averaged over the ranks, and its
+shard has the dtype of the shard parameter. When to gather and reduce is decided by ``unit``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.collectives import Collectives
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.sharded_param import ShardedParam
+
+
+class ParamGroup:
+    """Collectives over the shards of one unit.
+
+    Args:
+        params: the unit's shards, in the order of the module's parameters.
+        collectives: communication among the ranks that share them.
+        config: dtypes and bucket sizes.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], collectives: Collectives, config: FSDPConfig
+    ) -> None:
+        self.params = tuple(params)
+        self.collectives = collectives
+        self._config = config
+        self.predivide, self.postdivide = default_divide_factors(collectives.num_shards)
+        self._unreduced: dict[int, Tensor] = {}
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """The shard parameters."""
+        return [param.shard for param in self.params]
+
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
+        in the compute dtype."""
+        dtype = self._config.compute_dtype
+        cast = [shard.detach().reshape(-1).to(dtype or shard.dtype) for shard in shards]
+        limit = math.inf if self._config.coalesce_all_gather_ops else 0
+        stacks = _in_buckets(cast, self.collectives.all_gather, limit)
+        return [
+            full
+            for param, stack in zip(self.params, stacks, strict=True)
+            for full in param.split(stack)
+        ]
+
+    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Averaged gradient shards, one per parameter, from full gradients, one per member.
+
+        A parameter none of whose members has a gradient gets None, as in an unsharded model.
+        Gradients kept back by ``keep`` are added first.
+        """
+        grads = self._with_kept(grads)
+        stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
+        present = [stack for stack in stacked if stack is not None]
+        limit = self._config.reduce_scatter_bucket_size_mb
+        reduced = iter(
+            _in_buckets(
+                present,
+                self.collectives.reduce_scatter,
+                math.inf if limit is None else limit * 2**20,
+            )
+        )
+        return [
+            None if stack is None else self._finish(next(reduced), param.shard)
+            for param, stack in zip(self.params, stacked, strict=True)
+        ]
+
+    def keep(self, grads: Sequence[Tensor | None]) -> None:
+        """Add full gradients to those kept on this rank until the next ``reduce``."""
+        self._unreduced = {
+            index: grad for index, grad in enumerate(self._with_kept(grads)) if grad is not None
+        }
+
+    def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
+        return (reduced.to(shard.dtype) / self.postdivide).reshape(shard.shape)
+
+    def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        kept, self._unreduced = self._unreduced, {}
+        return [_add(kept.get(index), grad) for index, grad in enumerate(grads)]
+
+    def _by_param(
+        self, grads: Sequence[Tensor | None]
+    ) -> list[tuple[ShardedParam, Sequence[Tensor | None]]]:
+        pairs, at = [], 0
+        for param in self.params:
+            pairs.append((param, grads[at : at + len(param.members)]))
+            at += len(param.members)
+        return pairs
+
+    def _stack(self, param: ShardedParam, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """One parameter's gradient as a stack in the reduce dtype, divided ahead of the sum."""
+        example = next((grad for grad in grads if grad is not None), None)
+        if example is None:
+            return None
+        full = [
+            example.new_zeros(member.shape) if grad is None else grad
+            for member, grad in zip(param.members, grads, strict=True)
+        ]
+        stack = param.stack(full)
+        if self._config.fp32_reduce_scatter:
+            stack = stack.to(torch.float32)
+        return stack / self.predivide
+
+
+def default_divide_factors(num_shards: int) -> tuple[float, float]:
+    """What gradients are divided by before and after the sum over ranks; the product is the
+    number of ranks. Splitting it near the square root keeps 16-bit sums from overflow before and
+    from underflow after (the rule of torch's own FSDP)."""
+    before = 1
+    while num_shards % before == 0 and num_shards / before > before:
+        before *= 2
+    return float(before), num_shards / before
+
+
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def _in_buckets(
+    tensors: Sequence[Tensor],
+    collective: Callable[[Sequence[Tensor]], list[Tensor]],
+    limit: float,
+) -> list[Tensor]:
+    """Run ``collective`` on runs of tensors of one dtype that hold at most ``limit`` bytes (but at
+    least one tensor); results come back in the order of ``tensors``."""
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        by_dtype[tensor.dtype].append(index)
+    results: dict[int, Tensor] = {}
+    for indices in by_dtype.values():
+        for bucket in _split_by_bytes(indices, tensors, limit):
+            outputs = collective([tensors[index] for index in bucket])
+            results.update(zip(bucket, outputs, strict=True))
+    return [results[index] for index in range(len(tensors))]
+
+
+def _split_by_bytes(
+    indices: Sequence[int], tensors: Sequence[Tensor], limit: float
+) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    size = 0.0
+    for index in indices:
+        nbytes = tensors[index].numel() * tensors[index].element_size()
+        if not buckets or size + nbytes > limit:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(index)
+        size += nbytes
+    return buckets

@@ -1,0 +1,218 @@
+"""Rematerialization: recompute a module's forward in backward instead of keeping activations.
+
+Words: a *region* is one forward call whose saved tensors are dropped; when backward asks for the
+first of them, the forward runs again, and what autograd would have saved is picked up by position.
+Always true: the recomputation sees the same inputs, random numbers, autocast state and buffers as
+the original, leaves buffers and the random state as they were, and stands behind a barrier on the
+incoming gradients, so that XLA neither merges it with the original nor runs it early.
+Not reentrant: the original graph is differentiated, so inputs need no gradient, keyword arguments
+and nested containers work, and regions nest. (The idea of saved-tensor hooks as a checkpoint is
+that of ``torch.utils.checkpoint``, which knows no XLA device.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+
+from xla_fsdp import xla_ops
+from xla_fsdp.backward import current_pass
+from xla_fsdp.graph_nodes import mark_constants, on_device, present, through
+from xla_fsdp.tree import replace_tensors, tensors_in
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """Make ``module`` rematerialize: its forward is replaced in place by one that keeps only its
+    inputs for backward.
+
+    Composes with FSDP inside and outside: ``FSDP(checkpoint_module(m))`` is the usual order.
+
+    Returns:
+        The same module.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_module takes an nn.Module, got {type(module).__name__}")
+    original = _unbound_forward(module)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        return _Region(self, partial(original, self)).run(args, kwargs)
+
+    # A method, not a closure over the module: a deep copy must run its own weights.
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    return module
+
+
+def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+    return functools.wraps(forward)(lambda self, *args, **kwargs: forward(*args, **kwargs))
+
+
+class _Environment:
+    """What besides its inputs decides what a module's forward computes.
+
+    Made just before the forward; ``settle`` just after it drops what the forward did not touch.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._device = xla_ops.device()
+        self._xla_rng = xla_ops.get_rng_state(self._device)
+        self._cpu_rng: Tensor | None = torch.get_rng_state()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("xla", "cpu")
+        ]
+        self._buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+
+    def settle(self) -> None:
+        """Keep only what the forward changed.
+
+        The host's random state is shared by ranks that are threads of one process, so it is set
+        back only where the forward drew from it.
+        """
+        if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
+            self._cpu_rng = None
+        self._buffers = [entry for entry in self._buffers if entry[0]._version > entry[1]]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, things are as they were; afterwards, as they are now."""
+        xla_rng, cpu_rng = xla_ops.get_rng_state(self._device), torch.get_rng_state()
+        buffers = [buffer.detach().clone() for buffer, _, _ in self._buffers]
+        self._set(self._xla_rng, self._cpu_rng, [value for _, _, value in self._buffers])
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype, enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                yield
+        finally:
+            self._set(xla_rng, None if self._cpu_rng is None else cpu_rng, buffers)
+
+    def _set(self, xla_rng: int, cpu_rng: Tensor | None, buffers: Sequence[Tensor]) -> None:
+        xla_ops.set_rng_state(xla_rng, self._device)
+        if cpu_rng is not None:
+            torch.set_rng_state(cpu_rng)
+        with torch.no_grad():
+            for (buffer, _, _), value in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(value)
+
+
+class _Region:
+    """One call of a checkpointed forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._name = type(module).__name__
+        self._forward = forward
+        self._environment = _Environment(module)
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._recomputed: list[Tensor] = []
+        self.output_grads: list[Tensor] = []  # once backward has reached the outputs
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The original forward."""
+        inputs = (args, kwargs)
+        tensors = tensors_in(inputs)
+        # Saved by a node of its own, inputs go through the hooks of regions around this one.
+        self._keeper = _KeepInputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._pick):
+            outputs = self._forward(*args, **kwargs)
+        self._environment.settle()
+        return through(partial(_LeaveRegion.apply, self), outputs)
+
+    def _drop(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
+
+    def _pick(self, index: int) -> Tensor:
+        if not self._recomputed:
+            self._recomputed = self._recompute()
+            self._check()
+        result = self._recomputed[index]
+        if current_pass() == -1:  # asked for outside of a backward pass, by a debugger say
+            self._recomputed = []
+        return result
+
+    def _recompute(self) -> list[Tensor]:
+        if current_pass() != -1:
+            Variable._execution_engine.queue_callback(self._forget)
+        found: list[Tensor] = []
+        args, kwargs = self._inputs()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.append(tensor.detach()), _refuse
+        )
+        with torch.enable_grad(), self._environment.restored(), hooks:
+            self._forward(*args, **kwargs)
+        return found
+
+    def _inputs(self) -> Any:
+        """The original inputs as fresh leaves, not available before the outputs' gradients."""
+        kept = self._keeper.grad_fn.saved_tensors
+        lazy = [tensor for tensor in kept if on_device(tensor)]
+        ready = iter(xla_ops.barrier([*lazy, *self.output_grads])[: len(lazy)])
+        fresh = [next(ready) if on_device(t) else t.detach() for t in kept]
+        for tensor, original in zip(fresh, kept, strict=True):
+            tensor.requires_grad_(original.requires_grad)
+        return replace_tensors(self._input_tree, fresh)
+
+    def _check(self) -> None:
+        found = [(tensor.shape, tensor.dtype) for tensor in self._recomputed]
+        if found != self._saved:
+            raise RuntimeError(
+                f"the checkpointed forward of {self._name} saved {len(self._saved)} tensors for "
+                f"backward, and {len(found)} (or others) when it was recomputed. It must do the "
+                f"same both times: look for state that it changes and for branches on it"
+            )
+
+    def _forget(self) -> None:
+        self._recomputed = []
+
+
+class _KeepInputs(torch.autograd.Function):
+    """Holds a region's inputs; never differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise AssertionError("nothing depends on the output of this node")
+
+
+class _LeaveRegion(torch.autograd.Function):
+    """Outputs of a region; backward notes their gradients for the recomputation's barrier."""
+
+    @staticmethod
+    def forward(ctx: Any, region: _Region, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.region = region
+        fresh = tuple(output.clone() for output in outputs)
+        mark_constants(ctx, fresh, ctx.needs_input_grad[1:])
+        return fresh
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.region.output_grads = present(grads)
+        return (None, *grads)
+
+
+def _refuse(_: Any) -> Tensor:
+    raise RuntimeError("backward ran through the graph of a recomputation, which is never built on")

@@ -1,0 +1,181 @@
+"""One shard parameter: what the optimizer sees, and the full parameters that it stands for.
+
+Words: a *member* is one original parameter; a shard has one member, or several joined end to end
+(*flat*). An *owner* is a module attribute that holds a member; a tied member has several.
+Always true: outside a forward or backward pass of the unit, owners of a one-member shard hold the
+shard parameter (so names, optimizers and state dicts see it), and members of a flat shard are not
+attributes at all; while unsharded, owners hold the full tensors. The shard parameter object never
+changes. How shards travel between ranks is left to ``param_group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xla_fsdp.layout import ShardLayout, offsets
+
+
+class ParamState(Enum):
+    """Where the owners of a shard's members point."""
+
+    SHARDED = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place in a module tree that holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+
+    def point_at(self, tensor: Tensor) -> None:
+        """Make the module's attribute this tensor.
+
+        nn.Module.__setattr__ refuses tensors that are not leaf parameters, hence the registry.
+        """
+        self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        _refresh_rnn_weights(self.module)
+
+    def remove(self) -> None:
+        """Take the attribute off the module."""
+        del self.module._parameters[self.attribute]
+
+
+@dataclass(frozen=True)
+class Member:
+    """An original parameter: its fully qualified names (first the canonical one, then ties)."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    owners: tuple[Owner, ...]
+
+
+class ShardedParam:
+    """This rank's shard of one parameter, or of several that were flattened together.
+
+    Args:
+        key: name of the shard in the unit's state dict.
+        members: the original parameters in joining order.
+        shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
+            [rows, ...] where whole rows of dim 0 are sharded.
+        layout: how the joined members are cut.
+        home: for a flat shard, the module that registers it under ``key``; otherwise None.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        members: Sequence[Member],
+        shard: nn.Parameter,
+        layout: ShardLayout,
+        home: nn.Module | None = None,
+    ) -> None:
+        self.key = key
+        self.members = tuple(members)
+        self.shard = shard
+        self.layout = layout
+        self.state = ParamState.UNSHARDED
+        self._home = home
+        if home is not None:
+            home.register_parameter(key, shard)
+        self.reshard()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the shard is registered on its own, apart from its members."""
+        return self._home is not None
+
+    def unshard(self, full: Sequence[Tensor]) -> None:
+        """Point the owners at the full tensors, one per member in order."""
+        self._move(ParamState.SHARDED, ParamState.UNSHARDED)
+        for member, tensor in zip(self.members, full, strict=True):
+            for owner in member.owners:
+                owner.point_at(tensor)
+
+    def reshard(self) -> None:
+        """Point the owners back at the shard (of a flat shard: take the members away)."""
+        self._move(ParamState.UNSHARDED, ParamState.SHARDED)
+        for member in self.members:
+            for owner in member.owners:
+                if self.is_flat:
+                    owner.remove()
+                else:
+                    owner.point_at(self.shard)
+
+    def split(self, stack: Tensor) -> list[Tensor]:
+        """The members' full tensors out of a gathered stack [num_shards, shard_numel].
+
+        The results are tensors of their own, not views: a view would keep the whole stack alive.
+        """
+        joined = stack.reshape(-1)
+        numels = [member.shape.numel() for member in self.members]
+        return [
+            torch.view_copy(torch.narrow_copy(joined, 0, start, numel), member.shape)
+            for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
+        ]
+
+    def stack(self, full: Sequence[Tensor]) -> Tensor:
+        """The inverse of ``split``, with zeros as padding: [num_shards, shard_numel]."""
+        flat = [tensor.reshape(-1) for tensor in full]
+        joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+        padding = self.layout.padded_numel - self.layout.numel
+        if padding:
+            joined = F.pad(joined, (0, padding))
+        return joined.reshape(self.layout.num_shards, -1)
+
+    def _move(self, expected: ParamState, new: ParamState) -> None:
+        if self.state is not expected:
+            raise RuntimeError(
+                f"{self.key} is {self.state.name}, but to become {new.name} it must be "
+                f"{expected.name}"
+            )
+        self.state = new
+
+
+def make_shard(
+    tensors: Sequence[Tensor],
+    layout: ShardLayout,
+    rank: int,
+    device: torch.device,
+    row_shape: Sequence[int] = (),
+) -> nn.Parameter:
+    """Cut ``rank``'s shard, [rows, *row_shape], out of full tensors joined end to end.
+
+    Only the slice moves to ``device``: a parameter in host memory never exists there in full.
+    """
+    wanted = layout.slice_for(rank)
+    numels = [tensor.numel() for tensor in tensors]
+    pieces = []
+    for tensor, numel, start in zip(tensors, numels, offsets(numels), strict=True):
+        begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
+        if begin < end:
+            pieces.append(tensor.detach().reshape(-1)[begin:end])
+    # A shard that lies wholly in the padding has no piece, and cat needs one.
+    pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
+    shard = nn.Parameter(
+        torch.cat(pieces).reshape(-1, *row_shape).to(device),
+        requires_grad=any(tensor.requires_grad for tensor in tensors),
+    )
+    shard._is_sharded = True  # type: ignore[attr-defined]  # read by Lightning and by upstream code
+    return shard
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether ``param`` is a shard made by this package (or by upstream's)."""
+    return getattr(param, "_is_sharded", False)
+
+
+def _refresh_rnn_weights(module: nn.Module) -> None:
+    """nn.RNN and its kin compute with a list of their parameters that they keep on the side."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [
+            module._parameters.get(name)  # type: ignore[misc]
+            for name in module._flat_weights_names
+        ]

@@ -1,0 +1,362 @@
+"""One unit's forward and backward: gather, compute, free; gather again, compute, reduce, free.
+
+A forward adds three nodes to the autograd graph: ``_Enter`` takes the inputs, ``_Unshard`` turns
+shard parameters into full ones, ``_Exit`` takes the outputs. Backward meets them in reverse:
+``_Exit`` gathers the parameters again, ``_Unshard`` reduce-scatters their gradients, ``_Enter``
+hands the input gradients on. So autograd itself knows when a unit's gradients are complete, and
+accumulates the shards.
+Always true: outside its forward and an open backward a unit holds no full parameter, so shards are
+the only truth for optimizers, state dicts and the next forward. Barriers tie every gather to what
+comes before it; without them XLA is free to merge the second gather into the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xla_fsdp import xla_ops
+from xla_fsdp.backward import BackwardPass, current_pass
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.graph_nodes import mark_constants, present, through
+from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.saved_params import SavedParams
+from xla_fsdp.tree import map_tensors
+
+
+class UnitState(Enum):
+    """What the attributes of a unit's modules hold."""
+
+    SHARDED = auto()
+    FORWARD = auto()  # full parameters, while the unit's forward runs
+    BACKWARD = auto()  # full parameters, gathered for backward
+
+
+class Unit:
+    """Runs a module's forward with gathered parameters, and its backward likewise.
+
+    Args:
+        group: the unit's parameters; it may have none.
+        config: the unit's options.
+        device: this rank's XLA device.
+    """
+
+    def __init__(self, group: ParamGroup, config: FSDPConfig, device: torch.device) -> None:
+        self.group = group
+        self.config = config
+        self.state = UnitState.SHARDED
+        self.is_root = True
+        self.sync_gradients = True
+        self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
+        self._full: list[Tensor] = []  # what the attributes hold while not SHARDED
+        self._opened_in = -1  # the backward pass that gathered _full
+        self._dummy = torch.zeros(1, device=device)
+
+    def join(self, root: Unit) -> None:
+        """Become a part of the tree of units under ``root``."""
+        self.is_root = False
+        self.backward = root.backward
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether full parameters are freed between forward and backward."""
+        if self.is_root and self.config.disable_reshard_on_root:
+            return False
+        return self.config.reshard_after_forward
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)`` with this unit's parameters gathered.
+
+        Raises:
+            ValueError: if the forward changed a parameter in place.
+        """
+        if self.state is UnitState.FORWARD:  # the module calls itself
+            return forward(*args, **kwargs)
+        recomputed = current_pass() != -1
+        if not recomputed:
+            self.backward.abandon()
+        call = _Call(self, recomputed)
+        args, kwargs = self._enter(call, (args, kwargs))
+        compute = self._recompute if recomputed else self._compute
+        return compute(call, lambda: forward(*args, **kwargs))
+
+    def close(self) -> None:
+        """Free what was gathered for backward."""
+        if self.state is UnitState.BACKWARD:
+            self._hide()
+
+    # ------------------------------------------------------------ forward
+
+    def _enter(self, call: _Call, inputs: Any) -> Any:
+        """Cast the inputs, and tie them and the shards together."""
+        return through(partial(_Enter.apply, call), map_tensors(self._cast, inputs))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self.config.compute_dtype
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    def _compute(self, call: _Call, forward: Callable[[], Any]) -> Any:
+        """The original forward."""
+        full = self._unshard(call, call.take_shards())
+        saved = SavedParams(full, self._for_backward)
+        self._show(full, UnitState.FORWARD)
+        try:
+            with saved.hooks() if self.reshards_after_forward else nullcontext():
+                outputs = forward()
+        finally:
+            self._hide()
+        self._reject(saved.changed_in_place())
+        if not self.reshards_after_forward:
+            return self._exit(call, outputs, kept=full)
+        outputs = self._exit(call, outputs)
+        saved.release(self._dummy)
+        return outputs
+
+    def _recompute(self, call: _Call, forward: Callable[[], Any]) -> Any:
+        """The same forward again, for a checkpoint, inside a backward pass.
+
+        What it gathers stays for the backward that follows, which thus needs no gather of its own.
+        """
+        shards = call.take_shards()
+        if self.state is UnitState.SHARDED:
+            self._open(shards)
+        for_backward = self._full
+        full = self._unshard(call, None)
+        saved = SavedParams(full, self._for_backward)
+        self._show(full, UnitState.BACKWARD)
+        try:
+            with saved.hooks() if self.reshards_after_forward else nullcontext():
+                outputs = forward()
+        finally:
+            self._show(for_backward, UnitState.BACKWARD)
+            saved.forget()
+        return self._exit(call, outputs)
+
+    def _exit(self, call: _Call, outputs: Any, kept: list[Tensor] | None = None) -> Any:
+        """Tie the outputs; ``kept`` are full parameters that live until backward."""
+        return through(partial(_Exit.apply, call, kept), outputs)
+
+    def _reject(self, changed: list[int]) -> None:
+        if changed:
+            members = [member for param in self.group.params for member in param.members]
+            names = ", ".join(members[index].names[0] for index in changed)
+            raise ValueError(
+                f"{names} was changed in place in the forward of its FSDP unit. The change would "
+                f"be lost: full parameters are freed after the forward and gathered again from "
+                f"the shards. Compute with a changed copy instead, or change it outside the "
+                f"forward."
+            )
+
+    # ------------------------------------------------------------ backward
+
+    def tie(self, tensors: Sequence[Tensor], *, recomputed: bool) -> tuple[list[Tensor], list]:
+        """``tensors`` and the shards, each available only once all of them are."""
+        extra = self.backward.take_pending() if recomputed else []
+        config = self.config
+        if config.optimization_barrier_in_forward or (
+            recomputed and config.optimization_barrier_in_backward
+        ):
+            ready = xla_ops.barrier([*tensors, *self.group.shards, *extra])
+            return ready[: len(tensors)], ready[len(tensors) : len(ready) - len(extra)]
+        return [tensor.clone() for tensor in tensors], self.group.shards
+
+    def start_backward(
+        self, kept: list[Tensor] | None, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gather the parameters (unless ``kept``) once the gradients of the outputs, and all
+        pending work, are there. Returns the gradients, likewise tied."""
+        self.backward.watch()
+        if self.state is not UnitState.SHARDED or not self.group.params:
+            return self._tie_grads(grads, [])[0]
+        if kept is not None:
+            self._open_with(kept)
+            return self._tie_grads(grads, [])[0]
+        shards = self.group.shards
+        grads, ready = self._tie_grads(grads, [*shards, *self.backward.take_pending()])
+        self._open(ready[: len(shards)])
+        return grads
+
+    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradient shards from full gradients; none while gradients are not synchronized."""
+        if not self.sync_gradients:
+            self.group.keep(grads)
+            return [None] * len(self.group.params)
+        reduced = self.group.reduce(grads)
+        self.backward.pending.extend(present(reduced))
+        return reduced
+
+    def leave_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs, on their way to the unit before."""
+        ready, _ = self._tie_grads(grads, [])
+        self.backward.pending.extend(present(ready))
+        return ready
+
+    def finish_backward(self, call: _Call) -> None:
+        """All gradients of one forward call are computed: free the parameters.
+
+        A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
+        needs them.
+        """
+        if call.recomputed or self._opened_in == current_pass():
+            self.close()
+
+    def _tie_grads(
+        self, grads: Sequence[Tensor | None], others: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        if not self.config.optimization_barrier_in_backward:
+            return list(grads), list(others)
+        given = present(grads)
+        ready = xla_ops.barrier([*given, *others])
+        tied = iter(ready)
+        return [None if grad is None else next(tied) for grad in grads], ready[len(given) :]
+
+    def _for_backward(self) -> list[Tensor]:
+        """Full parameters for a saved-tensor reference, which may be asked for before any output's
+        gradient has come by (a side channel such as a loss kept on the module)."""
+        if self.state is UnitState.SHARDED:
+            self._open(self.group.shards)
+        return self._full
+
+    # ------------------------------------------------------------ full parameters
+
+    def _unshard(self, call: _Call, shards: Sequence[Tensor] | None) -> list[Tensor]:
+        if not self.group.params:
+            return []
+        return list(_Unshard.apply(call, shards, *self.group.shards))
+
+    def _open(self, shards: Sequence[Tensor]) -> None:
+        # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
+        with torch.enable_grad():
+            self._open_with(self._unshard(_Call(self, recomputed=False), shards))
+
+    def _open_with(self, full: list[Tensor]) -> None:
+        self._show(full, UnitState.BACKWARD)
+        self._opened_in = current_pass()
+        self.backward.open(self)
+
+    def _show(self, full: list[Tensor], state: UnitState) -> None:
+        if self.state is not UnitState.SHARDED:
+            self._hide()
+        at = 0
+        for param in self.group.params:
+            param.unshard(full[at : at + len(param.members)])
+            at += len(param.members)
+        self._full, self.state = full, state
+
+    def _hide(self) -> None:
+        for param in self.group.params:
+            param.reshard()
+        self._full, self.state = [], UnitState.SHARDED
+
+
+class _Call:
+    """What the three graph nodes of one forward call share."""
+
+    def __init__(self, unit: Unit, recomputed: bool) -> None:
+        self.unit = unit
+        self.recomputed = recomputed
+        self.shards: list[Tensor] = []  # tied to the inputs
+        self._waiting: set[type] = set()
+
+    def take_shards(self) -> list[Tensor]:
+        """The tied shards. The graph holds this object: kept here, they would live as long."""
+        shards, self.shards = self.shards, []
+        return shards
+
+    def expect(self, node: type) -> None:
+        """``node`` takes part in this call's backward."""
+        self._waiting.add(node)
+
+    def done(self, node: type) -> None:
+        """``node`` has run backward; after the last one the unit's parameters can go."""
+        self._waiting.discard(node)
+        if not self._waiting:
+            self.unit.finish_backward(self)
+
+
+class _Enter(torch.autograd.Function):
+    """Inputs tied to the shards; backward hands their gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ready, call.shards = call.unit.tie(inputs, recomputed=call.recomputed)
+        mark_constants(ctx, ready, ctx.needs_input_grad[1:])
+        if any(ctx.needs_input_grad):
+            call.expect(_Enter)
+        return tuple(ready)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        result = ctx.call.unit.leave_inputs(grads)
+        ctx.call.done(_Enter)
+        return (None, *result)
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather shards into full parameters; backward reduce-scatters their gradients.
+
+    ``shards`` are the values to gather (the parameters' own, behind a barrier), or None to copy
+    what the unit has gathered already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, shards: Sequence[Tensor] | None, *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        unit = call.unit
+        ctx.call = call
+        if shards is None:
+            full = [tensor.detach().clone() for tensor in unit._full]
+        else:
+            full = unit.group.gather(shards)
+        needs = [
+            need
+            for param, need in zip(unit.group.params, ctx.needs_input_grad[2:], strict=True)
+            for _ in param.members
+        ]
+        mark_constants(ctx, full, needs)
+        if any(needs):
+            call.expect(_Unshard)
+        return tuple(full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        result = ctx.call.unit.reduce(grads)
+        ctx.call.done(_Unshard)
+        return (None, None, *result)
+
+
+class _Exit(torch.autograd.Function):
+    """Outputs behind a barrier; backward gathers the parameters again.
+
+    ``kept`` hangs on this node alone: on the call, which ``_Unshard`` refers to as well, the
+    parameters would keep their own graph alive in a cycle.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, kept: list[Tensor] | None, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.kept = call.unit, kept
+        if call.unit.config.optimization_barrier_in_forward:
+            ready = xla_ops.barrier(outputs)
+        else:
+            ready = [output.clone() for output in outputs]
+        mark_constants(ctx, ready, ctx.needs_input_grad[2:])
+        return tuple(ready)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.unit.start_backward(ctx.kept, grads))
+

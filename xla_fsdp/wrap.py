@@ -1,0 +1,125 @@
+"""Which submodules become units of their own: policies decide, a walker wraps.
+
+Words: a *policy* is called as ``policy(module, recurse, unwrapped_params)``. With ``recurse=True``
+it says whether to look inside ``module``; with ``recurse=False`` whether to wrap it, given the
+number of parameter elements in it that no unit has taken yet. Extra arguments of the policies here
+are bound with ``functools.partial``.
+Always true: children are decided before their parent, a module that appears twice in the tree is
+wrapped once, and a module without a forward of its own (``nn.ModuleList``) is never wrapped.
+The walker knows nothing of sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+Policy = Callable[..., bool]
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every submodule that has a forward."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wrap the submodules for which ``lambda_fn(submodule)`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    transformer_layer_cls: Collection[type[nn.Module]],
+) -> bool:
+    """Wrap the instances of the given layer classes."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap a submodule once it holds ``min_num_params`` elements that no unit inside it has.
+
+    Args:
+        module: the submodule in question.
+        recurse: see the module's docstring.
+        unwrapped_params: elements in ``module`` not yet taken by a unit.
+        min_num_params: the threshold, in elements.
+        force_leaf_modules: classes never looked into (default: attention, whose forward uses its
+            children's weights directly).
+        exclude_wrap_modules: classes never wrapped (default: containers).
+    """
+    leaves = tuple(force_leaf_modules or (nn.MultiheadAttention,))
+    excluded = tuple(exclude_wrap_modules or (nn.ModuleList, nn.ModuleDict))
+    if unwrapped_params < min_num_params:
+        return False
+    return not isinstance(module, leaves if recurse else excluded)
+
+
+def wrap_children(
+    module: nn.Module, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module]
+) -> int:
+    """Replace every descendant of ``module`` that ``policy`` selects by ``wrap_fn(descendant)``.
+
+    Returns:
+        The number of parameter elements that the new units took.
+    """
+    return _Walker(policy, wrap_fn).visit_children(module)
+
+
+class _Walker:
+    def __init__(self, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module]) -> None:
+        self._policy = policy
+        self._wrap_fn = wrap_fn
+        self._done: dict[int, tuple[nn.Module, nn.Module]] = {}  # the original keeps its id taken
+
+    def visit_children(self, module: nn.Module) -> int:
+        if not self._policy(module=module, recurse=True, unwrapped_params=_numel(module)):
+            return 0
+        taken = 0
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
+            replacement, numel = self._visit(child)
+            if replacement is not child:
+                setattr(module, name, replacement)
+            taken += numel
+        return taken
+
+    def _visit(self, module: nn.Module) -> tuple[nn.Module, int]:
+        if id(module) in self._done:
+            return self._done[id(module)][1], 0
+        total = _numel(module)
+        taken = self.visit_children(module)
+        replacement = module
+        if has_forward(module) and self._policy(
+            module=module, recurse=False, unwrapped_params=total - taken
+        ):
+            replacement, taken = self._wrap_fn(module), total
+        self._done[id(module)] = (module, replacement)
+        return replacement, taken
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling ``module`` computes something (``nn.ModuleList`` has no forward)."""
+    forward = getattr(module, "forward", None)
+    # nn.Module's own forward only raises; torch keeps it under this name.
+    return getattr(forward, "__name__", "") != "_forward_unimplemented"
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())

@@ -1,0 +1,441 @@
+"""The only file that touches torch_xla's internals; every workaround names its reason.
+
+Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
+*release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its
+value. Always true: nothing here knows about modules, parameters or sharding.
+Which tensors are gathered and when is decided by ``param_group`` and ``unit``; how ranks are
+started on CPU by ``launcher`` and ``cpu_ranks``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from .cpu_ranks import Run, RunSlot
+
+Groups = list[list[int]] | None
+"""Replica groups of a collective: lists of ranks, or None for one group of all ranks."""
+
+# ---------------------------------------------------------------- this rank
+
+
+def device() -> torch.device:
+    """The XLA device of the calling rank."""
+    return torch_xla.device()
+
+
+def rank() -> int:
+    """Global rank of the caller, from 0."""
+    return xr.global_ordinal()
+
+
+def world_size() -> int:
+    """Number of ranks in the job."""
+    return xr.world_size()
+
+
+def sync() -> None:
+    """Compile and run what has been traced so far on the caller's device."""
+    torch_xla.sync()
+
+
+# ---------------------------------------------------------------- graph building
+
+
+def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same values as new tensors that become available only when all of them are computed.
+
+    The inputs stay as they are: torch_xla's own call works in place, and an in-place barrier on a
+    parameter would turn it from a program input into a program output.
+    """
+    fresh = [t.detach().clone() for t in tensors]
+    if fresh:
+        torch_xla._XLAC._xla_optimization_barrier_(fresh)
+    return fresh
+
+
+def release(tensor: Tensor, dummy: Tensor) -> None:
+    """Point ``tensor`` at ``dummy``'s value: whoever still holds the handle no longer keeps the
+    full value alive. Shapes may differ; autograd's version check still passes."""
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
+
+
+def lowered_hlo(tensors: Sequence[Tensor]) -> str:
+    """HLO text, before optimization, of the program that computes ``tensors``."""
+    return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
+
+
+# ---------------------------------------------------------------- collectives
+# pin_layout=False throughout: pinned, torch_xla turns an all-gather into a padded all-reduce
+# (github.com/pytorch/xla pull 3511), twice the traffic.
+
+
+def all_gather(value: Tensor, groups: Groups) -> Tensor:
+    """Join ``value`` ([rows, ...]) of every rank of the group along dim 0, in rank order."""
+    return xm.all_gather(value, dim=0, groups=groups, pin_layout=False)
+
+
+def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
+    """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...]."""
+    return xm.reduce_scatter(
+        xm.REDUCE_SUM,
+        value,
+        scale=1.0,
+        scatter_dim=0,
+        shard_count=shard_count,
+        groups=groups,
+        pin_layout=False,
+    )
+
+
+def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
+    """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
+    kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
+    return xm.all_reduce(kind, value, groups=groups, pin_layout=False)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def get_rng_state(on: torch.device) -> int:
+    """The state of a device's random number chain; known on the host, nothing is executed."""
+    return xm.get_rng_state(str(on))
+
+
+def set_rng_state(state: int, on: torch.device) -> None:
+    """Continue a device's random number chain from ``state``."""
+    xm.set_rng_state(state, str(on))
+
+
+# ---------------------------------------------------------------- guards
+
+
+def refuse_reduce_gradients_of(is_sharded: Any) -> None:
+    """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters.
+
+    Each rank holds a different slice, so averaging them over ranks destroys the gradients
+    silently. Wrapping torch_xla's function is the only place where this can be seen.
+    """
+    original = xm.reduce_gradients
+    if getattr(original, "refuses_shards", False):
+        return
+
+    def reduce_gradients(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(is_sharded(p) for p in params):
+            raise RuntimeError(
+                "xm.optimizer_step / xm.reduce_gradients was called with parameters sharded by "
+                "xla_fsdp. Their gradients are already reduced, and each rank holds different "
+                "slices: averaging them would mix unrelated values. Call optimizer.step() instead."
+            )
+        original(optimizer, *args, **kwargs)
+
+    reduce_gradients.refuses_shards = True  # type: ignore[attr-defined]
+    xm.reduce_gradients = reduce_gradients
+
+
+# ---------------------------------------------------------------- CPU ranks
+# torch_xla's own recipe for several CPU devices in one process hangs or aborts as soon as ranks
+# compile apart or meet late. While a run (see cpu_ranks) is in progress the functions below stand
+# in for torch_xla's; otherwise they pass every call on unchanged.
+
+CHANNEL = 1
+"""With a channel id the meeting point of a collective no longer depends on the compiled module, so
+ranks may have different graphs and may execute them implicitly (``.item()``, printing)."""
+
+
+def runtime_started() -> bool:
+    """Whether torch_xla has created its devices already; the environment is fixed from then on."""
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def local_device_count() -> int:
+    """Number of XLA devices of this process; creates them if need be."""
+    return len(xm.get_xla_supported_devices())
+
+
+def expected_device_count() -> int:
+    """Number of TPU devices of the whole job, without starting the runtime."""
+    import torch_xla._internal.tpu as tpu
+
+    return tpu.num_expected_global_devices()
+
+
+def prepare_cpu_ranks() -> None:
+    """Make all devices of this process replicas of one job, before any rank or backward runs."""
+    import torch_xla._internal.pjrt as pjrt
+
+    pjrt.initialize_multiprocess(0, 1)
+    # A world size asked for before this point was cached as 1.
+    xr._WORLD_SIZE = None
+
+
+def enter_cpu_rank(rank: int) -> None:
+    """Make the calling thread the one that traces on device number ``rank``."""
+    torch_xla._XLAC._xla_set_default_device(f"xla:{rank}")
+    xr._init_world_size_ordinal()
+
+
+def leave_cpu_rank(rank: int) -> None:
+    """Forget what an unfinished step left behind, so that it does not leak into the next run."""
+    torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
+    context = vars(xm._get_device_context(f"xla:{rank}"))
+    context.pop("step_closures", None)
+    context.pop("async_step_closures", None)
+
+
+def run_slot() -> RunSlot:
+    """Where to announce a run; the first call puts the stand-ins in place."""
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    if slot is None:
+        slot = RunSlot()
+        _CpuCollectives(slot).install()
+        _install_step_marker(slot)
+        _install_spawn(slot)
+    return slot
+
+
+def _install_step_marker(slot: RunSlot) -> None:
+    original = torch_xla._XLAC._xla_step_marker
+
+    def step_marker(
+        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
+        if slot.run is None:
+            original(device, list(devices), wait=wait, reset_scope=reset_scope)
+            return
+        # By device, not by thread: a sync in a backward hook comes from autograd's own thread.
+        on = device or torch_xla._XLAC._xla_get_default_device()
+        rank = _index(on)
+        _meet(slot.run, rank)
+        with slot.run.execution:
+            original(on, list(devices), wait=False, reset_scope=reset_scope)
+        if wait:  # not under the lock: what we wait for may need peers that have yet to get it
+            _wait_for(rank)
+
+    step_marker.run_slot = slot  # type: ignore[attr-defined]
+    torch_xla._XLAC._xla_step_marker = step_marker
+
+
+def _meet(run: Run, rank: int) -> None:
+    """Wait until it is safe to take the execution lock.
+
+    The holder of the lock waits for the previous execution on its device. So that this never needs
+    a peer that wants the lock, either all ranks have scheduled all they had (the gate), or that
+    execution is over.
+    """
+    if run.needs_gate(rank):
+        run.pass_gate(rank)
+    else:
+        _wait_for(rank)
+
+
+def _wait_for(rank: int) -> None:
+    """Wait until the device of ``rank`` has executed what was scheduled on it."""
+    # This call wants the runtime's name of the device; "xla:0" raises an IndexError.
+    torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+
+
+def _index(on: torch.device | str) -> int:
+    return int(str(on).rpartition(":")[2])
+
+
+def _install_spawn(slot: RunSlot) -> None:
+    import torch_xla._internal.pjrt as pjrt
+
+    original = pjrt.spawn
+
+    def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
+        if slot.run is None:
+            return original(fn, nprocs, start_method, args)
+        return fn(xr.global_ordinal(), *args)
+
+    pjrt.spawn = spawn
+
+
+class _CpuCollectives:
+    """xm.all_gather, reduce_scatter and all_reduce with channel ids, and a record of each call."""
+
+    def __init__(self, slot: RunSlot) -> None:
+        self._slot = slot
+        self._all_gather = xm.all_gather
+        self._reduce_scatter = xm.reduce_scatter
+        self._all_reduce = xm.all_reduce
+
+    def install(self) -> None:
+        """Put the methods in the place of torch_xla's functions."""
+        xm.all_gather = self.all_gather
+        xm.reduce_scatter = self.reduce_scatter
+        xm.all_reduce = self.all_reduce
+        for name in ("all_to_all", "collective_permute"):
+            setattr(xm, name, self._recorded(name, getattr(xm, name)))
+
+    def all_gather(
+        self,
+        value: Any,
+        dim: int = 0,
+        groups: Groups = None,
+        output: Any = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> Any:
+        """Stands in for xm.all_gather."""
+        if self._idle() or (pin_layout and not isinstance(value, Tensor)):
+            return self._all_gather(
+                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
+            )
+        full_groups = _all_groups(groups)
+
+        def gather(part: Tensor) -> Tensor:
+            self._record("all_gather", part, f"dim {dim}", full_groups)
+            return self._gather(part, dim, full_groups)
+
+        return _each(gather, value, output)
+
+    def reduce_scatter(
+        self,
+        reduce_type: str,
+        input: Any,
+        scale: float,
+        scatter_dim: int,
+        shard_count: int,
+        groups: Groups = None,
+        output: Any = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> Any:
+        """Stands in for xm.reduce_scatter."""
+        if self._idle():
+            return self._reduce_scatter(
+                reduce_type,
+                input,
+                scale,
+                scatter_dim,
+                shard_count,
+                groups,
+                output,
+                pin_layout,
+                channel_id,
+                use_global_device_ids,
+            )
+        full_groups = _all_groups(groups)
+
+        def scatter(part: Tensor) -> Tensor:
+            how = f"{reduce_type}, scale {scale:g}, dim {scatter_dim}"
+            self._record("reduce_scatter", part, how, full_groups)
+            return self._scatter(part, reduce_type, scale, scatter_dim, shard_count, full_groups)
+
+        return _each(scatter, input, output)
+
+    def all_reduce(
+        self,
+        reduce_type: str,
+        inputs: Any,
+        scale: float = 1.0,
+        groups: Groups = None,
+        pin_layout: bool = True,
+    ) -> Any:
+        """Stands in for xm.all_reduce."""
+        if self._idle() or xr.world_size() == 1:  # of one rank torch_xla returns the input
+            return self._all_reduce(reduce_type, inputs, scale, groups, pin_layout)
+        full_groups = _all_groups(groups)
+
+        def reduce(part: Tensor) -> Tensor:
+            self._record("all_reduce", part, f"{reduce_type}, scale {scale:g}", full_groups)
+            return self._reduce(part, reduce_type, scale, full_groups)
+
+        if isinstance(inputs, Tensor):
+            return reduce(inputs)
+        _each(reduce, list(inputs), list(inputs))
+        return inputs
+
+    def _idle(self) -> bool:
+        return self._slot.run is None
+
+    def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
+        run = self._slot.run
+        if run is not None and value.device.type == "xla":
+            dtype = str(value.dtype).removeprefix("torch.")
+            what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
+            run.record(_index(value.device), what)
+
+    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._idle():
+                self._record(kind, value, f"{args} {kwargs}", [])
+            return original(value, *args, **kwargs)
+
+        return collective
+
+    def _gather(self, value: Tensor, dim: int, groups: list[list[int]]) -> Tensor:
+        return self._all_gather(value, dim, groups, None, False, CHANNEL, True)
+
+    def _scatter(
+        self,
+        value: Tensor,
+        reduce_type: str,
+        scale: float,
+        dim: int,
+        shard_count: int,
+        groups: list[list[int]],
+    ) -> Tensor:
+        return self._reduce_scatter(
+            reduce_type, value, scale, dim, shard_count, groups, None, False, CHANNEL, True
+        )
+
+    def _reduce(
+        self, value: Tensor, reduce_type: str, scale: float, groups: list[list[int]]
+    ) -> Tensor:
+        """All-reduce takes no channel id; a reduce-scatter and an all-gather do, and share a token
+        that keeps them in program order where the graphs of the ranks differ."""
+        if not value.numel():
+            return value.clone()
+        size, parts = value.numel(), len(groups[0])
+        flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % parts))
+        shard = self._scatter(flat, reduce_type, scale, 0, parts, groups)
+        return self._gather(shard, 0, groups)[:size].reshape(value.shape)
+
+
+def _all_groups(groups: Groups) -> list[list[int]]:
+    """The groups spelled out; they must be of one size."""
+    if not groups:
+        return [list(range(xr.world_size()))]
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(f"groups={groups} differ in size; give every group as many ranks")
+    return [list(group) for group in groups]
+
+
+def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> Any:
+    """Apply to a tensor or to each tensor of a list; into ``output`` if there is one."""
+    if isinstance(value, Tensor):
+        result = collective(value)
+        return result if output is None else _overwrite(output, result)
+    if output is not None and len(output) != len(value):
+        raise ValueError(f"output holds {len(output)} tensors, the input {len(value)}")
+    results = [collective(part) for part in value]
+    if output is None:
+        return results
+    for old, new in zip(output, results, strict=True):
+        _overwrite(old, new)
+    return output
+
+
+def _overwrite(old: Tensor, new: Tensor) -> Tensor:
+    """Give ``old`` the value of ``new``, unseen by autograd like torch_xla's own in-place forms."""
+    if old.shape != new.shape:
+        raise ValueError(f"output has shape {tuple(old.shape)}, the result {tuple(new.shape)}")
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(old):
+        old.copy_(new)
+    return old

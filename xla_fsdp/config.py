@@ -70,9 +70,7 @@ def _check_bucket(size_mb: float | None) -> None:
         )
 
 
-def _check_groups(
-    groups: list[list[int]] | None, rank: int | None, world_size: int | None
-) -> None:
+def _check_groups(groups: list[list[int]] | None, rank: int | None, world_size: int | None) -> None:
     if groups is None:
         if rank is not None or world_size is not None:
             raise ValueError(

@@ -403,6 +403,7 @@ def _record(prefix: str, param: ShardedParam) -> ParamRecord:
             MemberRecord(name=_join(prefix, member.names[0]), shape=tuple(member.shape))
             for member in param.members
         ),
+        by_rows=param.by_rows,
     )
 
 

@@ -144,12 +144,13 @@ class _Sharder:
         return ShardedParam(name, [member], theirs.shard, layout)
 
     def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
-        numel = sum(shape.numel() for shape in shapes)
+        """How to cut members of these shapes, and what follows dim 0 in a shard's shape."""
+        size = (sum(shape.numel() for shape in shapes),)
         by_rows = self._config.shard_param_on_dim_0 and not self._config.flatten_parameters
-        if not by_rows or len(shapes[0]) == 0:
-            return ShardLayout((numel,), self._num_shards, LANES), ()
         row_shape = shapes[0][1:]
-        return ShardLayout((numel,), self._num_shards, max(1, row_shape.numel())), row_shape
+        if by_rows and len(shapes[0]) > 0 and row_shape.numel() > 0:
+            return ShardLayout(size, self._num_shards, row_shape.numel()), row_shape
+        return ShardLayout(size, self._num_shards, LANES), ()
 
 
 def _known(tensor: Tensor) -> ShardedParam | None:
@@ -199,4 +200,3 @@ def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) 
                     id(tensor), nn.Parameter(tensor.detach().to(device), requires_grad=False)
                 )
                 module._parameters[attribute] = new
-

@@ -125,8 +125,6 @@ def default_divide_factors(num_shards: int) -> tuple[float, float]:
     return float(before), num_shards / before
 
 
-
-
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a

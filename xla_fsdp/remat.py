@@ -53,7 +53,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         return _Region(self, partial(original, self)).run(args, kwargs)
 
     # A method, not a closure over the module: a deep copy must run its own weights.
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
     return module
 
 

@@ -39,9 +39,7 @@ class SavedParams:
         regathered: returns the parameters to use in backward, in the same order.
     """
 
-    def __init__(
-        self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]
-    ) -> None:
+    def __init__(self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]) -> None:
         self._full = list(full)
         self._versions = [tensor._version for tensor in full]
         self._index = {id(tensor): index for index, tensor in enumerate(full)}
@@ -54,7 +52,7 @@ class SavedParams:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def changed_in_place(self) -> list[int]:
-        """Indices of parameters that the forward modified; the change is lost when they are freed."""
+        """Indices of parameters that the forward modified; freeing them loses the change."""
         pairs = zip(self._full, self._versions, strict=True)
         return [index for index, (tensor, version) in enumerate(pairs) if tensor._version > version]
 

@@ -92,6 +92,11 @@ class ShardedParam:
         """Whether the shard is registered on its own, apart from its members."""
         return self._home is not None
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether the shard has the shape of whole rows of its member's dim 0."""
+        return self.shard.dim() > 1
+
     def unshard(self, full: Sequence[Tensor]) -> None:
         """Point the owners at the full tensors, one per member in order."""
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
@@ -175,7 +180,4 @@ def is_sharded(param: Tensor) -> bool:
 def _refresh_rnn_weights(module: nn.Module) -> None:
     """nn.RNN and its kin compute with a list of their parameters that they keep on the side."""
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [
-            module._parameters.get(name)  # type: ignore[misc]
-            for name in module._flat_weights_names
-        ]
+        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]

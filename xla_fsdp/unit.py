@@ -359,4 +359,3 @@ class _Exit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.unit.start_backward(ctx.kept, grads))
-

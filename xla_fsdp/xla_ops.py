@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_xla
@@ -100,7 +100,7 @@ def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
 def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
-    return xm.all_reduce(kind, value, groups=groups, pin_layout=False)
+    return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 
 
 # ---------------------------------------------------------------- random numbers
@@ -186,7 +186,9 @@ def enter_cpu_rank(rank: int) -> None:
 
 
 def leave_cpu_rank(rank: int) -> None:
-    """Forget what an unfinished step left behind, so that it does not leak into the next run."""
+    """Let the device finish, and forget what an unfinished step left for a later sync to run."""
+    # An execution that still runs when the interpreter exits makes the C++ runtime abort.
+    _wait_for(rank)
     torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
     context = vars(xm._get_device_context(f"xla:{rank}"))
     context.pop("step_closures", None)

@@ -1,0 +1,22 @@
+"""Shard files and what can be done with them. Works without torch_xla."""
+
+from xla_fsdp.checkpoint.checks import find_problems
+from xla_fsdp.checkpoint.consolidate import (
+    consolidate_sharded_model_checkpoints,
+    consolidate_sharded_state_dicts,
+)
+from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.shard_files import Shard, open_shard
+from xla_fsdp.checkpoint.validate import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "MemberRecord",
+    "ParamRecord",
+    "Shard",
+    "ShardMetadata",
+    "consolidate_sharded_model_checkpoints",
+    "consolidate_sharded_state_dicts",
+    "find_problems",
+    "open_shard",
+]

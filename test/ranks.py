@@ -1,0 +1,94 @@
+"""Run a module-level function on CPU ranks in a fresh interpreter, as tests need it.
+
+``run_on_ranks(fn, 4, *args)`` calls ``fn(rank, *args)`` on every rank and returns the values.
+Always true: the child is killed when its time is up; a failure shows the end of its stderr.
+Arguments and results travel pickled through a temporary directory, so results must be host values.
+``test`` is a package: then pytest puts the repository's root on ``sys.path``, and a function has
+the same name (``test.test_launch:fn``) in the child as here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FAST_COMPILE = "--xla_backend_optimization_level=0"  # halves compile time on CPU
+STDERR_LINES = 60
+
+
+class ChildError(RuntimeError):
+    """The child ended badly; ``returncode`` is None if it was killed for taking too long."""
+
+    def __init__(self, what: str, returncode: int | None, stderr: str) -> None:
+        tail = "\n".join(stderr.splitlines()[-STDERR_LINES:])
+        super().__init__(f"{what}; the end of its stderr:\n{tail}")
+        self.returncode = returncode
+        self.stderr = stderr
+
+
+def run_on_ranks(
+    fn: str | Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 300,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``fn(rank, *args)`` on ``num_ranks`` CPU ranks of a child process.
+
+    ``fn`` is ``"package.module:function"`` or a module-level function. Returns the results in rank
+    order; raises ChildError if the child fails or needs more than ``timeout`` seconds.
+    """
+    target = fn if isinstance(fn, str) else f"{fn.__module__}:{fn.__qualname__}"
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job")
+        job.write_bytes(pickle.dumps((target, num_ranks, args)))
+        done = run_python("-m", "test.ranks", str(job), timeout=timeout, env=env)
+        if done.returncode:
+            what = f"{target} on {num_ranks} ranks ended with exit code {done.returncode}"
+            raise ChildError(what, done.returncode, done.stderr)
+        return pickle.loads(Path(folder, "results").read_bytes())
+
+
+def run_python(
+    *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python from the repository's root on CPU; returns its output and exit code."""
+    command = [sys.executable, *arguments]
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment(env), timeout=timeout, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as expired:
+        stderr = (expired.stderr or b"").decode(errors="replace")
+        what = f"{' '.join(arguments)} was killed after {timeout:g} s"
+        raise ChildError(what, None, stderr) from None
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: CPU, quick compilation, and whatever ``more`` says."""
+    return {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE, **(more or {})}
+
+
+def _call(rank: int, target: str, *args: Any) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(rank, *args)
+
+
+def _main(job: Path) -> None:
+    from xla_fsdp.launcher import launch
+
+    target, num_ranks, args = pickle.loads(job.read_bytes())
+    results = launch(_call, (target, *args), num_ranks=num_ranks)
+    job.with_name("results").write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

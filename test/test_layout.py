@@ -1,0 +1,101 @@
+"""The shard arithmetic, checked as properties over random shapes, world sizes and multiples."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xla_fsdp.layout import LANES, ShardLayout, offsets
+
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))
+
+
+@given(layouts)
+def test_joined_slices_give_the_full_tensor(layout: ShardLayout) -> None:
+    full = torch.arange(math.prod(layout.shape))
+    slices = [full[layout.slice_for(rank)] for rank in range(layout.num_shards)]
+    assert torch.equal(torch.cat(slices), full)
+
+
+@given(layouts)
+def test_every_element_lies_where_the_padded_vector_has_it(layout: ShardLayout) -> None:
+    for rank in range(layout.num_shards):
+        held = layout.slice_for(rank)
+        assert held.start == min(rank * layout.shard_numel, layout.numel)
+        assert held.stop == min((rank + 1) * layout.shard_numel, layout.numel)
+
+
+@given(layouts)
+def test_shards_are_equal_multiples_and_no_longer_than_needed(layout: ShardLayout) -> None:
+    assert layout.padded_numel == layout.num_shards * layout.shard_numel >= layout.numel
+    assert layout.shard_numel % layout.multiple == 0
+    if layout.numel:
+        one_row_less = layout.shard_numel - layout.multiple
+        assert one_row_less * layout.num_shards < layout.numel
+    else:
+        assert layout.shard_numel == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "multiple", "shard_numel"),
+    [
+        ((), 1, 128, 128),
+        ((), 8, 1, 1),
+        ((0, 5), 3, 128, 0),
+        ((3,), 8, 1, 1),
+        ((3,), 8, 128, 128),
+        ((16, 64), 8, 128, 128),
+        ((16, 65), 8, 128, 256),
+        ((5, 2), 3, 1, 4),
+    ],
+)
+def test_shard_numel(
+    shape: tuple[int, ...], num_shards: int, multiple: int, shard_numel: int
+) -> None:
+    assert ShardLayout(shape, num_shards, multiple).shard_numel == shard_numel
+
+
+def test_more_ranks_than_elements_leaves_the_last_ones_empty() -> None:
+    layout = ShardLayout((3,), 5, multiple=1)
+    assert [layout.slice_for(rank) for rank in range(5)] == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 3),
+        slice(3, 3),
+        slice(3, 3),
+    ]
+
+
+def test_default_multiple_is_a_row_of_lanes() -> None:
+    assert ShardLayout((1,), 1).shard_numel == LANES == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2, -1), 2, 1), r"shape \(2, -1\) has a negative size"),
+        (((2,), 0, 1), "must be at least 1, got 0 and 1"),
+        (((2,), 2, 0), "must be at least 1, got 2 and 0"),
+    ],
+)
+def test_impossible_layouts_are_refused(
+    arguments: tuple[tuple[int, ...], int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardLayout(*arguments)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} is not one of the 4 shards"):
+        ShardLayout((9,), 4).slice_for(rank)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_offsets_are_the_sums_of_what_comes_before(sizes: list[int]) -> None:
+    assert offsets(sizes) == [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,0 +1,20 @@
+"""Merge the shard files of all ranks into one model file, from a checkout of this repository.
+
+    python tools/consolidate_ckpts.py --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
+
+Needs torch only; neither torch_xla nor xla_fsdp has to be installed. It is a door to the ``main``
+of ``xla_fsdp.consolidate_sharded_ckpts``, where the flags and exit codes are described.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Before the import below, so that it finds this checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from xla_fsdp.consolidate_sharded_ckpts import main
+
+if __name__ == "__main__":
+    sys.exit(main())

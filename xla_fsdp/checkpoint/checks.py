@@ -1,0 +1,189 @@
+"""Judges whether shards are all of one model's, before anything is merged.
+
+Words: the *reference* is the first shard whose metadata makes sense; the others are held against
+it.
+Always true: nothing raises for bad shards; every problem found is one line that names its source;
+an empty list means that ``merge`` will work.
+Files that cannot be opened are ``shard_files``' to report.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.checkpoint.merge import Plan
+from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
+from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
+
+SHOWN = 8
+"""How many of a long list of ranks or files a message names."""
+
+
+def find_problems(shards: Sequence[Shard]) -> list[str]:
+    """Everything that is wrong with these shards, one line each; empty if they can be merged.
+
+    Args:
+        shards: in any order; all ranks of one model are expected.
+    """
+    problems: list[str] = []
+    known: list[tuple[Shard, Identity]] = []
+    for shard in shards:
+        try:
+            known.append((shard, identify(shard.metadata)))
+        except CheckpointError as error:
+            problems += [f"{shard.source}: {problem}" for problem in error.problems]
+    mixed = _mixed_problems(known)
+    if mixed or not known:
+        return problems + mixed  # without knowing which belong together, the rest is noise
+    return problems + _rank_problems(known) + _content_problems([shard for shard, _ in known])
+
+
+# ---------------------------------------------------------------- which shards are there
+
+
+def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
+    problems = []
+    for what, field in (("formats", "format"), ("world sizes", "world_size")):
+        sources: dict[Hashable, list[str]] = defaultdict(list)
+        for shard, identity in known:
+            sources[getattr(identity, field)].append(shard.source)
+        if len(sources) > 1:
+            groups = "; ".join(f"{value} in {_shown(names)}" for value, names in sources.items())
+            problems.append(
+                f"mixed {what}: {groups}. Narrow ckpt_prefix or ckpt_suffix to one run's files."
+            )
+    return problems
+
+
+def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
+    world_size = known[0][1].world_size
+    holders: dict[int, list[str]] = defaultdict(list)
+    for shard, identity in known:
+        holders[identity.rank].append(shard.source)
+    problems = [
+        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep one."
+        for rank, sources in sorted(holders.items())
+        if len(sources) > 1
+    ]
+    absent = (str(rank) for rank in range(world_size) if rank not in holders)
+    if len(holders) < world_size:
+        ranks = _shown(absent, world_size - len(holders))
+        problems.append(
+            f"missing ranks: {ranks} of {world_size}; {known[0][0].source} says that "
+            f"{world_size} ranks were saved, and {len(holders)} are readable"
+        )
+    return problems
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def _content_problems(shards: Sequence[Shard]) -> list[str]:
+    reference = shards[0]
+    try:
+        plan = make_plan(reference.metadata, reference.state_dict)
+    except CheckpointError as error:
+        return [f"{reference.source}: {problem}" for problem in error.problems]
+    return [
+        f"{shard.source}: {problem}"
+        for shard in shards
+        for problem in _shard_problems(plan, shard, reference)
+    ]
+
+
+def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
+    different = _first_difference(shared_part(reference.metadata), shared_part(shard.metadata))
+    if different:
+        yield f"shard_metadata differs from that of {reference.source} at {different}"
+        return  # its tensors follow another plan
+    expected, found = reference.state_dict.keys(), shard.state_dict.keys()
+    yield from (
+        f"model has no {key}, which {reference.source} has" for key in expected if key not in found
+    )
+    yield from (
+        f"model has {key}, which {reference.source} has not" for key in found if key not in expected
+    )
+    yield from _piece_problems(plan, shard.state_dict)
+    yield from _whole_problems(plan, shard.state_dict, reference)
+    yield from _tie_problems(plan, shard.state_dict)
+
+
+def _piece_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+    for key, piece in plan.pieces.items():
+        if key in state_dict:
+            found, expected = _kind(state_dict[key]), _kind_named(piece.shard_shape, piece.dtype)
+            if found != expected:
+                yield f"the shard of {key} is {found}, expected {expected}"
+
+
+def _whole_problems(plan: Plan, state_dict: Mapping[str, Any], reference: Shard) -> Iterator[str]:
+    for key in plan.whole:
+        if key in state_dict:
+            found, expected = _kind(state_dict[key]), _kind(reference.state_dict[key])
+            if found != expected:
+                yield f"{key} is {found}, but {expected} in {reference.source}"
+
+
+def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+    for alias, canonical in plan.ties.items():
+        if alias in state_dict and canonical in state_dict:
+            first, second = state_dict[canonical], state_dict[alias]
+            if _kind(first) != _kind(second) or not _same_bits(first, second):
+                yield f"{alias} and {canonical} are tied, but their shards differ"
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    """Equality that also holds for not-a-number."""
+    if not isinstance(first, Tensor):
+        return True
+    if first.data_ptr() == second.data_ptr() != 0:  # an XLA tensor's address is 0
+        return True
+    return torch.equal(_bytes(first), _bytes(second))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+# ---------------------------------------------------------------- words for messages
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _kind_named(tuple(value.shape), value.dtype)
+    return f"a {type(value).__name__}"
+
+
+def _kind_named(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)} of shape {shape}"
+
+
+def _shown(names: Iterable[str], count: int | None = None) -> str:
+    first = list(islice(names, SHOWN))
+    total = count if count is not None else len(names) if isinstance(names, Sequence) else 0
+    more = f" and {total - len(first)} more" if total > len(first) else ""
+    return ", ".join(first) + more
+
+
+def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
+    """Where two plain values differ first, and how; None if they are equal."""
+    if expected == found:
+        return None
+    pairs: Iterable[tuple[Any, Any, Any]]
+    if isinstance(expected, dict) and isinstance(found, dict):
+        absent = object()
+        keys = dict.fromkeys([*expected, *found])
+        pairs = ((key, expected.get(key, absent), found.get(key, absent)) for key in keys)
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        pairs = ((i, *pair) for i, pair in enumerate(zip(expected, found, strict=False)))
+    else:
+        return f"{path}: {found!r}, expected {expected!r}"
+    inner = (_first_difference(a, b, f"{path}.{key}".lstrip(".")) for key, a, b in pairs)
+    return next((text for text in inner if text), f"{path}: the number of entries")

@@ -1,0 +1,212 @@
+"""What a shard file says about itself: names, shapes and a version. No I/O.
+
+Words: a *record* describes one entry of a rank's state dict that holds a shard; its *members* are
+the original parameters joined in it, in order (one, unless parameters were flattened together); an
+*alias* is a second name of a tied parameter, the *canonical* name is the one that has a record.
+Always true: an object of these classes is consistent, however it was made; ``to_dict`` gives
+``str``, ``int``, ``list`` and ``dict`` only, so ``torch.load(weights_only=True)`` reads it back.
+Where the elements of a shard lie is ``layout``'s business; files are ``shard_files``'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_fsdp.checkpoint.validate import CheckpointError, check_rank, dtype_named, item, typed
+from xla_fsdp.layout import ShardLayout
+
+FORMAT = "xla_fsdp"
+VERSION = 1
+READABLE_VERSIONS = (1,)
+
+
+@dataclass(frozen=True)
+class MemberRecord:
+    """One original parameter: its fully qualified name and full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise CheckpointError(f"{self.name}: shape {self.shape} has a negative size")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """One sharded entry of the state dict.
+
+    Args:
+        key: its name in the state dict.
+        dtype: of the shard, such as ``"float32"``.
+        multiple: the shard's length is a multiple of this; see ``ShardLayout``.
+        members: the original parameters joined in it, in order; at least one.
+        by_rows: whether a shard has the shape of whole rows of its one member's dim 0, instead of
+            being a vector.
+    """
+
+    key: str
+    dtype: str
+    multiple: int
+    members: tuple[MemberRecord, ...]
+    by_rows: bool = False
+
+    def __post_init__(self) -> None:
+        dtype_named(self.dtype, f"{self.key}: dtype")
+        if self.multiple < 1:
+            raise CheckpointError(f"{self.key}: multiple is {self.multiple}, must be at least 1")
+        if not self.members:
+            raise CheckpointError(f"{self.key}: has no members, must have at least one")
+        if self.by_rows:
+            _check_rows(self)
+
+    def layout(self, world_size: int) -> ShardLayout:
+        """How the joined members are cut for ``world_size`` ranks."""
+        return ShardLayout((sum(m.numel for m in self.members),), world_size, self.multiple)
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """Everything needed, beside the state dicts, to merge the shards of a model.
+
+    Args:
+        rank: of the saving process among those that share the model.
+        world_size: how many they are.
+        params: one record for each sharded entry of the state dict.
+        ties: alias to canonical name. An alias of a parameter that is not flattened is a key of
+            the state dict too, with the same shard.
+        buffers: original dtype of each buffer that is saved in another one.
+        version: of this format.
+    """
+
+    rank: int
+    world_size: int
+    params: tuple[ParamRecord, ...]
+    ties: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+        check_rank(self.rank, self.world_size)
+        _refuse_repeated("key", (p.key for p in self.params))
+        names = [m.name for p in self.params for m in p.members]
+        _refuse_repeated("parameter name", names)
+        for alias, canonical in self.ties.items():
+            if alias in names or canonical in self.ties:
+                raise CheckpointError(
+                    f"ties: {alias} -> {canonical} must lead from an alias without a record "
+                    f"to a name that is not an alias itself"
+                )
+        for name, dtype in self.buffers.items():
+            dtype_named(dtype, f"buffers: {name}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, to be saved under the key ``shard_metadata``."""
+        return {
+            "format": FORMAT,
+            "version": self.version,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "params": [_record_to_dict(record) for record in self.params],
+            "ties": dict(self.ties),
+            "buffers": dict(self.buffers),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ShardMetadata:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            CheckpointError: if anything is missing, of the wrong type, out of range or
+                contradictory, or the version is not one this library reads.
+        """
+        if typed(data, dict, "shard_metadata").get("format") != FORMAT:
+            raise CheckpointError(f"format is {data.get('format')!r}, expected {FORMAT!r}")
+        # The version decides what the other keys mean: nothing else is looked at before it.
+        _check_version(item(data, "version", int, ""))
+        return cls(
+            rank=item(data, "rank", int, ""),
+            world_size=item(data, "world_size", int, ""),
+            params=tuple(
+                _record_from_dict(record, f"params.{i}")
+                for i, record in enumerate(item(data, "params", list, ""))
+            ),
+            ties=_strings(item(data, "ties", dict, ""), "ties"),
+            buffers=_strings(item(data, "buffers", dict, ""), "buffers"),
+            version=data["version"],
+        )
+
+
+# ---------------------------------------------------------------- plain values
+
+
+def _record_to_dict(record: ParamRecord) -> dict[str, Any]:
+    members = [{"name": m.name, "shape": list(m.shape)} for m in record.members]
+    return {
+        "key": record.key,
+        "dtype": record.dtype,
+        "multiple": record.multiple,
+        "members": members,
+        "by_rows": record.by_rows,
+    }
+
+
+def _record_from_dict(data: Any, where: str) -> ParamRecord:
+    typed(data, dict, where)
+    members = enumerate(item(data, "members", list, where))
+    return ParamRecord(
+        key=item(data, "key", str, where),
+        dtype=item(data, "dtype", str, where),
+        multiple=item(data, "multiple", int, where),
+        members=tuple(_member_from_dict(m, f"{where}.members.{i}") for i, m in members),
+        by_rows=item(data, "by_rows", bool, where),
+    )
+
+
+def _member_from_dict(data: Any, where: str) -> MemberRecord:
+    name = item(typed(data, dict, where), "name", str, where)
+    sizes = enumerate(item(data, "shape", list, where))
+    return MemberRecord(name, tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes))
+
+
+def _strings(data: dict[Any, Any], where: str) -> dict[str, str]:
+    return {typed(k, str, where): typed(v, str, f"{where}.{k}") for k, v in data.items()}
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_version(version: int) -> None:
+    """Raise ``CheckpointError`` unless this library reads ``version``."""
+    if version not in READABLE_VERSIONS:
+        readable = ", ".join(str(v) for v in READABLE_VERSIONS)
+        raise CheckpointError(
+            f"format version {version} is not known; this xla_fsdp reads version {readable}. "
+            f"Upgrade xla_fsdp to read this file."
+        )
+
+
+def _check_rows(record: ParamRecord) -> None:
+    shape = record.members[0].shape
+    if len(record.members) > 1 or not shape or record.multiple != max(1, math.prod(shape[1:])):
+        raise CheckpointError(
+            f"{record.key}: is sharded by rows, so it must have one member of at least one dim, "
+            f"and a row's number of elements as its multiple"
+        )
+
+
+def _refuse_repeated(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{what} {name} appears twice")
+        seen.add(name)

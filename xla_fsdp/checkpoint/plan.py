@@ -1,0 +1,108 @@
+"""From a shard's metadata and state dict to a merge plan, whichever format they are in.
+
+Words: the *format* is ours (``format``) or upstream's (``upstream_format``); a shard's *identity*
+is its format, rank and world size.
+Always true: this is the only place where the two formats are told apart; metadata that is neither,
+or contradicts its state dict, raises ``CheckpointError``.
+Whether shards of several ranks fit together is judged by ``checks``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xla_fsdp.checkpoint.format import FORMAT, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.merge import Piece, Plan
+from xla_fsdp.checkpoint.upstream_format import is_upstream, upstream_identity, upstream_plan
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_named, typed
+from xla_fsdp.layout import ShardLayout
+
+OWN_KEYS = ("version", "params", "ties", "buffers")
+UPSTREAM_KEYS = ("shard_info", "flatten_info", "buffer_info")
+
+
+class Identity(NamedTuple):
+    """Which shard of how many, in which format."""
+
+    format: str
+    rank: int
+    world_size: int
+
+
+def identify(metadata: Any) -> Identity:
+    """Who wrote a shard.
+
+    Raises:
+        CheckpointError: if the metadata is of neither format or is broken.
+    """
+    if is_upstream(typed(metadata, dict, "shard_metadata")):
+        return Identity("torch_xla", *upstream_identity(metadata))
+    if metadata.get("format") == FORMAT:
+        own = ShardMetadata.from_dict(metadata)
+        return Identity(FORMAT, own.rank, own.world_size)
+    raise CheckpointError(
+        "shard_metadata is of neither xla_fsdp nor torch_xla; expected what "
+        "model.get_shard_metadata() returns"
+    )
+
+
+def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What the metadata of all ranks of one model have in common: all we read but the rank."""
+    keys = UPSTREAM_KEYS if is_upstream(metadata) else OWN_KEYS
+    return {key: metadata[key] for key in keys if key in metadata}
+
+
+def make_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> Plan:
+    """How to merge this shard with those of the other ranks.
+
+    Args:
+        metadata: what ``model.get_shard_metadata()`` returned, of either format.
+        state_dict: of the same rank. Upstream's metadata leaves lengths and dtypes to it.
+
+    Raises:
+        CheckpointError: if a key is missing or names collide; every problem is listed.
+    """
+    identify(metadata)
+    plan = (
+        upstream_plan(metadata, state_dict)
+        if is_upstream(metadata)
+        else _own_plan(ShardMetadata.from_dict(metadata), state_dict)
+    )
+    problems = _name_problems(plan)
+    if problems:
+        raise CheckpointError(problems)
+    return plan
+
+
+def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> Plan:
+    pieces = {record.key: _own_piece(record, metadata.world_size) for record in metadata.params}
+    missing = [key for key in pieces if key not in state_dict]
+    if missing:
+        raise CheckpointError(
+            [f"model has no {key}, which shard_metadata lists" for key in missing]
+        )
+    whole = {key: key for key in state_dict if key not in pieces and key not in metadata.ties}
+    dtypes = {key: dtype_named(name) for key, name in metadata.buffers.items() if key in whole}
+    return Plan(metadata.world_size, pieces, whole, dtypes, metadata.ties)
+
+
+def _own_piece(record: ParamRecord, world_size: int) -> Piece:
+    dtype = dtype_named(record.dtype)
+    if not record.by_rows:
+        return Piece(record.members, record.layout(world_size), (), dtype)
+    size, *row_shape = record.members[0].shape
+    rows = ShardLayout((size,), world_size, multiple=1)
+    return Piece(record.members, rows, tuple(row_shape), dtype)
+
+
+def _name_problems(plan: Plan) -> list[str]:
+    names = [member.name for piece in plan.pieces.values() for member in piece.members]
+    names += plan.whole.values()
+    known = Counter(names)
+    return [f"{name} would be in the merged model twice" for name in known if known[name] > 1] + [
+        f"ties: {alias} is tied to {canonical}, which is not in the model"
+        for alias, canonical in plan.ties.items()
+        if canonical not in known
+    ]

@@ -1,0 +1,329 @@
+"""Several ranks as threads of one process: start them, keep them in step, end them together.
+
+Words: a *run* is one call of ``launch``; the *gate* is where a rank waits, before it executes
+traced collectives, until every rank has traced its own; to *unwind* is to leave a rank because
+another one failed; *turn*: what ``one_rank_at_a_time`` hands out.
+Always true: nobody executes a collective before all ranks have recorded the same ones; the first
+failure wins and ends every wait; a gate that has opened lets everybody through, even if a failure
+comes meanwhile (a rank that stayed behind would leave its peers alone in a collective).
+Knows nothing of torch or torch_xla: ``xla_ops`` calls in from there, ``launcher`` from above.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+STACK_LINES = 4
+
+
+class Unwind(BaseException):
+    """Leaves a rank because the run has failed elsewhere. Not an Exception, so that no
+    ``except Exception`` in the rank's code stops it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends: an exception a rank raised, or what the ranks did wrong together."""
+
+    rank: int
+    message: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank at the gate: since when, and the collectives it traced since it was last there."""
+
+    since: float
+    collectives: tuple[str, ...]
+
+
+@dataclass
+class RunSlot:
+    """Where the patched functions of torch_xla look up the run in progress; one per process."""
+
+    run: Run | None = None
+
+
+class RankSetup(Protocol):
+    """What a rank's thread does before and after the user's function."""
+
+    def __call__(self, rank: int) -> None: ...
+
+
+@dataclass
+class Turn:
+    """The one rank that may go on alone; reentrant."""
+
+    holder: int | None = None
+    depth: int = 0
+
+
+@dataclass
+class Run:
+    """State of one launch, shared by its rank threads, guarded by ``_changed``."""
+
+    num_ranks: int
+    execution: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a rank compiles and schedules: the first one compiles, the others find it done."""
+    threads: list[RankThread] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
+        self._at_gate: dict[int, Arrival] = {}
+        self._gates_opened = 0
+        self._turn = Turn()
+
+    # ------------------------------------------------------------ called by the ranks
+
+    def record(self, rank: int, collective: str) -> None:
+        """Note that ``rank`` traced ``collective``; a failed run ends here, too."""
+        if self.failures:
+            raise Unwind
+        self._traced[rank].append(collective)
+
+    def needs_gate(self, rank: int) -> bool:
+        """Whether ``rank`` traced a collective since it last passed the gate."""
+        return bool(self._traced[rank])
+
+    def pass_gate(self, rank: int) -> None:
+        """Wait until every rank is here with the same collectives; raises Unwind if that fails."""
+        with self._changed:
+            self._check_may_wait(rank)
+            opened_before = self._gates_opened
+            self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]))
+            self._traced[rank].clear()
+            if self.finished:
+                self._fail_early_return()
+            elif len(self._at_gate) == self.num_ranks:
+                self._open_gate()
+            self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
+            if self._gates_opened == opened_before:
+                raise Unwind
+
+    def _check_may_wait(self, rank: int) -> None:
+        if self.failures:
+            raise Unwind
+        if self._turn.holder == rank:
+            raise RuntimeError(
+                f"rank {rank} called torch_xla.sync() with collectives inside "
+                "one_rank_at_a_time(); the other ranks wait for their turn and cannot join. "
+                "Leave the block before the sync."
+            )
+
+    def _open_gate(self) -> None:
+        difference = first_difference([self._at_gate[r].collectives for r in range(self.num_ranks)])
+        if difference is None:
+            self._at_gate.clear()
+            self._gates_opened += 1
+            self._changed.notify_all()
+        else:
+            self._add_failure(difference)
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Hold the other ranks that ask for their turn until the block is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
+            if self.failures:
+                raise Unwind
+            self._turn.holder = rank
+            self._turn.depth += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._turn.depth -= 1
+                if not self._turn.depth:
+                    self._turn.holder = None
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------ how a run ends
+
+    def fail(self, failure: Failure) -> None:
+        """Record a failure and wake every waiting rank."""
+        with self._changed:
+            self._add_failure(failure)
+
+    def _add_failure(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self._changed.notify_all()
+
+    def finish(self, rank: int) -> None:
+        """``rank`` has left the user's function; whoever waits for it at the gate fails now."""
+        with self._changed:
+            self.finished.add(rank)
+            if self._at_gate and not self.failures:
+                self._fail_early_return()
+            self._changed.notify_all()
+
+    def _fail_early_return(self) -> None:
+        left, waiting = sorted(self.finished), sorted(self._at_gate)
+        collective = self._at_gate[waiting[0]].collectives[0]
+        self._add_failure(
+            Failure(
+                left[0],
+                f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
+                f"{left} have already returned. Every rank must take the same number of steps "
+                "and call the same collectives; look for uneven data or an early return.",
+            )
+        )
+
+    # ------------------------------------------------------------ called by the main thread
+
+    def start(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], enter: RankSetup, leave: RankSetup
+    ) -> None:
+        """Start one thread per rank; each runs ``enter(rank)``, ``fn(rank, *args)``, ``leave``."""
+        for rank in range(self.num_ranks):
+            self.threads.append(RankThread(self, rank, fn, args, enter, leave))
+        for thread in self.threads:
+            thread.start()
+
+    def wait(self, seconds: float, for_all: bool = False) -> bool:
+        """Wait until all ranks have finished or (unless ``for_all``) one has failed.
+
+        Returns whether that happened within ``seconds``.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over(for_all), seconds)
+
+    def _over(self, for_all: bool) -> bool:
+        all_done = len(self.finished) == self.num_ranks
+        return all_done or (bool(self.failures) and not for_all)
+
+    def join_finished(self) -> list[int]:
+        """Join the threads of ranks that are through; returns the other ranks.
+
+        A thread that is still tearing down when the interpreter exits makes C++ abort.
+        """
+        with self._changed:
+            finished = set(self.finished)
+        for thread in self.threads:
+            if thread.rank in finished and thread.ident is not None:
+                thread.join()
+        return sorted(set(range(self.num_ranks)) - finished)
+
+    def give_up_unstarted(self) -> None:
+        """Count ranks that an interrupt kept from starting as finished; should one of their threads
+        come up yet, it unwinds at once."""
+        for rank in range(self.num_ranks):
+            if rank >= len(self.threads) or self.threads[rank].ident is None:
+                self.finish(rank)
+
+    def longest_wait(self) -> float:
+        """Seconds since the first of the ranks now at the gate came there; 0 if nobody waits."""
+        with self._changed:
+            first = min((a.since for a in self._at_gate.values()), default=None)
+        return 0.0 if first is None else time.monotonic() - first
+
+    def who_waits(self) -> tuple[list[int], list[int]]:
+        """Ranks at the gate, and the ranks they wait for."""
+        with self._changed:
+            waiting = sorted(self._at_gate)
+        return waiting, [r for r in range(self.num_ranks) if r not in waiting]
+
+    def stack(self, rank: int) -> str:
+        """The innermost Python lines of a rank's thread, as text."""
+        frame = sys._current_frames().get(self.threads[rank].ident or 0)
+        if frame is None:
+            return "    (its thread has ended)\n"
+        frames = traceback.extract_stack(frame)
+        begin = 0  # leave out how the thread was started
+        while begin < len(frames) - 1 and frames[begin].filename in (threading.__file__, __file__):
+            begin += 1
+        return "".join(traceback.format_list(frames[begin:][-STACK_LINES:]))
+
+
+class RankThread(threading.Thread):
+    """The thread of one rank. A daemon: one that is stuck in C++ must not hold up the exit."""
+
+    def __init__(
+        self,
+        run: Run,
+        rank: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        enter: RankSetup,
+        leave: RankSetup,
+    ) -> None:
+        super().__init__(name=f"rank {rank}", daemon=True)
+        self.rank_run = run
+        self.rank = rank
+        self._fn = fn
+        self._fn_args = args
+        self._enter = enter
+        self._leave = leave
+
+    def run(self) -> None:
+        """Run the rank; whatever it raises becomes a failure of the run."""
+        try:
+            self._attempt(self._work)
+            self._attempt(self._leave, self.rank)
+        finally:
+            self.rank_run.finish(self.rank)
+
+    def _work(self) -> None:
+        if self.rank_run.failures:
+            raise Unwind
+        self._enter(self.rank)
+        self.rank_run.results[self.rank] = self._fn(self.rank, *self._fn_args)
+
+    def _attempt(self, step: Callable[..., None], *args: Any) -> None:
+        try:
+            step(*args)
+        except Unwind:
+            pass
+        except SystemExit as error:
+            if error.code not in (0, None):
+                self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next  # begin in the user's function
+        error = error.with_traceback(frames or error.__traceback__)
+        what = f"rank {self.rank} raised {type(error).__name__}: {error}"
+        self.rank_run.fail(Failure(self.rank, what, error))
+
+
+def current_rank_thread() -> RankThread | None:
+    """The calling thread, if it is a rank of a run."""
+    thread = threading.current_thread()
+    return thread if isinstance(thread, RankThread) else None
+
+
+def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
+    """The first collective that is not the same on every rank; ``traced`` is by rank."""
+    for position in range(max(map(len, traced))):
+        ranks_by_collective: dict[str, list[int]] = {}
+        for rank, collectives in enumerate(traced):
+            name = collectives[position] if position < len(collectives) else "no collective"
+            ranks_by_collective.setdefault(name, []).append(rank)
+        if len(ranks_by_collective) > 1:
+            return _difference(position, ranks_by_collective)
+    return None
+
+
+def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Failure:
+    odd_ones = min(ranks_by_collective.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    what = "; ".join(f"{name} on ranks {ranks}" for name, ranks in ranks_by_collective.items())
+    return Failure(
+        odd_ones[0],
+        f"the ranks traced different collectives since their last sync: number {position + 1} is "
+        f"{what}. Every rank must call the same collectives in the same order, with equal shapes, "
+        "dtypes and groups; look for code that depends on the rank or on its data.",
+    )

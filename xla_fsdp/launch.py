@@ -1,0 +1,163 @@
+"""``python -m xla_fsdp.launch [--num_ranks N] script.py ...``: an unmodified script on CPU ranks.
+
+Words: the *program* is a script or (with ``-m``) a module, compiled once and run by every rank.
+Always true: each rank runs it as ``__main__`` in a namespace of its own; ``sys.argv`` is the
+program's, its directory comes first in ``sys.path``; the exit code is the program's.
+A program that starts ranks itself (``torch_xla.launch``, ``xmp.spawn``, ``xla_fsdp.launch``) works:
+inside a rank these call its function right there. All ranks share the process: its modules, and
+``sys.modules["__main__"]``, which is rank 0's namespace. How ranks run is left to ``launcher``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from .launcher import INTERRUPTED_EXIT_CODE, RankError, exit_code_of, launch
+
+USAGE_EXIT_CODE = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run: compiled code, where it came from, and what goes in front of ``sys.path``."""
+
+    code: CodeType
+    path: str
+    import_from: str
+    spec: ModuleSpec | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a program on CPU ranks; returns its exit code, 2 for wrong usage."""
+    options = _parser().parse_args(argv)
+    device = os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if device != "CPU":
+        return _usage_error(f"PJRT_DEVICE={device}: this starts CPU ranks; run the program itself")
+    try:
+        program = _load_module(options.program) if options.module else _load(options.program)
+    except (OSError, ImportError) as error:
+        return _usage_error(str(error))
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes in the source
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        return 1
+    return _run(program, options.args, options.num_ranks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.launch", description="Run a script on several CPU ranks."
+    )
+    parser.add_argument("--num_ranks", type=int, help="default: XLA_FSDP_NUM_RANKS, else 1")
+    parser.add_argument("-m", dest="module", action="store_true", help="program is a module's name")
+    parser.add_argument("program", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+    return parser
+
+
+def _usage_error(what: str) -> int:
+    print(f"xla_fsdp.launch: {what}", file=sys.stderr)
+    return USAGE_EXIT_CODE
+
+
+def _load(script: str) -> Program:
+    source = Path(script).read_bytes()
+    code = compile(source, script, "exec", dont_inherit=True)
+    return Program(code, script, str(Path(script).resolve().parent))
+
+
+def _load_module(name: str) -> Program:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    finally:
+        sys.path.pop(0)
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise ImportError(f"no module {name!r} that can be run")
+    return Program(code, spec.origin or name, str(Path.cwd()), spec)
+
+
+def _run(program: Program, args: Sequence[str], num_ranks: int | None) -> int:
+    spaces = _Namespaces(program)
+    try:
+        with _as_main(program, args, spaces.of_rank_0):
+            launch(_run_in_rank, (program, spaces), num_ranks=num_ranks)
+    except ValueError as error:
+        return _usage_error(str(error))
+    except RankError as error:
+        return _report(error, program)
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+class _Namespaces:
+    """One ``__main__`` per rank; rank 0's exists first, because pickle looks names up in it."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.of_rank_0 = self._fresh()
+
+    def of_rank(self, rank: int) -> ModuleType:
+        return self._fresh() if rank else self.of_rank_0
+
+    def _fresh(self) -> ModuleType:
+        module = ModuleType("__main__")
+        module.__file__ = self._program.path
+        module.__spec__ = self._program.spec
+        module.__package__ = self._program.spec.parent if self._program.spec else None
+        return module
+
+
+def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
+    exec(program.code, vars(spaces.of_rank(rank)))
+
+
+@contextlib.contextmanager
+def _as_main(program: Program, args: Sequence[str], module: ModuleType) -> Iterator[None]:
+    """The process as the program expects it, while it runs."""
+    argv, path, main_module = sys.argv, sys.path, sys.modules["__main__"]
+    sys.argv, sys.path = [program.path, *args], [program.import_from, *path]
+    sys.modules["__main__"] = module
+    try:
+        yield
+    finally:
+        sys.argv, sys.path, sys.modules["__main__"] = argv, path, main_module
+
+
+def _report(error: RankError, program: Program) -> int:
+    cause = error.__cause__
+    if isinstance(cause, SystemExit):
+        if not isinstance(cause.code, int):
+            print(cause.code, file=sys.stderr)
+        return exit_code_of(cause)
+    if cause is not None:
+        tb = _from_program(cause.__traceback__, program)
+        print("".join(traceback.format_exception(cause.with_traceback(tb))), file=sys.stderr)
+    print(f"xla_fsdp.launch: {error}", file=sys.stderr)
+    return 1
+
+
+def _from_program(tb: TracebackType | None, program: Program) -> TracebackType | None:
+    """The traceback without the frames that only start the program."""
+    start = tb
+    while start is not None and start.tb_frame.f_code is not program.code:
+        start = start.tb_next
+    return start or tb
+
+
+if __name__ == "__main__":
+    sys.exit(main())

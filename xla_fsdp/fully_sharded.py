@@ -58,8 +58,9 @@ class XlaFullyShardedDataParallel(nn.Module):
         compute_dtype: dtype in which parameters are gathered and used, gradients are computed and
             reduced, and floating-point inputs are cast; None keeps each parameter's own. Shards
             and their gradients keep the parameter's dtype.
-        buffer_dtype: dtype of floating-point buffers; None means ``compute_dtype``, except for the
-            running statistics of BatchNorm, which then keep their own.
+        buffer_dtype: dtype of floating-point buffers; None means ``compute_dtype``, except for
+            running statistics (BatchNorm), which then keep their own. A layer with such statistics
+            computes in their dtype.
         fp32_reduce_scatter: reduce gradients in fp32 whatever the compute dtype.
         sharding_groups: replica groups to shard over (default: one group of all ranks).
         sharding_rank: the caller's position in its group.
@@ -144,13 +145,7 @@ class XlaFullyShardedDataParallel(nn.Module):
             num_shards=self.world_size,
             device=self.xla_device,
         )
-        self._cast_buffers = move_buffers(
-            module,
-            _is_unit,
-            buffer_dtype or compute_dtype,
-            self.xla_device,
-            cast_statistics=buffer_dtype is not None,
-        )
+        self._cast_buffers = move_buffers(module, _is_unit, self._options, self.xla_device)
         self._fsdp_wrapped_module = module
         self._unit = Unit(
             ParamGroup(params, self._collectives, self._options), self._options, self.xla_device

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES, ShardLayout
 from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
+from xla_fsdp.statistics_layers import compute_in, statistics_dtype
 
 # A unit replaces a parameter by its shard. Where another unit's module still holds the original
 # (a head tied to an embedding), this is the only way to know that they are one. Keys are tensors
@@ -63,7 +64,7 @@ def shard_own_parameters(
     adopted = [sharder.adopt(tensor, member) for tensor, member in members if _known(tensor)]
     new = [(tensor, member) for tensor, member in members if not _known(tensor)]
     if config.flatten_parameters:
-        made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(_alike(new))]
+        made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(sharder.alike(new))]
     else:
         made = [sharder.shard(member.names[0], [(tensor, member)]) for tensor, member in new]
     return made + adopted
@@ -72,31 +73,28 @@ def shard_own_parameters(
 def move_buffers(
     module: nn.Module,
     is_unit: Callable[[nn.Module], bool],
-    dtype: torch.dtype | None,
+    config: FSDPConfig,
     device: torch.device,
-    *,
-    cast_statistics: bool,
 ) -> dict[str, torch.dtype]:
-    """Move the buffers outside inner units to ``device`` and cast floating-point ones to ``dtype``.
-
-    Running statistics of normalization layers keep their dtype unless ``cast_statistics``: they
-    average over thousands of steps, which 16 bits cannot resolve.
+    """Move the buffers outside inner units to ``device``; cast floating-point ones to the buffer
+    dtype, or that of the layer's statistics.
 
     Returns:
         The original dtype of every buffer that was cast, by dotted name.
     """
     cast: dict[str, torch.dtype] = {}
     for prefix, owner in own_modules(module, is_unit):
-        keep = isinstance(owner, nn.modules.batchnorm._NormBase) and not cast_statistics
+        statistics = statistics_dtype(owner, config)
+        if config.compute_dtype not in (None, statistics) and statistics is not None:
+            compute_in(statistics, config.compute_dtype, owner)
+        wanted = statistics or config.buffer_dtype or config.compute_dtype
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
-            wanted = buffer.dtype
-            if dtype is not None and buffer.is_floating_point() and not keep:
-                wanted = dtype
-            if wanted != buffer.dtype:
+            dtype = wanted if wanted and buffer.is_floating_point() else buffer.dtype
+            if dtype != buffer.dtype:
                 cast[f"{prefix}.{name}" if prefix else name] = buffer.dtype
-            owner._buffers[name] = buffer.to(device=device, dtype=wanted)
+            owner._buffers[name] = buffer.to(device=device, dtype=dtype)
     return cast
 
 
@@ -114,12 +112,12 @@ class _Sharder:
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, Member]]) -> ShardedParam:
         """One shard for the joined ``parts``."""
-        tensors = [tensor for tensor, _ in parts]
-        members = [member for _, member in parts]
+        tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
         layout, row_shape = self._layout([member.shape for member in members])
         shard = make_shard(tensors, layout, self._rank, self._device, row_shape)
         flat = self._config.flatten_parameters
-        param = ShardedParam(key, members, shard, layout, self._home if flat else None)
+        dtype = self._compute_dtype(parts[0])
+        param = ShardedParam(key, members, shard, layout, dtype, self._home if flat else None)
         for tensor in (*tensors, shard):
             _shard_of[tensor] = weakref.ref(param)
         return param
@@ -141,7 +139,26 @@ class _Sharder:
                 f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which is "
                 f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
             )
-        return ShardedParam(name, [member], theirs.shard, layout)
+        dtype = self._compute_dtype((tensor, member))
+        return ShardedParam(name, [member], theirs.shard, layout, dtype)
+
+    def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
+        """Parts that can share one flat shard: same dtypes, and all trainable or all frozen.
+
+        Trainable ones come first.
+        """
+        groups: dict[tuple[bool, str, str], list[tuple[Tensor, Member]]] = {}
+        for part in parts:
+            tensor, dtype = part[0], self._compute_dtype(part)
+            groups.setdefault((not tensor.requires_grad, str(tensor.dtype), str(dtype)), []).append(
+                part
+            )
+        return [groups[key] for key in sorted(groups)]
+
+    def _compute_dtype(self, part: tuple[Tensor, Member]) -> torch.dtype:
+        tensor, member = part
+        own = statistics_dtype(member.owners[0].module, self._config)
+        return own or self._config.compute_dtype or tensor.dtype
 
     def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
         """How to cut members of these shapes, and what follows dim 0 in a shard's shape."""
@@ -178,17 +195,6 @@ def _full_shape(tensor: Tensor) -> torch.Size:
     """A parameter that was tied after wrapping is already another unit's shard."""
     known = _known(tensor) if is_sharded(tensor) else None
     return known.members[0].shape if known is not None else tensor.shape
-
-
-def _alike(parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
-    """Parts that can share one flat shard: same dtype, and all trainable or all frozen.
-
-    Trainable ones come first.
-    """
-    groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Member]]] = {}
-    for part in parts:
-        groups.setdefault((not part[0].requires_grad, part[0].dtype), []).append(part)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], str(key[1])))]
 
 
 def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:

@@ -45,9 +45,11 @@ class ParamGroup:
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
-        in the compute dtype."""
-        dtype = self._config.compute_dtype
-        cast = [shard.detach().reshape(-1).to(dtype or shard.dtype) for shard in shards]
+        in their compute dtype."""
+        cast = [
+            shard.detach().reshape(-1).to(param.compute_dtype)
+            for param, shard in zip(self.params, shards, strict=True)
+        ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         stacks = _in_buckets(cast, self.collectives.all_gather, limit)
         return [

@@ -78,24 +78,25 @@ class _Environment:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in ("xla", "cpu")
         ]
-        self._buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def settle(self) -> None:
-        """Keep only what the forward changed.
+        """Keep only what the forward may have changed.
 
         The host's random state is shared by ranks that are threads of one process, so it is set
         back only where the forward drew from it.
         """
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        self._buffers = [entry for entry in self._buffers if entry[0]._version > entry[1]]
+        # Not by version counter: torch_xla's BatchNorm updates its statistics without counting.
+        self._buffers = [entry for entry in self._buffers if xla_ops.is_pending(entry[0])]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, things are as they were; afterwards, as they are now."""
         xla_rng, cpu_rng = xla_ops.get_rng_state(self._device), torch.get_rng_state()
-        buffers = [buffer.detach().clone() for buffer, _, _ in self._buffers]
-        self._set(self._xla_rng, self._cpu_rng, [value for _, _, value in self._buffers])
+        buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
+        self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
         try:
             with contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
@@ -109,7 +110,7 @@ class _Environment:
         if cpu_rng is not None:
             torch.set_rng_state(cpu_rng)
         with torch.no_grad():
-            for (buffer, _, _), value in zip(self._buffers, buffers, strict=True):
+            for (buffer, _), value in zip(self._buffers, buffers, strict=True):
                 buffer.copy_(value)
 
 

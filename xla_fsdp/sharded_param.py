@@ -66,6 +66,7 @@ class ShardedParam:
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
             [rows, ...] where whole rows of dim 0 are sharded.
         layout: how the joined members are cut.
+        compute_dtype: what full parameters are gathered and used in.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
     """
 
@@ -75,12 +76,14 @@ class ShardedParam:
         members: Sequence[Member],
         shard: nn.Parameter,
         layout: ShardLayout,
+        compute_dtype: torch.dtype,
         home: nn.Module | None = None,
     ) -> None:
         self.key = key
         self.members = tuple(members)
         self.shard = shard
         self.layout = layout
+        self.compute_dtype = compute_dtype
         self.state = ParamState.UNSHARDED
         self._home = home
         if home is not None:

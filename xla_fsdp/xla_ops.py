@@ -69,6 +69,13 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 
 
+def is_pending(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an XLA tensor whose value has been traced but not yet computed."""
+    if tensor.device.type != "xla":
+        return False
+    return torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]
+
+
 def lowered_hlo(tensors: Sequence[Tensor]) -> str:
     """HLO text, before optimization, of the program that computes ``tensors``."""
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))

@@ -1,0 +1,139 @@
+"""Small modules for parity tests. Sizes are odd on purpose: no number of ranks divides them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 11
+CLASSES = 7
+FEATURES = 5
+
+
+class Block(nn.Module):
+    """Pre-norm residual MLP."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH)
+        self.up = nn.Linear(WIDTH, 17)
+        self.down = nn.Linear(17, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks, a pair of layers that share one weight, a scalar parameter and a head."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([Block(norm) for _ in range(2)])
+        self.mid = nn.Linear(WIDTH, WIDTH)
+        self.mid2 = nn.Linear(WIDTH, WIDTH)
+        self.mid2.weight = self.mid.weight
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.mid2(torch.tanh(self.mid(x))) * self.scale
+        return self.head(x)
+
+
+class BatchNormNet(Net):
+    """As ``Net``, with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d)
+
+
+class FrozenNet(Net):
+    """As ``Net``, with one block and a bias frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+
+class FunctionalNet(nn.Module):
+    """Uses its weights in ways that save views of them for backward, and one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Parameter(torch.randn(2 * WIDTH, FEATURES) / 4)
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.pair.chunk(2)
+        gated = F.linear(x, first) * torch.sigmoid(F.linear(x, second))
+        mixed = gated @ self.mix.t() + gated @ self.mix.view(WIDTH, WIDTH)
+        return self.head(mixed)
+
+
+class TwiceNet(nn.Module):
+    """Runs one block twice in a forward, and has a block that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        return self.head(self.blocks[0](self.blocks[0](x)))
+
+
+class _Part(nn.Module):
+    """Takes keywords and nested containers, returns a nested container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: dict[str, Any], *, scale: float, extra: tuple[Tensor, str]) -> Any:
+        x = self.lin(inputs["x"]) * scale + extra[0]
+        return {"out": [x, (x.detach(), "note")], "none": None, "ids": inputs["ids"]}
+
+
+class ContainerNet(nn.Module):
+    """Passes containers between its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([_Part(), _Part()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        ids = torch.arange(x.shape[0], device=x.device)
+        for part in self.blocks:
+            result = part({"x": x, "ids": ids}, scale=0.5, extra=(x, "text"))
+            x = result["out"][0]
+            ids = result["ids"]
+        return self.head(x) + ids.to(x.dtype).unsqueeze(1) * 0
+
+
+class ConvNet(nn.Module):
+    """The MNIST model in small: convolutions, BatchNorm, linear layers. Takes the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 3, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3 * 2 * FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = torch.stack([x, x * x], dim=1).unsqueeze(1)
+        return self.fc(torch.relu(self.bn1(self.conv1(image))).flatten(1))

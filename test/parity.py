@@ -1,0 +1,276 @@
+"""Train the same model sharded on N ranks and unsharded on the joined batch, and compare.
+
+A ``Case`` says what to build and how to train it. ``run_cases`` runs on every rank of one launch;
+``reference`` runs in the test's own process on plain torch. Batch statistics belong to a rank, so
+the reference computes the loss of every rank's part of the batch by itself, with that rank's own
+buffers, and averages; for models without such statistics that is the loss of the joined batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test import models
+from test.models import CLASSES, FEATURES, Block
+from xla_fsdp import wrap
+from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
+
+STEPS = 3
+ROWS = 3  # of a rank's part of a batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to shard and train a model.
+
+    Args:
+        model: class name in ``test.models``.
+        nest: "root" (one unit), "blocks" (each block and the head), "deep" (units in units).
+        options: of every unit.
+        policy: name of an auto-wrap policy below, instead of ``nest``.
+        remat: "", "inside" or "outside" of the blocks' units.
+        optimizer: "sgd" or "adamw".
+        micro_batches: backward passes per step, each on a batch of its own.
+        no_sync: whether all but the last of them run under ``no_sync``.
+        joint_backward: one backward for all micro batches, after all forwards.
+        clip: (max_norm, norm_type).
+        statistics_count: values per channel and batch that BatchNorm averages over.
+        evaluate: run forwards between the steps, with and without grad mode.
+        tolerance: largest error allowed, relative to the largest value of a tensor.
+    """
+
+    model: str = "Net"
+    nest: str = "blocks"
+    options: dict[str, Any] = field(default_factory=dict)
+    policy: str = ""
+    remat: str = ""
+    optimizer: str = "sgd"
+    micro_batches: int = 1
+    no_sync: bool = False
+    joint_backward: bool = False
+    clip: tuple[float, float] | None = None
+    statistics_count: int = ROWS
+    evaluate: bool = False
+    tolerance: float = 2e-5
+
+
+@dataclass
+class Outcome:
+    """What training left behind, unsharded."""
+
+    losses: list[float]
+    grads: dict[str, Tensor]  # of the last step, before clipping where the case clips
+    norms: list[float]
+    state: dict[str, Tensor]
+
+
+def build(case: Case) -> nn.Module:
+    """The case's model, with the same values in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return getattr(models, case.model)()
+
+
+def batches(case: Case, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Inputs [steps, micro batches, ranks, rows, features] and labels [..., rows]."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (STEPS, case.micro_batches, num_ranks, ROWS)
+    x = torch.randn(*shape, FEATURES, generator=generator)
+    return x, torch.randint(0, CLASSES, shape, generator=generator)
+
+
+def make_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
+    """The case's optimizer."""
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=1e-2)
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+# ---------------------------------------------------------------- unsharded
+
+
+def reference(case: Case, num_ranks: int) -> Outcome:
+    """The same training on plain torch; buffers are those of rank 0."""
+    model = build(case)
+    buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(num_ranks)]
+    optimizer = make_optimizer(case, model.parameters())
+    x, y = batches(case, num_ranks)
+    outcome = Outcome([], {}, [], {})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for micro in range(case.micro_batches):
+            parts = [
+                F.cross_entropy(
+                    torch.func.functional_call(model, buffers[r], (x[step, micro, r],)),
+                    y[step, micro, r],
+                )
+                for r in range(num_ranks)
+            ]
+            losses.append(torch.stack(parts).mean() / case.micro_batches)
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.grads = {
+            n: p.grad.clone()
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if p.grad is not None
+        }
+        if case.clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), *case.clip)
+            outcome.norms.append(norm.item())
+        optimizer.step()
+    outcome.state = {**model.state_dict(), **_as_torch_xla(buffers[0], case)}
+    return outcome
+
+
+def _as_torch_xla(buffers: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """torch_xla's BatchNorm averages the biased variance of a batch, torch's the unbiased one."""
+    left_of_start = 0.9 ** (STEPS * case.micro_batches)  # running_var starts as 1, momentum is 0.1
+    bias = (case.statistics_count - 1) / case.statistics_count
+    return {
+        name: left_of_start + (value - left_of_start) * bias if "running_var" in name else value
+        for name, value in buffers.items()
+    }
+
+
+# ---------------------------------------------------------------- sharded
+
+
+def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Any]:
+    """Train every case; returns what this rank holds, for ``join``."""
+    return {name: _train(rank, case) for name, case in cases.items()}
+
+
+def _train(rank: int, case: Case) -> dict[str, Any]:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    num_ranks, device = xr.world_size(), torch_xla.device()
+    model = shard(build(case), case, num_ranks, rank)
+    optimizer = make_optimizer(case, model.parameters())
+    x, y = batches(case, num_ranks)
+    losses, norms, grads = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
+        grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+        grads = {n: g.clone() for n, g in grads.items() if g is not None}
+        if case.clip:
+            norms.append(model.clip_grad_norm_(*case.clip))
+        optimizer.step()
+        if case.evaluate:
+            _evaluate(model, x[step, 0, rank].to(device))
+        losses.append(xm.all_reduce("sum", loss, 1.0 / num_ranks))
+        torch_xla.sync()
+    return {
+        "losses": [loss.item() for loss in losses],
+        "norms": [norm.item() for norm in norms],
+        "grads": {n: g.cpu() for n, g in grads.items()},
+        "state": {n: t.cpu() for n, t in model.state_dict().items()},
+        "names": [n for n, _ in model.named_parameters()],
+        "metadata": model.get_shard_metadata(),
+    }
+
+
+def _forward_backward(model: nn.Module, case: Case, x: Tensor, y: Tensor) -> Tensor:
+    losses = []
+    for micro in range(case.micro_batches):
+        last = micro == case.micro_batches - 1
+        no_sync = case.no_sync and not last
+        with model.no_sync() if no_sync else contextlib.nullcontext():
+            logits = model(x[micro]).float()
+            loss = F.cross_entropy(logits, y[micro].to(x.device)) / case.micro_batches
+            losses.append(loss)
+            if not case.joint_backward:
+                loss.backward()
+    total = torch.stack(losses).sum()
+    if case.joint_backward:
+        total.backward()
+    return total.detach()
+
+
+def _evaluate(model: nn.Module, x: Tensor) -> None:
+    """Forwards that must leave no trace: without grad, and with grad but without backward."""
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.train()
+
+
+def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
+    """Wrap the model as the case says."""
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    options = dict(case.options)
+    if options.pop("explicit_group", False):
+        options.update(
+            sharding_groups=[list(range(num_ranks))],
+            sharding_rank=rank,
+            sharding_world_size=num_ranks,
+        )
+    fsdp = partial(XlaFullyShardedDataParallel, **options)
+    if case.policy:
+        return fsdp(model, auto_wrap_policy=_policies()[case.policy])
+    return fsdp(_nest(model, case, fsdp))
+
+
+def _policies() -> dict[str, Callable[..., bool]]:
+    return {
+        "always": wrap.always_wrap_policy,
+        "size": partial(wrap.size_based_auto_wrap_policy, min_num_params=100),
+        "transformer": partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        "lambda": partial(
+            wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm)
+        ),
+    }
+
+
+def _nest(model: nn.Module, case: Case, fsdp: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    from xla_fsdp import checkpoint_module
+
+    if case.nest == "root":
+        return model
+    if case.nest == "deep":
+        for block in model.blocks:
+            block.norm, block.up = fsdp(block.norm), fsdp(block.up)
+    for index, block in enumerate(getattr(model, "blocks", [])):
+        if case.remat == "inside":
+            block = checkpoint_module(block)
+        wrapped = fsdp(block)
+        model.blocks[index] = checkpoint_module(wrapped) if case.remat == "outside" else wrapped
+    for name in ("conv1", "fc", "head"):
+        if hasattr(model, name):
+            setattr(model, name, fsdp(getattr(model, name)))
+    return model
+
+
+def join(ranks: list[dict[str, Any]]) -> Outcome:
+    """Merge what the ranks hold into one outcome."""
+    metadata = ranks[0]["metadata"]
+    return Outcome(
+        losses=ranks[0]["losses"],
+        grads=_join_grads([rank["grads"] for rank in ranks], metadata),
+        norms=ranks[0]["norms"],
+        state=consolidate_sharded_state_dicts([rank["state"] for rank in ranks], metadata),
+    )
+
+
+def _join_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients are cut like their parameters; parameters without one have no entry."""
+    params = [record for record in metadata["params"] if record["key"] in grads[0]]
+    names = {member["name"] for record in params for member in record["members"]}
+    ties = {alias: name for alias, name in metadata["ties"].items() if name in names}
+    own = {**metadata, "params": params, "ties": ties, "buffers": {}}
+    return consolidate_sharded_state_dicts(grads, own)

@@ -1,0 +1,129 @@
+"""N ranks against the plain model on the joined batch: losses, gradients, parameters, buffers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from test.parity import Case, Outcome, build, join, reference, run_cases
+from test.ranks import run_on_ranks
+
+NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
+BF16 = {"compute_dtype": torch.bfloat16}
+
+CASES = {
+    "root": Case(nest="root"),
+    "root_flat": Case(nest="root", options={"flatten_parameters": True}),
+    "root_reshards": Case(nest="root", options={"disable_reshard_on_root": False}),
+    "nested": Case(),
+    "deep": Case(nest="deep"),
+    "deep_flat": Case(nest="deep", options={"flatten_parameters": True}),
+    "flat": Case(options={"flatten_parameters": True}),
+    "keeps_params": Case(options={"reshard_after_forward": False}),
+    "no_barriers": Case(options=NO_BARRIERS),
+    "sync_on_end": Case(options={"sync_on_finalization": True, "execute_sharding_on_init": False}),
+    "one_gather_each": Case(options={"coalesce_all_gather_ops": False}),
+    "one_reduce_each": Case(options={"reduce_scatter_bucket_size_mb": 0}),
+    "rows": Case(options={"shard_param_on_dim_0": True}),
+    "explicit_group": Case(options={"explicit_group": True}),
+    "adamw": Case(optimizer="adamw", tolerance=1e-3),
+    "bf16": Case(options=BF16, tolerance=0.05),
+    "bf16_flat": Case(options={**BF16, "flatten_parameters": True}, tolerance=0.05),
+    "bf16_fp32_reduce": Case(options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05),
+    "bf16_batch_norm": Case(model="BatchNormNet", options=BF16, tolerance=0.1),
+    "batch_norm": Case(model="BatchNormNet"),
+    "batch_norm_remat": Case(model="BatchNormNet", remat="inside"),
+    "batch_norm_remat_outside": Case(model="BatchNormNet", remat="outside"),
+    "conv": Case(model="ConvNet", statistics_count=30),
+    "frozen": Case(model="FrozenNet"),
+    "frozen_flat": Case(model="FrozenNet", options={"flatten_parameters": True}),
+    "frozen_root": Case(model="FrozenNet", nest="root"),
+    "views": Case(model="FunctionalNet", options={"disable_reshard_on_root": False}),
+    "views_flat": Case(
+        model="FunctionalNet",
+        options={"disable_reshard_on_root": False, "flatten_parameters": True},
+    ),
+    "twice": Case(model="TwiceNet"),
+    "containers": Case(model="ContainerNet"),
+    "containers_remat": Case(model="ContainerNet", remat="inside"),
+    "remat": Case(remat="inside"),
+    "remat_flat": Case(remat="inside", options={"flatten_parameters": True}),
+    "remat_outside": Case(remat="outside"),
+    "remat_deep": Case(nest="deep", remat="inside"),
+    "remat_deep_outside": Case(nest="deep", remat="outside"),
+    "remat_no_barriers": Case(remat="inside", options=NO_BARRIERS),
+    "accumulate": Case(micro_batches=2),
+    "no_sync": Case(micro_batches=3, no_sync=True),
+    "no_sync_flat": Case(micro_batches=2, no_sync=True, options={"flatten_parameters": True}),
+    "joint_backward": Case(micro_batches=2, joint_backward=True),
+    "clip": Case(clip=(0.3, 2.0)),
+    "clip_inf": Case(clip=(0.05, float("inf"))),
+    "clip_flat": Case(clip=(0.3, 1.0), options={"flatten_parameters": True}),
+    "evaluate": Case(evaluate=True),
+    "evaluate_keeps_params": Case(evaluate=True, options={"reshard_after_forward": False}),
+    "auto_always": Case(policy="always"),
+    "auto_size": Case(policy="size"),
+    "auto_transformer": Case(policy="transformer"),
+    "auto_lambda": Case(policy="lambda"),
+}
+# Every case runs on 2 and 3 ranks; these on the other numbers, too.
+EVERYWHERE = (
+    "root", "root_flat", "nested", "deep", "flat", "bf16", "batch_norm", "frozen", "views",
+    "remat", "no_sync", "clip", "rows", "explicit_group",
+)  # fmt: skip
+RUNS = [(n, name) for n in (2, 3) for name in CASES]
+RUNS += [(n, name) for n in (1, 4, 8) for name in EVERYWHERE]
+
+
+@functools.cache
+def sharded(num_ranks: int) -> list[dict[str, Any]]:
+    """What every rank holds after all cases, out of one launch."""
+    cases = {name: CASES[name] for n, name in RUNS if n == num_ranks}
+    return run_on_ranks(run_cases, num_ranks, cases, timeout=600)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), RUNS)
+def test_parity(num_ranks: int, name: str) -> None:
+    case = CASES[name]
+    expected = reference(case, num_ranks)
+    found = join([rank[name] for rank in sharded(num_ranks)])
+    assert found.losses == pytest.approx(expected.losses, rel=case.tolerance)
+    assert found.norms == pytest.approx(expected.norms, rel=case.tolerance)
+    if not case.options.get("flatten_parameters"):
+        assert_close(found.grads, expected.grads, case.tolerance, "gradient")
+    assert_close(found.state, expected.state, case.tolerance, "state")
+
+
+def assert_close(
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    tolerance: float,
+    what: str,
+) -> None:
+    """Same names, and every tensor within ``tolerance`` of the expected one's largest value."""
+    assert set(found) == set(expected), what
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        assert found[name].dtype == tensor.dtype
+        error = (found[name].double() - tensor.double()).abs().max()
+        scale = tensor.double().abs().max().clamp(min=1e-2)
+        assert error <= tolerance * scale, f"{what} of {name}: {error} against {scale}"
+
+
+@pytest.mark.parametrize("name", ["nested", "deep", "remat_deep_outside", "auto_always", "frozen"])
+def test_names_are_those_of_the_plain_model(name: str) -> None:
+    found = sharded(2)[0][name]["names"]
+    plain = [name for name, _ in build(CASES[name]).named_parameters()]
+    assert sorted(found) == sorted(plain)
+
+
+def test_the_comparison_notices_an_error() -> None:
+    case = CASES["nested"]
+    expected = reference(case, 2)
+    broken = Outcome(**vars(reference(case, 2)))
+    broken.state["head.weight"] = broken.state["head.weight"] * (1 + 10 * case.tolerance)
+    with pytest.raises(AssertionError, match=r"state of head\.weight"):
+        assert_close(broken.state, expected.state, case.tolerance, "state")

@@ -63,6 +63,34 @@ class FrozenNet(Net):
         self.head.bias.requires_grad_(False)
 
 
+class _TwoLayers(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 17)
+        self.down = nn.Linear(17, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class LinearNet(nn.Module):
+    """Nothing but linear layers, so that products and gathers are easy to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([_TwoLayers(), _TwoLayers()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class FunctionalNet(nn.Module):
     """Uses its weights in ways that save views of them for backward, and one not at all."""
 

@@ -163,7 +163,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     losses, norms, grads = [], [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
+        loss = forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
         grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
         grads = {n: g.clone() for n, g in grads.items() if g is not None}
         if case.clip:
@@ -183,7 +183,8 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     }
 
 
-def _forward_backward(model: nn.Module, case: Case, x: Tensor, y: Tensor) -> Tensor:
+def forward_backward(model: Any, case: Case, x: Tensor, y: Tensor) -> Tensor:
+    """One step's passes over this rank's micro batches; returns the loss."""
     losses = []
     for micro in range(case.micro_batches):
         last = micro == case.micro_batches - 1

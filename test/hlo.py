@@ -1,0 +1,57 @@
+"""A small reader of HLO text: instructions of the entry computation, their operands and users."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+_LINE = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO: ``dtype`` and ``shape`` are those of an array, ("", ()) of a tuple."""
+
+    name: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    operands: tuple[str, ...]
+
+
+class Program:
+    """The instructions of a module's entry computation, by name."""
+
+    def __init__(self, text: str) -> None:
+        entry = text[text.index("\nENTRY") :]
+        found = (_parse(line) for line in entry.splitlines())
+        self.instructions = {found.name: found for found in found if found is not None}
+
+    def all(self, *ops: str) -> list[Instruction]:
+        """Instructions of these kinds, in program order."""
+        return [i for i in self.instructions.values() if i.op in ops]
+
+    def sources(
+        self, start: Instruction, passes: Callable[[Instruction], bool]
+    ) -> Iterator[Instruction]:
+        """Where the operands of ``start`` come from, looking back through what ``passes``."""
+        for name in start.operands:
+            operand = self.instructions[name]
+            if passes(operand):
+                yield from self.sources(operand, passes)
+            else:
+                yield operand
+
+
+def _parse(line: str) -> Instruction | None:
+    match = _LINE.match(line)
+    if match is None:
+        return None
+    dtype, _, sizes = match["type"].partition("[")
+    shape = tuple(int(size) for size in sizes.partition("]")[0].split(",") if size)
+    if match["type"].startswith("("):
+        dtype, shape = "", ()
+    operands = line[match.end() :].partition("), ")[0]
+    return Instruction(match["name"], match["op"], dtype, shape, tuple(_NAME.findall(operands)))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from test import models
 from test.models import CLASSES, FEATURES, Block
-from xla_fsdp import wrap
+from xla_fsdp import one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 
 STEPS = 3
@@ -74,8 +74,9 @@ class Outcome:
 
 
 def build(case: Case) -> nn.Module:
-    """The case's model, with the same values in every process."""
-    with torch.random.fork_rng():
+    """The case's model, with the same values everywhere."""
+    # Ranks share one host random state; outside of a launch the first context does nothing.
+    with one_rank_at_a_time(), torch.random.fork_rng():
         torch.manual_seed(5)
         return getattr(models, case.model)()
 

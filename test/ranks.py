@@ -9,6 +9,7 @@ the same name (``test.test_launch:fn``) in the child as here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pickle
@@ -17,8 +18,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 FAST_COMPILE = "--xla_backend_optimization_level=0"  # halves compile time on CPU
 STDERR_LINES = 60
@@ -70,6 +73,27 @@ def run_python(
         stderr = (expired.stderr or b"").decode(errors="replace")
         what = f"{' '.join(arguments)} was killed after {timeout:g} s"
         raise ChildError(what, None, stderr) from None
+
+
+def cached_outcome(fn: Callable[P, T]) -> Callable[P, T]:
+    """Call ``fn`` once for each set of arguments, also if it raises: a launch that failed fails
+    every test that needs it, but is not tried again for each."""
+
+    @functools.cache
+    def attempt(*args: P.args, **kwargs: P.kwargs) -> tuple[T | None, Exception | None]:
+        try:
+            return fn(*args, **kwargs), None
+        except Exception as error:
+            return None, error
+
+    @functools.wraps(fn)
+    def outcome(*args: P.args, **kwargs: P.kwargs) -> T:
+        value, error = attempt(*args, **kwargs)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return outcome
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

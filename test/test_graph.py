@@ -6,7 +6,6 @@ blocks and its head are units, and so is the rest, as the root.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from test.hlo import Instruction, Program
 from test.parity import Case, batches, build, forward_backward, make_optimizer, shard
-from test.ranks import FAST_COMPILE, run_on_ranks
+from test.ranks import FAST_COMPILE, cached_outcome, run_on_ranks
 
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 BF16 = {"compute_dtype": torch.bfloat16}
@@ -66,7 +65,7 @@ def steady_step(rank: int, cases: dict[str, Case]) -> dict[str, str]:
     return programs
 
 
-@functools.cache
+@cached_outcome
 def programs() -> dict[str, Program]:
     texts = run_on_ranks(steady_step, 2, CASES)[0]
     return {name: Program(text) for name, text in texts.items()}

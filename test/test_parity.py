@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
 from test.parity import Case, Outcome, build, join, reference, run_cases
-from test.ranks import run_on_ranks
+from test.ranks import cached_outcome, run_on_ranks
 
+ROUNDING = 2e-6  # of a sum over a few hundred fp32 products near 1, in another order
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 BF16 = {"compute_dtype": torch.bfloat16}
 
@@ -78,7 +78,7 @@ RUNS = [(n, name) for n in (2, 3) for name in CASES]
 RUNS += [(n, name) for n in (1, 4, 8) for name in EVERYWHERE]
 
 
-@functools.cache
+@cached_outcome
 def sharded(num_ranks: int) -> list[dict[str, Any]]:
     """What every rank holds after all cases, out of one launch."""
     cases = {name: CASES[name] for n, name in RUNS if n == num_ranks}
@@ -103,14 +103,14 @@ def assert_close(
     tolerance: float,
     what: str,
 ) -> None:
-    """Same names, and every tensor within ``tolerance`` of the expected one's largest value."""
+    """Same names, and errors within ``tolerance`` times the expected tensor's largest value."""
     assert set(found) == set(expected), what
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape
         assert found[name].dtype == tensor.dtype
         error = (found[name].double() - tensor.double()).abs().max()
         scale = tensor.double().abs().max().clamp(min=1e-2)
-        assert error <= tolerance * scale, f"{what} of {name}: {error} against {scale}"
+        assert error <= tolerance * scale + ROUNDING, f"{what} of {name}: {error} against {scale}"
 
 
 @pytest.mark.parametrize("name", ["nested", "deep", "remat_deep_outside", "auto_always", "frozen"])

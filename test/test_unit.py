@@ -1,0 +1,530 @@
+"""What a wrapped module is between and around its steps: state, names, errors. Two ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from test.models import CLASSES, FEATURES, WIDTH, Net
+from test.ranks import cached_outcome, run_on_ranks
+
+SCENARIOS: dict[str, Callable[[int], Any]] = {}
+
+
+def scenario(fn: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Run ``fn(rank)`` in the one launch of this file; its value is ``result(name)``."""
+    SCENARIOS[fn.__name__] = fn
+    return fn
+
+
+def run_scenarios(rank: int) -> dict[str, Any]:
+    return {name: fn(rank) for name, fn in SCENARIOS.items()}
+
+
+@cached_outcome
+def results() -> list[dict[str, Any]]:
+    return run_on_ranks(run_scenarios, 2)
+
+
+def result(name: str, rank: int = 0) -> Any:
+    return results()[rank][name]
+
+
+# ---------------------------------------------------------------- helpers on the ranks
+
+
+def fsdp(module: nn.Module, **options: Any) -> Any:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    return XlaFullyShardedDataParallel(module, **options)
+
+
+def make(model_class: type[nn.Module] = Net, seed: int = 3) -> nn.Module:
+    from xla_fsdp import one_rank_at_a_time
+
+    with one_rank_at_a_time(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class()
+
+
+def nested(model: Any, **options: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fsdp(block, **options)
+    return fsdp(model, **options)
+
+
+def rows() -> Tensor:
+    import torch_xla
+
+    return torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES).to(torch_xla.device())
+
+
+def message(call: Callable[[], Any]) -> str:
+    """What ``call`` raises, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def states(model: nn.Module) -> set[str]:
+    """The states of all units of ``model``."""
+    return {wrapper._unit.state.name for wrapper in model._wrappers()}
+
+
+# ---------------------------------------------------------------- stale weights
+
+
+@scenario
+def load_after_forward(rank: int) -> list[float]:
+    found = []
+    for options in ({}, {"reshard_after_forward": False}, {"disable_reshard_on_root": False}):
+        model = nested(make(), **options)
+        model(rows())
+        model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+        with torch.no_grad():
+            found.append(model(rows()).abs().sum().item())
+    return found
+
+
+def test_loaded_values_are_used_by_the_next_forward() -> None:
+    assert result("load_after_forward") == [0.0, 0.0, 0.0]
+
+
+@scenario
+def forward_between_backward_and_step(rank: int) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for extra_forward in (False, True):
+        model = nested(make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(rows()).sum().backward()
+        if extra_forward:
+            model(rows())
+        optimizer.step()
+        outputs.append(model(rows()).detach().cpu())
+    return outputs[0], outputs[1]
+
+
+def test_a_forward_before_the_step_changes_nothing() -> None:
+    without, with_forward = result("forward_between_backward_and_step")
+    assert torch.equal(without, with_forward)
+
+
+# ---------------------------------------------------------------- full parameters come and go
+
+
+class Peeking(nn.Module):
+    """Keeps hold of its weight during forward, and fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, CLASSES)
+        self.seen: list[Any] = []
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.lin.weight, self.lin.weight.t()]
+        self.shape = self.lin.weight.shape
+        y = self.lin(x)
+        if self.fail:
+            raise KeyError("on demand")
+        return y + x @ self.seen[1]
+
+
+@scenario
+def handles_after_forward(rank: int) -> dict[str, Any]:
+    model = fsdp(make(Peeking), disable_reshard_on_root=False)
+    loss = model(rows().requires_grad_()).sum()
+    inner = model.module
+    found = {
+        "shape in forward": tuple(inner.shape),
+        "kept handles": [tuple(handle.shape) for handle in inner.seen],
+        "attribute is the shard": inner.lin.weight is next(iter(model.parameters())),
+        "after forward": states(model),
+    }
+    loss.backward()
+    found["after backward"] = states(model)
+    inner.fail = True
+    found["error"] = message(lambda: model(rows()))
+    found["after error"] = states(model)
+    return found
+
+
+def test_full_parameters_are_freed() -> None:
+    found = result("handles_after_forward")
+    assert found["shape in forward"] == (CLASSES, FEATURES)
+    assert found["kept handles"] == [(1,), (1,)]  # the dummy's shape
+    assert found["attribute is the shard"]
+    assert found["after forward"] == found["after backward"] == {"SHARDED"}
+    assert found["error"] == "KeyError: 'on demand'"
+    assert found["after error"] == {"SHARDED"}
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyError("in backward")
+
+
+class BackwardFails(Net):
+    fail = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x = self.blocks[0](x)
+        x = FailsInBackward.apply(x) if self.fail else x
+        return self.head(self.blocks[1](x))
+
+
+@scenario
+def backward_raises(rank: int) -> dict[str, Any]:
+    model = nested(make(BackwardFails))
+    found = {"error": message(lambda: model(rows()).sum().backward())}
+    model.module.fail = False
+    model.zero_grad()
+    model(rows()).sum().backward()
+    found["states"] = states(model)
+    found["gradients"] = len(model.params_with_grad) > 0
+    return found
+
+
+def test_a_failed_backward_leaves_no_trace() -> None:
+    found = result("backward_raises")
+    assert "in backward" in found["error"]
+    assert found["states"] == {"SHARDED"}
+    assert found["gradients"]
+
+
+class SelfChanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+@scenario
+def changed_in_place(rank: int) -> str:
+    return message(lambda: fsdp(SelfChanging())(rows()))
+
+
+def test_a_change_that_would_be_lost_is_an_error() -> None:
+    assert result("changed_in_place").startswith("ValueError: weight was changed in place")
+
+
+# ---------------------------------------------------------------- names and state dicts
+
+
+@scenario
+def names(rank: int) -> dict[str, Any]:
+    plain, model = make(), nested(make())
+    plain_names = [n for n, _ in plain.named_parameters()]
+    return {
+        "parameters": sorted(n for n, _ in model.named_parameters()) == sorted(plain_names),
+        "state dict": set(model.state_dict()) == set(plain.state_dict()),
+        "modules": {n for n, _ in model.named_modules()} == {n for n, _ in plain.named_modules()},
+        "originals": sorted(n for n, _ in model.get_original_names_and_sharded_parameters()),
+        "plain": sorted(plain_names),
+        "by type": sum(isinstance(m, nn.LayerNorm) for m in model.modules()),
+        "submodule": type(model.get_submodule("blocks.0.up")).__name__,
+        "sharded": all(p._is_sharded for p in model.parameters()),
+        "in a plain parent": set(nn.Sequential(model).state_dict())
+        == {f"0.{n}" for n in plain.state_dict()},
+    }
+
+
+def test_names_are_original_everywhere() -> None:
+    found = result("names")
+    assert found["parameters"]
+    assert found["state dict"]
+    assert found["modules"]
+    assert found["originals"] == found["plain"]
+    assert found["by type"] == 2
+    assert found["submodule"] == "Linear"
+    assert found["sharded"]
+    assert found["in a plain parent"]
+
+
+@scenario
+def state_dict_round_trip(rank: int) -> dict[str, Any]:
+    first, second = nested(make(seed=1)), nested(make(seed=2))
+    state = {name: value.cpu() for name, value in first.state_dict().items()}
+    report = second.load_state_dict(copy.deepcopy(state))
+    with torch.no_grad():
+        same = torch.equal(first(rows()).cpu(), second(rows()).cpu())
+    missing, wrong = dict(state), dict(state)
+    del missing["blocks.1.up.weight"]
+    missing["blocks.0.strange"] = torch.zeros(1)
+    wrong["blocks.0.up.bias"] = torch.zeros(5)
+    loose = second.load_state_dict(missing, strict=False)
+    return {
+        "same": same,
+        "report": str(report),
+        "missing": message(lambda: second.load_state_dict(missing)),
+        "wrong": message(lambda: second.load_state_dict(wrong)),
+        "loose": (loose.missing_keys, loose.unexpected_keys),
+    }
+
+
+def test_state_dicts_load_again_and_errors_use_original_names() -> None:
+    found = result("state_dict_round_trip")
+    assert found["same"]
+    assert found["report"] == "<All keys matched successfully>"
+    assert found["loose"] == (["blocks.1.up.weight"], ["blocks.0.strange"])
+    for text in (found["missing"], found["wrong"]):
+        assert "_fsdp_wrapped_module" not in text
+    assert '"blocks.1.up.weight"' in found["missing"]
+    assert '"blocks.0.strange"' in found["missing"]
+    assert "size mismatch for blocks.0.up.bias" in found["wrong"]
+
+
+@scenario
+def looks_like_the_module(rank: int) -> dict[str, Any]:
+    sequence = fsdp(nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ReLU()))
+    sequence.module.config = "its own"
+    return {
+        "index": type(sequence[1]).__name__,
+        "length": len(sequence),
+        "attribute": sequence.config,
+        "module": type(sequence.module).__name__,
+        "absent": message(lambda: sequence.nothing),
+        "representation": "world_size=2" in repr(sequence),
+    }
+
+
+def test_the_wrapper_forwards_what_it_lacks() -> None:
+    found = result("looks_like_the_module")
+    assert found["index"] == "ReLU"
+    assert found["length"] == 2
+    assert found["attribute"] == "its own"
+    assert found["module"] == "Sequential"
+    assert found["absent"].startswith("AttributeError")
+    assert found["representation"]
+
+
+# ---------------------------------------------------------------- ties across units
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@scenario
+def tied_across_units(rank: int) -> dict[str, Any]:
+    plain, model = make(TiedNet), make(TiedNet)
+    model.first = fsdp(model.first)
+    model.second = fsdp(model.second)
+    model = fsdp(model)
+    for net, data in ((plain, rows().cpu()), (model, rows())):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(data).square().sum().backward()
+            optimizer.step()
+    return {
+        "parameters": len(list(model.parameters())),
+        "ties": model.get_shard_metadata()["ties"],
+        "output": model(rows()).detach().cpu(),
+        "expected": plain(rows().cpu()).detach(),
+    }
+
+
+def test_a_weight_tied_across_units_stays_one() -> None:
+    found = result("tied_across_units")
+    assert found["parameters"] == 3
+    assert found["ties"] == {"second.weight": "first.weight"}
+    torch.testing.assert_close(found["output"], found["expected"])
+
+
+@scenario
+def tied_and_flat(rank: int) -> str:
+    model = make(TiedNet)
+    model.first = fsdp(model.first, flatten_parameters=True)
+    return message(lambda: fsdp(model, flatten_parameters=True))
+
+
+def test_a_tie_that_cannot_be_kept_is_an_error() -> None:
+    text = result("tied_and_flat")
+    assert text.startswith("ValueError: second.weight is tied to weight of another FSDP unit")
+    assert "flatten_parameters=False" in text
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@scenario
+def clipping(rank: int) -> dict[str, Any]:
+    model = nested(make())
+    before_forward = model.clip_grad_norm_(1.0)
+    model(rows()).square().sum().backward()
+    frozen_type = message(lambda: model.clip_grad_norm_(1.0, norm_type=0))
+    return {
+        "before": before_forward.item(),
+        "device": before_forward.device.type,
+        "dtype": str(before_forward.dtype),
+        "error": frozen_type,
+    }
+
+
+def test_clipping_works_at_any_time() -> None:
+    found = result("clipping")
+    assert found["before"] == 0.0
+    assert found["device"] == "xla"
+    assert found["dtype"] == "torch.float32"
+    assert found["error"] == "ValueError: norm_type must be positive or inf, got 0"
+
+
+@scenario
+def optimizer_step(rank: int) -> str:
+    import torch_xla.core.xla_model as xm
+
+    model = nested(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(rows()).sum().backward()
+    return message(lambda: xm.optimizer_step(optimizer))
+
+
+def test_optimizer_step_of_torch_xla_is_refused() -> None:
+    assert "Call optimizer.step() instead" in result("optimizer_step")
+
+
+@scenario
+def divide_factors(rank: int) -> dict[str, Any]:
+    gradients = []
+    for factors in (None, (1.0, 1.0), (4.0, 2.0)):
+        model = nested(make())
+        if factors:
+            model.set_gradient_divide_factors(*factors, recursive=True)
+        model(rows()).sum().backward()
+        gradients.append(model.get_parameter("blocks.0.up.bias").grad.cpu())
+    return {
+        "mean": gradients[0],
+        "sum": gradients[1],
+        "eighth": gradients[2],
+        "error": message(lambda: model.set_gradient_divide_factors(0, 1, recursive=False)),
+    }
+
+
+def test_gradient_divide_factors() -> None:
+    found = result("divide_factors")
+    torch.testing.assert_close(found["sum"], 2 * found["mean"])
+    torch.testing.assert_close(found["eighth"], found["sum"] / 8)
+    assert found["error"].startswith("ValueError: gradient divide factors must be positive")
+
+
+@scenario
+def frozen_after_wrapping(rank: int) -> dict[str, bool]:
+    model = nested(make())
+    has_grad = {}
+    for step, trainable in enumerate((True, False, True)):
+        model.get_parameter("blocks.0.up.weight").requires_grad_(trainable)
+        model.zero_grad()
+        model(rows()).sum().backward()
+        has_grad[f"step {step}"] = model.get_parameter("blocks.0.up.weight").grad is not None
+        has_grad[f"other {step}"] = model.get_parameter("blocks.0.up.bias").grad is not None
+    return has_grad
+
+
+def test_freezing_between_steps() -> None:
+    found = result("frozen_after_wrapping")
+    assert [found[f"step {step}"] for step in range(3)] == [True, False, True]
+    assert all(found[f"other {step}"] for step in range(3))
+
+
+# ---------------------------------------------------------------- construction
+
+
+@scenario
+def misuse(rank: int) -> dict[str, str]:
+    wrapped = fsdp(nn.Linear(2, 2))
+    return {
+        "not a module": message(lambda: fsdp(3)),
+        "twice": message(lambda: fsdp(wrapped)),
+        "list": message(lambda: fsdp(nn.ModuleList([nn.Linear(2, 2)]))),
+        "both": message(lambda: fsdp(nn.Sequential(wrapped), auto_wrap_policy=lambda **_: True)),
+        "meta": message(lambda: fsdp(SelfChanging().to("meta"))),
+    }
+
+
+def test_misuse_is_explained() -> None:
+    found = result("misuse")
+    assert found["not a module"] == "TypeError: FSDP wraps an nn.Module, got int"
+    assert found["twice"].startswith("ValueError: this module is wrapped with FSDP already")
+    assert found["list"].startswith("ValueError: ModuleList has no forward")
+    assert found["both"].startswith("ValueError: 0 is wrapped with FSDP already")
+    assert "has no reset_parameters(). Pass param_init_fn" in found["meta"]
+
+
+@scenario
+def meta_construction(rank: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        by_default, by_function = nn.Linear(FEATURES, WIDTH), SelfChanging()
+    first = fsdp(by_default)
+    second = fsdp(by_function, param_init_fn=lambda m: nn.init.constant_(m.weight, 4.0))
+    bound = FEATURES**-0.5
+    return {
+        "default": bool((next(first.parameters()).abs() <= bound).all().item()),
+        "varied": bool((next(first.parameters()).std() > 0).item()),
+        "function": next(second.parameters()).cpu().unique().tolist(),
+    }
+
+
+def test_modules_on_the_meta_device_are_initialized() -> None:
+    found = result("meta_construction")
+    assert found["default"]
+    assert found["varied"]
+    assert found["function"] in ([0.0, 4.0], [4.0])  # with or without padding
+
+
+@scenario
+def integer_parameters(rank: int) -> dict[str, Any]:
+    module = nn.Linear(FEATURES, WIDTH)
+    module.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    model = fsdp(module)
+    model(rows()).sum().backward()
+    return {
+        "table": model.state_dict()["table"].cpu().tolist(),
+        "device": model.table.device.type,
+    }
+
+
+def test_integer_parameters_stay_whole() -> None:
+    found = result("integer_parameters")
+    assert found == {"table": [0, 1, 2, 3], "device": "xla"}
+
+
+@scenario
+def without_communication(rank: int) -> dict[str, Any]:
+    from test.hlo import Program
+    from xla_fsdp import LocalCollectives, xla_ops
+
+    model = fsdp(make(Peeking), collectives=LocalCollectives(rank, 2))
+    model(rows()).sum().backward()
+    program = Program(xla_ops.lowered_hlo([p.grad for p in model.parameters()]))
+    return {
+        "collectives": len(program.all("all-gather", "reduce-scatter", "all-reduce")),
+        "shapes": all(p.grad.shape == p.shape for p in model.parameters()),
+    }
+
+
+def test_local_collectives_take_the_communication_out() -> None:
+    assert result("without_communication") == {"collectives": 0, "shapes": True}

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 from .launcher import INTERRUPTED_EXIT_CODE, RankError, exit_code_of, launch
 
@@ -158,6 +159,16 @@ def _from_program(tb: TracebackType | None, program: Program) -> TracebackType |
         start = start.tb_next
     return start or tb
 
+
+class _CallableModule(ModuleType):
+    """Importing this module makes it the package's attribute ``launch``, in place of the function
+    of that name; so it does what the function does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return launch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())

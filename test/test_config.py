@@ -1,0 +1,82 @@
+"""Options are checked before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from xla_fsdp.config import FSDPConfig
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = FSDPConfig()
+    with pytest.raises(AttributeError):
+        config.flatten_parameters = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"compute_dtype": torch.int32}, TypeError, "compute_dtype must be one of"),
+        ({"buffer_dtype": "bf16"}, TypeError, "buffer_dtype must be one of .* got 'bf16'"),
+        ({"reduce_scatter_bucket_size_mb": -1}, ValueError, "is -1; give 0 for one"),
+        ({"sharding_rank": 0}, ValueError, "only have a meaning together with"),
+        ({"sharding_groups": [[0, 1]]}, ValueError, "needs sharding_rank and"),
+        (
+            {"sharding_groups": [[0, 1], [2]], "sharding_rank": 0, "sharding_world_size": 2},
+            ValueError,
+            "must have sharding_world_size=2 ranks",
+        ),
+        (
+            {"sharding_groups": [[0, 1], [1, 2]], "sharding_rank": 0, "sharding_world_size": 2},
+            ValueError,
+            "a rank appears twice",
+        ),
+        (
+            {"sharding_groups": [[0, 1]], "sharding_rank": 2, "sharding_world_size": 2},
+            ValueError,
+            "sharding_rank 2 is not in range",
+        ),
+    ],
+)
+def test_contradictions(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        FSDPConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pin_layout_in_collective_ops": True}, "twice the traffic"),
+        ({"shard_param_on_dim_0": True, "flatten_parameters": True}, "is ignored because"),
+    ],
+)
+def test_ignored_options_are_said(options: dict[str, Any], text: str) -> None:
+    with pytest.warns(UserWarning, match=text):
+        FSDPConfig(**options)
+
+
+def test_options_travel_as_constructor_keywords() -> None:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    accepted = inspect.signature(XlaFullyShardedDataParallel).parameters
+    config = FSDPConfig(compute_dtype=torch.bfloat16)
+    assert set(config.as_keywords()) <= set(accepted)
+    assert FSDPConfig(**config.as_keywords()) == config
+
+
+def test_constructor_has_upstreams_arguments_in_upstreams_order() -> None:
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Upstream
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    def public(of: type) -> list[str]:
+        parameters = inspect.signature(of.__init__).parameters.values()
+        return [
+            p.name for p in parameters if not p.name.startswith("_") and p.kind != p.KEYWORD_ONLY
+        ]
+
+    assert public(XlaFullyShardedDataParallel) == public(Upstream)

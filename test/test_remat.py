@@ -1,0 +1,214 @@
+"""checkpoint_module: the same numbers as without, random masks included. One and two ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from test.models import FEATURES
+from test.ranks import cached_outcome, run_on_ranks
+
+
+class Dropping(nn.Module):
+    """Dropout around its layer; counts its forwards; takes keywords, returns a container."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        self.calls += 1
+        hidden = self.drop(torch.tanh(self.lin(self.drop(x)))) * scale
+        return {"out": hidden, "count": self.calls}
+
+
+class HostRandom(nn.Module):
+    """Draws from the host's generator in forward (stochastic depth does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x)) * torch.rand(()).item()
+
+
+class Fickle(nn.Module):
+    """Does something else when it is recomputed."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lin(x) if self.calls == 1 else torch.tanh(self.lin(x))
+
+
+class Outer(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        from xla_fsdp import checkpoint_module
+
+        wrap = checkpoint_module if checkpointed else (lambda module: module)
+        self.parts = nn.ModuleList([wrap(Dropping()), wrap(Dropping())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x, scale=2.0)["out"]
+        return x
+
+
+def on_one_rank(rank: int) -> dict[str, Any]:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    device = torch_xla.device()
+    x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES).to(device)
+
+    def train(model: nn.Module, data: Tensor, seed: int = 11) -> dict[str, Tensor]:
+        """Gradients of two steps, and what the device's generator draws afterwards."""
+        xm.set_rng_state(seed)
+        for _ in range(2):
+            output = model(data)
+            output = output["out"] if isinstance(output, dict) else output
+            output.square().sum().backward()
+        after = torch.rand(3, device=device).cpu()
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
+        return {"after": after, "output": output.detach().cpu(), **grads}
+
+    def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+        return found.keys() == expected.keys() and all(
+            torch.allclose(found[name], expected[name], atol=1e-6) for name in expected
+        )
+
+    torch.manual_seed(0)
+    plain = Dropping().to(device)
+    expected = train(copy.deepcopy(plain), x)
+    module = checkpoint_module(copy.deepcopy(plain))
+    results: dict[str, Any] = {
+        "same object": module is checkpoint_module(module),
+        "masks": same(train(checkpoint_module(copy.deepcopy(plain)), x), expected),
+    }
+    counted = checkpoint_module(copy.deepcopy(plain))
+    train(counted, x)
+    results["forwards"] = counted.calls
+    with torch.no_grad():
+        counted(x)
+    results["forwards without grad"] = counted.calls
+
+    by_hand = copy.deepcopy(plain)
+    copied = copy.deepcopy(checkpoint_module(by_hand))
+    with torch.no_grad():
+        copied.lin.weight.zero_()
+    results["copies"] = by_hand.lin.weight.abs().sum().item() > 0 and same(
+        train(checkpoint_module(copy.deepcopy(by_hand)), x), expected
+    )
+
+    needs_grad = x.clone().requires_grad_()
+    train(checkpoint_module(copy.deepcopy(plain)), needs_grad)
+    wanted = x.clone().requires_grad_()
+    train(copy.deepcopy(plain), wanted)
+    results["input gradient"] = torch.allclose(needs_grad.grad.cpu(), wanted.grad.cpu())
+
+    torch.manual_seed(1)
+    nest = Outer(checkpointed=False).to(device)
+    results["nested"] = same(
+        train(_nest_like(nest, checkpoint_module), x), train(copy.deepcopy(nest), x)
+    )
+    results["nested in a unit"] = same(
+        train(XlaFullyShardedDataParallel(_nest_like(nest, checkpoint_module)), x),
+        train(XlaFullyShardedDataParallel(copy.deepcopy(nest)), x),
+    )
+
+    torch.manual_seed(2)
+    host = HostRandom().to(device)
+    torch.manual_seed(3)
+    wanted_host = train(copy.deepcopy(host), x)
+    next_wanted = torch.rand(2)
+    torch.manual_seed(3)
+    results["host masks"] = same(train(checkpoint_module(copy.deepcopy(host)), x), wanted_host)
+    results["host state"] = torch.equal(torch.rand(2), next_wanted)
+
+    autocast = checkpoint_module(copy.deepcopy(plain))
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        xm.set_rng_state(11)
+        loss = autocast(x)["out"].float().square().sum()
+    loss.backward()
+    results["autocast"] = bool(autocast.lin.weight.grad.isfinite().all().item())
+
+    retained = checkpoint_module(copy.deepcopy(plain))
+    xm.set_rng_state(11)
+    loss = retained(x)["out"].square().sum()
+    loss.backward(retain_graph=True)
+    once = retained.lin.weight.grad.cpu()
+    loss.backward()
+    results["second backward"] = torch.allclose(retained.lin.weight.grad.cpu(), 2 * once)
+
+    results["fickle"] = _message(lambda: train(checkpoint_module(Fickle().to(device)), x))
+    results["not a module"] = _message(lambda: checkpoint_module(print))
+    return results
+
+
+def _nest_like(plain: nn.Module, checkpoint_module: Any) -> nn.Module:
+    """The same weights, with checkpoints inside a checkpoint."""
+    nest = copy.deepcopy(plain)
+    for part in nest.parts:
+        checkpoint_module(part)
+    return checkpoint_module(nest)
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@cached_outcome
+def result() -> dict[str, Any]:
+    return run_on_ranks(on_one_rank, 1)[0]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "same object",
+        "masks",
+        "copies",
+        "input gradient",
+        "nested",
+        "nested in a unit",
+        "host masks",
+        "host state",
+        "autocast",
+        "second backward",
+    ],
+)
+def test_same_as_without(what: str) -> None:
+    assert result()[what]
+
+
+def test_forward_runs_again_in_backward_only() -> None:
+    assert result()["forwards"] == 4  # two steps, each forward and recomputation
+    assert result()["forwards without grad"] == 5
+
+
+def test_a_forward_that_changes_its_mind_is_an_error() -> None:
+    assert "must do the same both times" in result()["fickle"]
+
+
+def test_only_modules() -> None:
+    assert result()["not a module"].startswith("TypeError: checkpoint_module takes an nn.Module")

@@ -1,0 +1,66 @@
+"""Tensors in nested containers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from xla_fsdp.tree import map_tensors, replace_tensors, tensors_in
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Record:
+    value: torch.Tensor
+    note: str
+
+
+TENSORS = st.builds(lambda n: torch.full((2,), n), st.floats(0, 9))
+LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=3), TENSORS)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(lambda a: OrderedDict(a=a), inner),
+        st.builds(Record, inner, st.text(max_size=2)),
+    ),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_replacing_by_themselves_changes_nothing(tree: object) -> None:
+    found = tensors_in(tree)
+    again = replace_tensors(tree, found)
+    assert type(again) is type(tree)
+    assert all(a is b for a, b in zip(tensors_in(again), found, strict=True))
+    assert repr(again) == repr(tree)
+
+
+@given(TREES)
+def test_mapping_reaches_every_tensor_in_order(tree: object) -> None:
+    doubled = map_tensors(lambda t: t * 2, tree)
+    pairs = zip(tensors_in(doubled), tensors_in(tree), strict=True)
+    assert all(torch.equal(new, old * 2) for new, old in pairs)
+
+
+def test_other_leaves_keep_their_identity() -> None:
+    note = object()
+    result = map_tensors(lambda t: t, {"a": [note, Record(torch.ones(1), "n")]})
+    assert result["a"][0] is note
+
+
+def test_packed_sequences_stay_packed() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    result = map_tensors(lambda t: t, (packed,))[0]
+    assert type(result) is PackedSequence
+    assert torch.equal(result.data, packed.data)

@@ -36,7 +36,9 @@ class Case:
         model: class name in ``test.models``.
         nest: "root" (one unit), "blocks" (each block and the head), "deep" (units in units).
         options: of every unit.
-        policy: name of an auto-wrap policy below, instead of ``nest``.
+        policy: name of an auto-wrap policy below, instead of ``nest``; ``remat`` then goes inside.
+        groups_of: shard over groups of so many neighbouring ranks, and average the gradients
+            between the groups by hand.
         remat: "", "inside" or "outside" of the blocks' units.
         optimizer: "sgd" or "adamw".
         micro_batches: backward passes per step, each on a batch of its own.
@@ -52,6 +54,7 @@ class Case:
     nest: str = "blocks"
     options: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
+    groups_of: int = 0
     remat: str = ""
     optimizer: str = "sgd"
     micro_batches: int = 1
@@ -165,6 +168,8 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
+        if case.groups_of:
+            _average_between_groups(model, case.groups_of, num_ranks)
         grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
         grads = {n: g.clone() for n, g in grads.items() if g is not None}
         if case.clip:
@@ -202,6 +207,15 @@ def forward_backward(model: Any, case: Case, x: Tensor, y: Tensor) -> Tensor:
     return total.detach()
 
 
+def _average_between_groups(model: nn.Module, size: int, num_ranks: int) -> None:
+    import torch_xla.core.xla_model as xm
+
+    across = [list(range(position, num_ranks, size)) for position in range(size)]
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = xm.all_reduce("sum", param.grad, size / num_ranks, groups=across)
+
+
 def _evaluate(model: nn.Module, x: Tensor) -> None:
     """Forwards that must leave no trace: without grad, and with grad but without backward."""
     model.eval()
@@ -216,16 +230,24 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
     from xla_fsdp import XlaFullyShardedDataParallel
 
     options = dict(case.options)
-    if options.pop("explicit_group", False):
+    if size := case.groups_of:
+        starts = range(0, num_ranks, size)
         options.update(
-            sharding_groups=[list(range(num_ranks))],
-            sharding_rank=rank,
-            sharding_world_size=num_ranks,
+            sharding_groups=[list(range(start, start + size)) for start in starts],
+            sharding_rank=rank % size,
+            sharding_world_size=size,
         )
     fsdp = partial(XlaFullyShardedDataParallel, **options)
-    if case.policy:
-        return fsdp(model, auto_wrap_policy=_policies()[case.policy])
-    return fsdp(_nest(model, case, fsdp))
+    if not case.policy:
+        return fsdp(_nest(model, case, fsdp))
+    wrapper = _remat_inside if case.remat else None
+    return fsdp(model, auto_wrap_policy=_policies()[case.policy], auto_wrapper_callable=wrapper)
+
+
+def _remat_inside(module: nn.Module, **options: Any) -> nn.Module:
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
 
 
 def _policies() -> dict[str, Callable[..., bool]]:
@@ -259,8 +281,9 @@ def _nest(model: nn.Module, case: Case, fsdp: Callable[[nn.Module], nn.Module]) 
 
 
 def join(ranks: list[dict[str, Any]]) -> Outcome:
-    """Merge what the ranks hold into one outcome."""
+    """Merge what the ranks hold into one outcome (of groups, the first one's)."""
     metadata = ranks[0]["metadata"]
+    ranks = ranks[: metadata["world_size"]]
     return Outcome(
         losses=ranks[0]["losses"],
         grads=_join_grads([rank["grads"] for rank in ranks], metadata),

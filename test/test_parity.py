@@ -28,7 +28,7 @@ CASES = {
     "one_gather_each": Case(options={"coalesce_all_gather_ops": False}),
     "one_reduce_each": Case(options={"reduce_scatter_bucket_size_mb": 0}),
     "rows": Case(options={"shard_param_on_dim_0": True}),
-    "explicit_group": Case(options={"explicit_group": True}),
+    "groups_of_two": Case(groups_of=2, clip=(0.3, 2.0)),
     "adamw": Case(optimizer="adamw", tolerance=1e-3),
     "bf16": Case(options=BF16, tolerance=0.05),
     "bf16_flat": Case(options={**BF16, "flatten_parameters": True}, tolerance=0.05),
@@ -68,14 +68,16 @@ CASES = {
     "auto_size": Case(policy="size"),
     "auto_transformer": Case(policy="transformer"),
     "auto_lambda": Case(policy="lambda"),
+    "auto_remat": Case(policy="transformer", remat="inside"),
 }
 # Every case runs on 2 and 3 ranks; these on the other numbers, too.
 EVERYWHERE = (
     "root", "root_flat", "nested", "deep", "flat", "bf16", "batch_norm", "frozen", "views",
-    "remat", "no_sync", "clip", "rows", "explicit_group",
+    "remat", "no_sync", "clip", "rows",
 )  # fmt: skip
-RUNS = [(n, name) for n in (2, 3) for name in CASES]
+RUNS = [(n, name) for n in (2, 3) for name in CASES if n % 2 == 0 or not CASES[name].groups_of]
 RUNS += [(n, name) for n in (1, 4, 8) for name in EVERYWHERE]
+RUNS += [(n, "groups_of_two") for n in (4, 8)]
 
 
 @cached_outcome

@@ -25,7 +25,7 @@ from xla_fsdp import one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 
 STEPS = 3
-ROWS = 3  # of a rank's part of a batch
+ROWS = 5  # of a rank's part of a batch
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from job import JobFailed, Options
 from torch import Tensor
+
+from job import JobFailed, Options
 
 MUST_AGREE = (
     "fake_data",

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from data import MnistData, load_mnist
 from fake_data import make_fake_digits
 from job import ROOT
 from model import MnistNet, normalize
-from torch import Tensor
 
 BATCH = 1000
 CLOSE = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.2}

@@ -6,8 +6,9 @@ Always true: everybody gets the same images, without any file or network.
 from __future__ import annotations
 
 import torch
-from data import SIDE, MnistData
 from torch import Tensor
+
+from data import SIDE, MnistData
 
 TRAIN, TEST = 2048, 509
 """The number of test images is a prime, so that it never divides by the number of ranks."""

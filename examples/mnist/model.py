@@ -7,8 +7,9 @@ with this file alone (see ``evaluate.py``). Wrapping and training are left to ``
 from __future__ import annotations
 
 import torch.nn.functional as F
-from data import MEAN, STD
 from torch import Tensor, nn
+
+from data import MEAN, STD
 
 
 class MnistNet(nn.Module):

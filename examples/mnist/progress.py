@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tqdm import tqdm
+
 from batches import Place
 from checkpoints import Point
-from tqdm import tqdm
 
 
 class Progress:

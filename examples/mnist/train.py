@@ -24,12 +24,14 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+from torch import Tensor, nn
+
+import checkpoints
 from batches import Batch, Place, TrainBatches, test_batches
 from checkpoints import Point
 from compare import steps_per_second
@@ -38,9 +40,7 @@ from evaluate import Score, load_digits
 from job import JobFailed, Options, parse_options
 from model import MnistNet, normalize
 from progress import Progress
-from torch import Tensor, nn
 from verify import check_equal, evaluate_apart, merge
-
 from xla_fsdp import RankError, checkpoint_module, launch, one_rank_at_a_time
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy

@@ -16,7 +16,6 @@ from pathlib import Path
 from checkpoints import Point, point_prefix
 from evaluate import Score
 from job import JobFailed, Options
-
 from xla_fsdp import CheckpointError, consolidate_sharded_model_checkpoints
 
 EVALUATE = Path(__file__).with_name("evaluate.py")

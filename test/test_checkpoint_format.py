@@ -37,6 +37,7 @@ def test_metadata_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
                 "key": "w",
                 "dtype": "float32",
                 "multiple": 128,
+                "by_rows": False,
                 "members": [{"name": "w", "shape": [2, 3]}],
             }
         ],
@@ -48,7 +49,8 @@ def test_metadata_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
 def record(**changes: Any) -> dict[str, Any]:
     """A record as a plain dict, with some entries replaced."""
     members = [{"name": "w", "shape": [2]}]
-    return {"key": "w", "dtype": "float32", "multiple": 1, "members": members, **changes}
+    usual = {"key": "w", "dtype": "float32", "multiple": 1, "by_rows": False, "members": members}
+    return {**usual, **changes}
 
 
 def member(name: Any, shape: Any) -> dict[str, Any]:
@@ -72,6 +74,8 @@ def member(name: Any, shape: Any) -> dict[str, Any]:
         ({"params": [record(dtype="float33")]}, "w: dtype 'float33' is not a torch dtype"),
         ({"params": [record(dtype="nn")]}, "w: dtype 'nn' is not a torch dtype"),
         ({"params": [record(multiple=0)]}, "w: multiple is 0, must be at least 1"),
+        ({"params": [record(by_rows=True, multiple=7)]}, "w: is sharded by rows, so it must have"),
+        ({"params": [record(by_rows=1)]}, "params.0.by_rows is int, expected bool"),
         ({"params": [record(members=[])]}, "w: has no members"),
         ({"params": [member(1, [2])]}, "params.0.members.0.name is int, expected str"),
         ({"params": [member("w", 2)]}, "params.0.members.0.shape is int, expected list"),

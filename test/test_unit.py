@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,7 @@ def fsdp(module: nn.Module, **options: Any) -> Any:
     return XlaFullyShardedDataParallel(module, **options)
 
 
-def make(model_class: type[nn.Module] = Net, seed: int = 3) -> nn.Module:
+def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> nn.Module:
     from xla_fsdp import one_rank_at_a_time
 
     with one_rank_at_a_time(), torch.random.fork_rng():
@@ -528,3 +529,389 @@ def without_communication(rank: int) -> dict[str, Any]:
 
 def test_local_collectives_take_the_communication_out() -> None:
     assert result("without_communication") == {"collectives": 0, "shapes": True}
+
+
+# ---------------------------------------------------------------- unusual modules and uses
+
+
+@scenario
+def integer_indices(rank: int) -> list[Any]:
+    """torch_xla aborts the process if an index comes out of an optimization barrier."""
+    from xla_fsdp import checkpoint_module
+
+    ids = torch.tensor([0, 2, 1]).to(rows().device)
+    plain = make(lambda: nn.Embedding(4, FEATURES))
+    model = fsdp(checkpoint_module(copy.deepcopy(plain)))
+    model(ids).square().sum().backward()
+    expected = plain(ids.cpu())
+    return [model(ids).detach().cpu(), expected.detach()]
+
+
+def test_one_dimensional_indices() -> None:
+    torch.testing.assert_close(*result("integer_indices"))
+
+
+@scenario
+def held_losses(rank: int) -> dict[str, int]:
+    """Elements of live device tensors after three steps whose losses are kept."""
+    import gc
+
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+
+    found = {}
+    for name, wrap in (("root", lambda m: m), ("remat", checkpoint_module)):
+        model, counts = fsdp(nn.Sequential(wrap(make()))), []
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            losses.append(model(rows()).sum())
+            losses[-1].backward()
+            torch_xla.sync()
+            gc.collect()
+            mine = str(torch_xla.device())
+            live = [t for t in gc.get_objects() if isinstance(t, Tensor) and str(t.device) == mine]
+            counts.append(len(live))
+        found[name] = counts[-1] - counts[-2]
+    return found
+
+
+def test_a_loss_that_is_kept_keeps_nothing_else() -> None:
+    assert result("held_losses") == {"root": 1, "remat": 1}  # the loss itself
+
+
+@scenario
+def saved_after_failure(rank: int) -> bool:
+    model = nested(make(BackwardFails))
+    message(lambda: model(rows()).sum().backward())
+    found, expected = model.state_dict(), nested(make(BackwardFails)).state_dict()
+    return {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
+
+
+def test_a_state_dict_after_a_failed_backward_holds_shards() -> None:
+    assert result("saved_after_failure")
+
+
+@scenario
+def replaced(rank: int) -> dict[str, str]:
+    found = {}
+    for flat in (False, True):
+        model = nested(make(), flatten_parameters=flat)
+        zeros = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+        model.load_state_dict(zeros, assign=True)
+        found[f"assign, flat {flat}"] = message(lambda m=model: m(rows()))
+    return found
+
+
+def test_a_replaced_parameter_is_an_error() -> None:
+    for text in result("replaced").values():
+        assert "was replaced after wrapping" in text
+        assert text.startswith("ValueError")
+
+
+@scenario
+def kept_gradients(rank: int) -> dict[str, Any]:
+    def bias_grad(model: Any) -> Tensor:
+        return model.get_parameter("blocks.0.up.bias").grad.cpu()
+
+    model = nested(make())
+    with model.no_sync():
+        model(rows()).sum().backward()
+    clip = message(lambda: model.clip_grad_norm_(1.0))
+    model.zero_grad()
+    model(rows()).sum().backward()
+    dropped = bias_grad(model)
+    once = nested(make())
+    once(rows()).sum().backward()
+    return {"clip": clip, "dropped": dropped, "once": bias_grad(once)}
+
+
+def test_gradients_kept_by_no_sync_can_be_dropped() -> None:
+    found = result("kept_gradients")
+    assert found["clip"].startswith("RuntimeError: clip_grad_norm_ was called while gradients kept")
+    torch.testing.assert_close(found["dropped"], found["once"])
+
+
+class Optional(Net):
+    """Runs its second block only when asked."""
+
+    both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inp(x))
+        return self.head(self.blocks[1](x) if self.both else x)
+
+
+@scenario
+def unit_missing_from_the_last_pass(rank: int) -> list[Tensor]:
+    grads = []
+    for synchronized in (True, False):
+        model = nested(make(Optional))
+        with contextlib.nullcontext() if synchronized else model.no_sync():
+            model(rows()).sum().backward()
+        model.module.both = False
+        model(rows()).sum().backward()
+        grads.append(model.get_parameter("blocks.1.up.bias").grad.cpu())
+    return grads
+
+
+def test_no_sync_loses_no_gradient_of_a_unit_that_sits_out() -> None:
+    torch.testing.assert_close(*result("unit_missing_from_the_last_pass"))
+
+
+@scenario
+def bf16_accumulation(rank: int) -> float:
+    model = fsdp(
+        nn.Linear(1, 1, bias=False), compute_dtype=torch.bfloat16, fp32_reduce_scatter=True
+    )
+    one = torch.ones(1, 1).to(rows().device)
+    with model.no_sync():
+        for _ in range(300):
+            model(one).sum().backward()
+    model(one).sum().backward()
+    return model.get_parameter("weight").grad.sum().item()
+
+
+def test_no_sync_accumulates_in_the_reduce_dtype() -> None:
+    assert result("bf16_accumulation") == 301.0  # bf16 stops at 256
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.lin = nn.ReLU(inplace=True), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.relu(x))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = ChangesItsInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        return x + self.block(x)
+
+
+@scenario
+def inputs_changed_in_place(rank: int) -> list[tuple[Tensor, Tensor]]:
+    plain = make(Residual)
+    expected = plain(rows().cpu())
+    expected.square().sum().backward()
+    pairs = []
+    for barriers in (True, False):
+        model = make(Residual)
+        options = {
+            "optimization_barrier_in_forward": barriers,
+            "optimization_barrier_in_backward": barriers,
+        }
+        model.block = fsdp(model.block, **options)
+        model = fsdp(model, **options)
+        output = model(rows())
+        output.square().sum().backward()
+        pairs.append((output.detach().cpu(), expected.detach()))
+        own = model.get_parameter("block.lin.bias").grad.cpu()
+        if rank == 0:
+            pairs.append((own[:FEATURES], plain.block.lin.bias.grad))
+    return pairs
+
+
+def test_an_input_changed_in_place_is_changed_for_the_caller() -> None:
+    for found, expected in result("inputs_changed_in_place"):
+        torch.testing.assert_close(found, expected)
+
+
+@scenario
+def inference_mode(rank: int) -> bool:
+    model = nested(make(), disable_reshard_on_root=False)
+    with torch.inference_mode():
+        first = model(rows()).cpu()
+    model(rows()).sum().backward()
+    with torch.no_grad():
+        return torch.equal(model(rows()).cpu(), first)
+
+
+def test_inference_mode() -> None:
+    assert result("inference_mode")
+
+
+@scenario
+def inherited_collectives(rank: int) -> set[str]:
+    from xla_fsdp import LocalCollectives
+    from xla_fsdp.wrap import always_wrap_policy
+
+    model = fsdp(make(), auto_wrap_policy=always_wrap_policy, collectives=LocalCollectives(rank, 2))
+    return {type(wrapper._collectives).__name__ for wrapper in model._wrappers()}
+
+
+def test_auto_wrapped_units_get_the_same_collectives() -> None:
+    assert result("inherited_collectives") == {"LocalCollectives"}
+
+
+class MixedMeta(nn.Module):
+    """A tied weight on the meta device beside a buffer that has values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.first.register_buffer("table", torch.arange(3.0, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@scenario
+def partly_on_meta(rank: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        module = MixedMeta()
+    model = fsdp(module)
+    return {
+        "parameters": len(list(model.parameters())),
+        "table": model.get_buffer("first.table").cpu().tolist(),
+    }
+
+
+def test_meta_initialization_keeps_ties_and_real_buffers() -> None:
+    assert result("partly_on_meta") == {"parameters": 3, "table": [0.0, 1.0, 2.0]}
+
+
+@scenario
+def complex_parameters(rank: int) -> str:
+    module = nn.Linear(2, 2)
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return message(lambda: fsdp(module))
+
+
+def test_complex_parameters_are_refused() -> None:
+    text = result("complex_parameters")
+    assert text.startswith("ValueError: phase is torch.complex64 and needs a gradient")
+
+
+class SideChannel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.lin(x))
+        self.aux = hidden.square().sum()
+        return hidden
+
+
+@scenario
+def side_channel(rank: int) -> list[bool]:
+    from xla_fsdp import checkpoint_module
+
+    found = []
+    for wrap in (lambda module: module, checkpoint_module):
+        inner = make(SideChannel)
+        model = fsdp(wrap(inner), disable_reshard_on_root=False)
+        model(rows())
+        inner.aux.backward()
+        plain = make(SideChannel)
+        plain(rows().cpu())
+        plain.aux.backward()
+        own = model.get_parameter("lin.bias").grad.cpu()
+        found.append(rank > 0 or torch.allclose(own[:FEATURES], plain.lin.bias.grad))
+        found.append(states(model) == {"SHARDED"})
+    return found
+
+
+def test_backward_from_a_tensor_that_is_no_output() -> None:
+    assert all(result("side_channel"))
+
+
+class WithEmpties(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.none = nn.Parameter(torch.zeros(0))
+        self.rows = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.none.sum() + self.rows.sum()
+
+
+@scenario
+def empty_parameters(rank: int) -> list[Any]:
+    found = []
+    for flat in (False, True):
+        model = fsdp(make(WithEmpties), flatten_parameters=flat)
+        model(rows()).sum().backward()
+        norm = model.clip_grad_norm_(1.0, float("inf"))
+        found.append(norm.item())
+    return found
+
+
+def test_empty_parameters() -> None:
+    first, second = result("empty_parameters")
+    assert first == second > 0
+
+
+@scenario
+def step_between(rank: int) -> str:
+    model = nested(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(rows()).sum().backward()
+    loss = model(rows()).sum()
+    optimizer.step()
+    return message(loss.backward)
+
+
+def test_a_step_between_forward_and_backward_is_an_error() -> None:
+    assert "changed between its forward and its backward" in result("step_between")
+
+
+@scenario
+def copies(rank: int) -> dict[str, Any]:
+    plain = make()
+    plain.head.bias.no_weight_decay = True
+    model = nested(plain)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.get_parameter("head.bias").add_(1)
+        different = not torch.equal(model(rows()).cpu(), copied(rows()).cpu())
+    return {
+        "sharded": all(p._is_sharded for p in copied.parameters()),
+        "different": different,
+        "mark": model.get_parameter("head.bias").no_weight_decay,
+    }
+
+
+def test_copies_and_marks() -> None:
+    assert result("copies") == {"sharded": True, "different": True, "mark": True}
+
+
+class SharedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        for part in (self.first, self.second):
+            part.register_buffer("table", self.first._buffers.get("table", torch.zeros(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@scenario
+def shared_buffers(rank: int) -> bool:
+    model = fsdp(SharedBuffer())
+    return model.module.first.table is model.module.second.table
+
+
+def test_shared_buffers_stay_shared() -> None:
+    assert result("shared_buffers")
+
+
+@scenario
+def halved(rank: int) -> str:
+    model = fsdp(make()).bfloat16()
+    return str(model(rows().bfloat16()).dtype)
+
+
+def test_casting_the_wrapped_module_casts_its_computation() -> None:
+    assert result("halved") == "torch.bfloat16"

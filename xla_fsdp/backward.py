@@ -4,12 +4,15 @@ Words: a unit is *open* from when its parameters are gathered for backward until
 *pending* tensors must be computed before the next gather may start (the reduced gradients and
 input gradients of units already done), so that two units' parameters are not alive at once.
 Always true: when a backward pass ends, no unit that it opened is open. A pass that raised leaves
-units open; the next forward closes them.
+units open until ``abandon``, which every forward and every look at the parameters call first.
 The root unit makes one ``BackwardPass`` and hands it to the units below it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
@@ -20,17 +23,50 @@ from torch.autograd import Variable
 from xla_fsdp import xla_ops
 
 
-class Closable(Protocol):
+class PassMember(Protocol):
     """What a backward pass needs to know of a unit."""
+
+    def ensure_open(self) -> None:
+        """Gather the parameters for backward, unless they are."""
+        ...
 
     def close(self) -> None:
         """Free the parameters gathered for backward."""
+        ...
+
+    def reduce_kept(self) -> None:
+        """Reduce what ``no_sync`` kept, unless gradients are still not synchronized."""
         ...
 
 
 def current_pass() -> int:
     """Number of the backward pass that the calling thread runs, or -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+class _Running(threading.local):
+    """The units whose forward the current thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.units: list[PassMember] = []
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(unit: PassMember) -> Iterator[None]:
+    """The forward of ``unit`` runs inside."""
+    _running.units.append(unit)
+    try:
+        yield
+    finally:
+        _running.units.remove(unit)
+
+
+def running_units() -> list[PassMember]:
+    """Units whose parameters a computation that is going on here may use."""
+    return list(_running.units)
 
 
 class BackwardPass:
@@ -43,10 +79,12 @@ class BackwardPass:
     def __init__(self, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
         self._sync_on_end = sync_on_end
+        # Units with gradients kept by no_sync; a list, as all ranks must go by the same order.
+        self.keeping: list[PassMember] = []
         # By number of the pass: reentrant checkpoints run passes inside passes.
-        self._open: dict[int, list[Closable]] = {}
+        self._open: dict[int, list[PassMember]] = {}
 
-    def open(self, unit: Closable) -> None:
+    def open(self, unit: PassMember) -> None:
         """Close ``unit`` at the latest when the current backward pass ends."""
         self.watch()
         self._open[current_pass()].append(unit)
@@ -64,7 +102,10 @@ class BackwardPass:
         return pending
 
     def abandon(self) -> None:
-        """Forget passes that ended by an exception, and close what they left open."""
+        """Forget passes that ended by an exception, and close what they left open. Does nothing
+        inside a pass."""
+        if current_pass() != -1:
+            return
         leftover, self._open = self._open, {}
         self.pending.clear()
         for units in leftover.values():
@@ -76,6 +117,9 @@ class BackwardPass:
             unit.close()
         if self._open:
             return
+        # Of units that a synchronized pass did not touch, but an earlier one under no_sync did.
+        for unit in list(self.keeping):
+            unit.reduce_kept()
         self.pending.clear()
         if self._sync_on_end:
             xla_ops.sync()

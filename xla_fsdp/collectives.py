@@ -108,10 +108,12 @@ def _as_one_operand(
     parts = [t.reshape(rows_in, -1) for t in tensors]
     widths = [part.shape[1] for part in parts]
     joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    if joined.numel() == 0:
+        return [t.new_zeros((rows_out, 0) if rows_out > 1 else 0) for t in tensors]
     padded = F.pad(joined, (0, -joined.shape[1] % (ROWS * LANES)))
     result = collective(padded.reshape(-1, LANES)).reshape(rows_out, -1)
     pieces = (
-        torch.narrow_copy(result, 1, start, width)
+        xla_ops.cut(result, 1, start, width)
         for start, width in zip(offsets(widths), widths, strict=True)
     )
     return [piece.reshape(-1) if rows_out == 1 else piece for piece in pieces]

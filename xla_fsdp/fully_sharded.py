@@ -132,7 +132,8 @@ class XlaFullyShardedDataParallel(nn.Module):
             coalesce_all_gather_ops=coalesce_all_gather_ops,
         )
         if auto_wrap_policy is not None:
-            self._auto_wrap(module, auto_wrap_policy, auto_wrapper_callable, param_init_fn)
+            inherited = {"param_init_fn": param_init_fn, "collectives": collectives}
+            self._auto_wrap(module, auto_wrap_policy, auto_wrapper_callable, inherited)
         materialize(module, _is_unit, param_init_fn)
         self.xla_device = xla_ops.device()
         self._collectives = collectives or _collectives_for(self._options)
@@ -215,6 +216,13 @@ class XlaFullyShardedDataParallel(nn.Module):
             for unit, flag in zip(units, before, strict=True):
                 unit.sync_gradients = flag
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
+        ``optimizer.zero_grad()`` cannot do)."""
+        super().zero_grad(set_to_none)
+        for wrapper in self._wrappers():
+            wrapper._unit.drop_kept()
+
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
@@ -240,7 +248,13 @@ class XlaFullyShardedDataParallel(nn.Module):
 
         Raises:
             ValueError: if ``norm_type`` is not positive.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
+        if any(wrapper._unit.group.has_kept for wrapper in self._wrappers()):
+            raise RuntimeError(
+                "clip_grad_norm_ was called while gradients kept by no_sync() are not reduced yet; "
+                "run the last backward of the accumulation outside no_sync() first"
+            )
         collectives = self._collectives
         if groups is not None:
             collectives = XlaCollectives(groups, self.rank, len(groups[0]))
@@ -270,6 +284,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
+        # Whoever looks at parameters must see shards, also after a backward pass that failed.
+        self._unit.backward.abandon()
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -330,7 +346,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         module: nn.Module,
         policy: Callable[..., bool],
         wrapper: Callable[..., nn.Module] | None,
-        param_init_fn: Callable[[nn.Module], None] | None,
+        inherited: dict[str, Any],
     ) -> None:
         for name, inner in module.named_modules():
             if _is_unit(inner):
@@ -339,7 +355,8 @@ class XlaFullyShardedDataParallel(nn.Module):
                     f"FSDP units inside. Wrap by hand or by policy, not both"
                 )
         wrap = wrapper or XlaFullyShardedDataParallel
-        options = {**self._options.as_keywords(), "param_init_fn": param_init_fn}
+        given = {name: value for name, value in inherited.items() if value is not None}
+        options = {**self._options.as_keywords(), **given}
         wrap_children(module, policy, lambda selected: wrap(selected, **options))
 
     def _join_units_below(self) -> None:
@@ -349,6 +366,7 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     def _register_name_hooks(self) -> None:
         self._load_errors: list[str] = []
+        self.register_state_dict_pre_hook(_settle)
         self.register_state_dict_post_hook(_hide_wrapper)
         self.register_load_state_dict_pre_hook(_expect_wrapper)
         self.register_load_state_dict_post_hook(_hide_wrapper_in_report)
@@ -406,6 +424,10 @@ def _record(prefix: str, param: ShardedParam) -> ParamRecord:
 # its keys; these three take it out again, and put it in for loading.
 
 
+def _settle(wrapper: XlaFullyShardedDataParallel, *_: Any) -> None:
+    wrapper._unit.backward.abandon()
+
+
 def _hide_wrapper(
     wrapper: XlaFullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
@@ -424,6 +446,7 @@ def _expect_wrapper(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    wrapper._unit.backward.abandon()
     wrapper._load_errors = errors
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)

@@ -59,4 +59,6 @@ def _global_norm(
 
 
 def _fp32_norms(grads: Iterable[Tensor], p: float) -> list[Tensor]:
-    return [torch.linalg.vector_norm(grad, p, dtype=torch.float32) for grad in grads]
+    return [
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32) for grad in grads if grad.numel()
+    ]

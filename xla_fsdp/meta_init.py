@@ -7,9 +7,10 @@ that exist already. Values come from the caller's function or the module's ``res
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xla_fsdp.ownership import own_modules
 
@@ -30,13 +31,33 @@ def materialize(
     Raises:
         ValueError: if neither exists for a module.
     """
+    allocated: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
     for name, owner in own_modules(module, is_unit):
-        tensors = (*owner._parameters.values(), *owner._buffers.values())
-        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
-            continue
-        initialize = param_init_fn or _reset_parameters(name, owner)
-        owner.to_empty(device=torch.device("cpu"), recurse=False)
-        initialize(owner)
+        if _meta_tensors(owner):
+            initialize = param_init_fn or _reset_parameters(name, owner)
+            _allocate(owner, allocated)
+            initialize(owner)
+
+
+def _meta_tensors(owner: nn.Module) -> list[Tensor]:
+    tensors = (*owner._parameters.values(), *owner._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None and tensor.is_meta]
+
+
+def _allocate(owner: nn.Module, allocated: dict[int, Tensor]) -> None:
+    """Host memory for what is on the meta device, and only that."""
+    registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+    for registry in registries:
+        for name, tensor in registry.items():
+            if tensor is not None and tensor.is_meta:
+                registry[name] = allocated.setdefault(id(tensor), _like(tensor))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 def _reset_parameters(name: str, owner: nn.Module) -> Callable[[nn.Module], None]:

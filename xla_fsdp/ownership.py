@@ -83,6 +83,7 @@ def move_buffers(
         The original dtype of every buffer that was cast, by dotted name.
     """
     cast: dict[str, torch.dtype] = {}
+    moved: dict[tuple[int, torch.dtype], Tensor] = {}  # shared buffers stay one
     for prefix, owner in own_modules(module, is_unit):
         statistics = statistics_dtype(owner, config)
         if config.compute_dtype not in (None, statistics) and statistics is not None:
@@ -93,8 +94,9 @@ def move_buffers(
                 continue
             dtype = wanted if wanted and buffer.is_floating_point() else buffer.dtype
             if dtype != buffer.dtype:
-                cast[f"{prefix}.{name}" if prefix else name] = buffer.dtype
-            owner._buffers[name] = buffer.to(device=device, dtype=dtype)
+                cast[_join(prefix, name)] = buffer.dtype
+            new = moved.setdefault((id(buffer), dtype), buffer.to(device=device, dtype=dtype))
+            owner._buffers[name] = new
     return cast
 
 
@@ -155,10 +157,9 @@ class _Sharder:
             )
         return [groups[key] for key in sorted(groups)]
 
-    def _compute_dtype(self, part: tuple[Tensor, Member]) -> torch.dtype:
-        tensor, member = part
-        own = statistics_dtype(member.owners[0].module, self._config)
-        return own or self._config.compute_dtype or tensor.dtype
+    def _compute_dtype(self, part: tuple[Tensor, Member]) -> torch.dtype | None:
+        own = statistics_dtype(part[1].owners[0].module, self._config)
+        return own or self._config.compute_dtype
 
     def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
         """How to cut members of these shapes, and what follows dim 0 in a shard's shape."""
@@ -183,7 +184,7 @@ def _members(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[Tensor, Mem
             if tensor is None or not tensor.is_floating_point():
                 continue
             _, names, owners = places.setdefault(id(tensor), (tensor, [], []))
-            names.append(f"{prefix}.{attribute}" if prefix else attribute)
+            names.append(_join(prefix, attribute))
             owners.append(Owner(module, attribute))
     return [
         (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
@@ -199,10 +200,20 @@ def _full_shape(tensor: Tensor) -> torch.Size:
 
 def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
     moved: dict[int, nn.Parameter] = {}
-    for _, module in modules:
+    for prefix, module in modules:
         for attribute, tensor in module._parameters.items():
             if tensor is not None and not tensor.is_floating_point():
+                if tensor.requires_grad:
+                    raise ValueError(
+                        f"{_join(prefix, attribute)} is {tensor.dtype} and needs a gradient; only "
+                        f"floating-point parameters can be trained under FSDP. Keep it as two "
+                        f"real parameters (torch.view_as_real), or freeze it"
+                    )
                 new = moved.setdefault(
                     id(tensor), nn.Parameter(tensor.detach().to(device), requires_grad=False)
                 )
                 module._parameters[attribute] = new
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -43,11 +43,27 @@ class ParamGroup:
         """The shard parameters."""
         return [param.shard for param in self.params]
 
+    @property
+    def versions(self) -> list[int]:
+        """How often each shard was changed in place."""
+        return [0 if shard.is_inference() else shard._version for shard in self.shards]
+
+    @property
+    def num_members(self) -> int:
+        """Number of full parameters."""
+        return sum(len(param.members) for param in self.params)
+
+    def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
+        """Add gradient shards to the shard parameters' gradients, where they are needed."""
+        for param, grad in zip(self.params, reduced, strict=True):
+            if grad is not None and param.shard.requires_grad:
+                param.shard.grad = _add(param.shard.grad, grad)
+
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
         cast = [
-            shard.detach().reshape(-1).to(param.compute_dtype)
+            shard.detach().reshape(-1).to(param.compute_dtype or shard.dtype)
             for param, shard in zip(self.params, shards, strict=True)
         ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
@@ -83,11 +99,27 @@ class ParamGroup:
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
         self._unreduced = {
-            index: grad for index, grad in enumerate(self._with_kept(grads)) if grad is not None
+            index: self._to_reduce_dtype(grad)
+            for index, grad in enumerate(self._with_kept(grads))
+            if grad is not None
         }
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether gradients wait for the next ``reduce``."""
+        return bool(self._unreduced)
+
+    def drop_kept(self) -> None:
+        """Forget the gradients that wait for the next ``reduce``."""
+        self._unreduced = {}
+
+    def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
+        return grad.to(torch.float32) if self._config.fp32_reduce_scatter else grad
+
     def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
-        return (reduced.to(shard.dtype) / self.postdivide).reshape(shard.shape)
+        """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
+        wide = reduced.to(torch.promote_types(reduced.dtype, shard.dtype))
+        return (wide / self.postdivide).to(shard.dtype).reshape(shard.shape)
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -111,10 +143,7 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        stack = param.stack(full)
-        if self._config.fp32_reduce_scatter:
-            stack = stack.to(torch.float32)
-        return stack / self.predivide
+        return self._to_reduce_dtype(param.stack(full)) / self.predivide
 
 
 def default_divide_factors(num_shards: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp import xla_ops
-from xla_fsdp.backward import current_pass
+from xla_fsdp.backward import current_pass, running_units
 from xla_fsdp.graph_nodes import mark_constants, on_device, present, through
 from xla_fsdp.tree import replace_tensors, tensors_in
 
@@ -45,6 +45,8 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_module takes an nn.Module, got {type(module).__name__}")
     original = _unbound_forward(module)
+    if getattr(original, "is_checkpointed", False):
+        return module
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +54,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
             return original(self, *args, **kwargs)
         return _Region(self, partial(original, self)).run(args, kwargs)
 
+    forward.is_checkpointed = True  # type: ignore[attr-defined]
     # A method, not a closure over the module: a deep copy must run its own weights.
     module.forward = MethodType(forward, module)
     return module
@@ -120,10 +123,11 @@ class _Region:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._name = type(module).__name__
         self._forward = forward
+        self._units = running_units()
         self._environment = _Environment(module)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[Tensor] = []
-        self.output_grads: list[Tensor] = []  # once backward has reached the outputs
+        self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The original forward."""
@@ -135,7 +139,8 @@ class _Region:
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._pick):
             outputs = self._forward(*args, **kwargs)
         self._environment.settle()
-        return through(partial(_LeaveRegion.apply, self), outputs)
+        # Of the region, the last node knows this list only: it lives as long as the outputs do.
+        return through(partial(_LeaveRegion.apply, self._output_grads), outputs)
 
     def _drop(self, tensor: Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
@@ -153,6 +158,9 @@ class _Region:
     def _recompute(self) -> list[Tensor]:
         if current_pass() != -1:
             Variable._execution_engine.queue_callback(self._forget)
+        # Usually open already; not if backward began at a tensor that the outputs do not lead to.
+        for unit in self._units:
+            unit.ensure_open()
         found: list[Tensor] = []
         args, kwargs = self._inputs()
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -166,7 +174,7 @@ class _Region:
         """The original inputs as fresh leaves, not available before the outputs' gradients."""
         kept = self._keeper.grad_fn.saved_tensors
         lazy = [tensor for tensor in kept if on_device(tensor)]
-        ready = iter(xla_ops.barrier([*lazy, *self.output_grads])[: len(lazy)])
+        ready = iter(xla_ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
         fresh = [next(ready) if on_device(t) else t.detach() for t in kept]
         for tensor, original in zip(fresh, kept, strict=True):
             tensor.requires_grad_(original.requires_grad)
@@ -202,8 +210,8 @@ class _LeaveRegion(torch.autograd.Function):
     """Outputs of a region; backward notes their gradients for the recomputation's barrier."""
 
     @staticmethod
-    def forward(ctx: Any, region: _Region, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.region = region
+    def forward(ctx: Any, noted: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.noted = noted
         fresh = tuple(output.clone() for output in outputs)
         mark_constants(ctx, fresh, ctx.needs_input_grad[1:])
         return fresh
@@ -211,7 +219,8 @@ class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.region.output_grads = present(grads)
+        ctx.noted[:] = present(grads)
+        Variable._execution_engine.queue_callback(ctx.noted.clear)
         return (None, *grads)
 
 

@@ -41,7 +41,7 @@ class SavedParams:
 
     def __init__(self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]) -> None:
         self._full = list(full)
-        self._versions = [tensor._version for tensor in full]
+        self._versions = [_version(tensor) for tensor in full]
         self._index = {id(tensor): index for index, tensor in enumerate(full)}
         self._views: list[Tensor] = []
         self._regathered = regathered
@@ -54,7 +54,7 @@ class SavedParams:
     def changed_in_place(self) -> list[int]:
         """Indices of parameters that the forward modified; freeing them loses the change."""
         pairs = zip(self._full, self._versions, strict=True)
-        return [index for index, (tensor, version) in enumerate(pairs) if tensor._version > version]
+        return [index for index, (tensor, before) in enumerate(pairs) if _version(tensor) > before]
 
     def release(self, dummy: Tensor) -> None:
         """Point the parameters of this forward, and their saved views, at ``dummy``."""
@@ -92,3 +92,8 @@ class SavedParams:
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.
         with torch.no_grad():
             return packed.view._view_func_unsafe(full)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; in inference mode nothing counts that."""
+    return 0 if tensor.is_inference() else tensor._version

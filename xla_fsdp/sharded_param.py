@@ -18,7 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp import xla_ops
 from xla_fsdp.layout import ShardLayout, offsets
+
+
+class ShardParameter(nn.Parameter):
+    """The leaf parameter that a rank keeps and its optimizer sees.
+
+    A class of its own, so that copies of a model know their shards, too. Lightning and code written
+    for upstream look for ``_is_sharded``.
+    """
+
+    _is_sharded = True
 
 
 class ParamState(Enum):
@@ -46,6 +57,7 @@ class Owner:
     def remove(self) -> None:
         """Take the attribute off the module."""
         del self.module._parameters[self.attribute]
+        _refresh_rnn_weights(self.module)
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class ShardedParam:
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
             [rows, ...] where whole rows of dim 0 are sharded.
         layout: how the joined members are cut.
-        compute_dtype: what full parameters are gathered and used in.
+        compute_dtype: what full parameters are gathered and used in; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
     """
 
@@ -76,7 +88,7 @@ class ShardedParam:
         members: Sequence[Member],
         shard: nn.Parameter,
         layout: ShardLayout,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
     ) -> None:
         self.key = key
@@ -103,6 +115,7 @@ class ShardedParam:
     def unshard(self, full: Sequence[Tensor]) -> None:
         """Point the owners at the full tensors, one per member in order."""
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
+        self._check_owners()
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
                 owner.point_at(tensor)
@@ -117,6 +130,20 @@ class ShardedParam:
                 else:
                     owner.point_at(self.shard)
 
+    def _check_owners(self) -> None:
+        """A parameter that the user put in the shard's place would silently be dropped."""
+        places = [owner for member in self.members for owner in member.owners]
+        if self._home is not None:
+            places = [Owner(self._home, self.key)]
+        for owner in places:
+            if owner.module._parameters.get(owner.attribute) is not self.shard:
+                raise ValueError(
+                    f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
+                    f"moving the module to another device, or by tying weights). FSDP trains the "
+                    f"shard that it made. Load without assign, leave the module on its device, and "
+                    f"tie weights before wrapping."
+                )
+
     def split(self, stack: Tensor) -> list[Tensor]:
         """The members' full tensors out of a gathered stack [num_shards, shard_numel].
 
@@ -125,7 +152,7 @@ class ShardedParam:
         joined = stack.reshape(-1)
         numels = [member.shape.numel() for member in self.members]
         return [
-            torch.view_copy(torch.narrow_copy(joined, 0, start, numel), member.shape)
+            torch.view_copy(xla_ops.cut(joined, 0, start, numel), member.shape)
             for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
         ]
 
@@ -167,11 +194,12 @@ def make_shard(
             pieces.append(tensor.detach().reshape(-1)[begin:end])
     # A shard that lies wholly in the padding has no piece, and cat needs one.
     pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
-    shard = nn.Parameter(
+    shard = ShardParameter(
         torch.cat(pieces).reshape(-1, *row_shape).to(device),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
-    shard._is_sharded = True  # type: ignore[attr-defined]  # read by Lightning and by upstream code
+    if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
+        vars(shard).update(vars(tensors[0]))
     return shard
 
 

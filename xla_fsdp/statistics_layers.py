@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from xla_fsdp.config import FSDPConfig
+from xla_fsdp.tree import map_tensors
 
 
 def statistics_dtype(module: nn.Module, config: FSDPConfig) -> torch.dtype | None:
@@ -27,12 +28,14 @@ def statistics_dtype(module: nn.Module, config: FSDPConfig) -> torch.dtype | Non
 
 def compute_in(dtype: torch.dtype, outside: torch.dtype, module: nn.Module) -> None:
     """Cast the input of ``module`` to ``dtype``, and its output to ``outside``."""
-    module.register_forward_pre_hook(partial(_cast_input, dtype))
+    module.register_forward_pre_hook(partial(_cast_input, dtype), with_kwargs=True)
     module.register_forward_hook(partial(_cast_output, outside))
 
 
-def _cast_input(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0].to(dtype), *args[1:])
+def _cast_input(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return map_tensors(lambda tensor: tensor.to(dtype), (args, kwargs))
 
 
 def _cast_output(

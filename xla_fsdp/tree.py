@@ -3,8 +3,9 @@
 Words: a *leaf* is anything that is not a container. Containers are what ``torch.utils._pytree``
 knows (dict, list, tuple, named tuple, OrderedDict, and types registered there, such as the outputs
 of transformers models), dataclass instances, and ``PackedSequence``.
-Always true: tensors are visited in one fixed order, and everything that is not a tensor passes
-through unchanged, by identity.
+Always true: tensors are visited in one fixed order; containers are copied (a module that appends to
+a list it was given appends to the copy), and everything else that is not a tensor passes through by
+identity, as do dataclass instances without tensors.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ def _map_leaf(fn: Callable[[Tensor], Any], leaf: Any) -> Any:
 
 
 def _map_dataclass(fn: Callable[[Tensor], Any], instance: Any) -> Any:
+    values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    if not tensors_in(list(values.values())):
+        return instance
     result = copy.copy(instance)
-    for field in dataclasses.fields(instance):
-        value = map_tensors(fn, getattr(instance, field.name))
+    for name, value in values.items():
         # Past a frozen dataclass's own __setattr__: the copy is still private to us.
-        object.__setattr__(result, field.name, value)
+        object.__setattr__(result, name, map_tensors(fn, value))
     return result

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp import xla_ops
-from xla_fsdp.backward import BackwardPass, current_pass
+from xla_fsdp.backward import BackwardPass, current_pass, running
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.graph_nodes import mark_constants, present, through
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
-from xla_fsdp.tree import map_tensors
+from xla_fsdp.tree import map_tensors, tensors_in
 
 
 class UnitState(Enum):
@@ -79,13 +79,23 @@ class Unit:
         """
         if self.state is UnitState.FORWARD:  # the module calls itself
             return forward(*args, **kwargs)
+        self.backward.abandon()
         recomputed = current_pass() != -1
-        if not recomputed:
-            self.backward.abandon()
         call = _Call(self, recomputed)
-        args, kwargs = self._enter(call, (args, kwargs))
+        given = map_tensors(self._cast, (args, kwargs))
+        inputs = through(partial(_Enter.apply, call), given)
+        versions = [_version(tensor) for tensor in tensors_in(inputs)]
         compute = self._recompute if recomputed else self._compute
-        return compute(call, lambda: forward(*args, **kwargs))
+        result = compute(call, lambda: forward(*inputs[0], **inputs[1]))
+        _write_back(given, inputs, versions)
+        return result
+
+    def ensure_open(self) -> None:
+        """Gather the parameters for backward, unless the modules hold full ones already."""
+        if self.state is UnitState.SHARDED:
+            shards = self.group.shards
+            _, ready = self._tie_grads([], [*shards, *self.backward.take_pending()])
+            self._open(ready[: len(shards)])
 
     def close(self) -> None:
         """Free what was gathered for backward."""
@@ -93,10 +103,6 @@ class Unit:
             self._hide()
 
     # ------------------------------------------------------------ forward
-
-    def _enter(self, call: _Call, inputs: Any) -> Any:
-        """Cast the inputs, and tie them and the shards together."""
-        return through(partial(_Enter.apply, call), map_tensors(self._cast, inputs))
 
     def _cast(self, tensor: Tensor) -> Tensor:
         dtype = self.config.compute_dtype
@@ -108,7 +114,8 @@ class Unit:
         saved = SavedParams(full, self._for_backward)
         self._show(full, UnitState.FORWARD)
         try:
-            with saved.hooks() if self.reshards_after_forward else nullcontext():
+            hooks = saved.hooks() if self.reshards_after_forward else nullcontext()
+            with running(self), hooks:
                 outputs = forward()
         finally:
             self._hide()
@@ -137,11 +144,13 @@ class Unit:
         finally:
             self._show(for_backward, UnitState.BACKWARD)
             saved.forget()
-        return self._exit(call, outputs)
+        return self._exit(call, outputs, kept=None if self.reshards_after_forward else full)
 
     def _exit(self, call: _Call, outputs: Any, kept: list[Tensor] | None = None) -> Any:
         """Tie the outputs; ``kept`` are full parameters that live until backward."""
-        return through(partial(_Exit.apply, call, kept), outputs)
+        kept = kept or []
+        node = partial(_Exit.apply, call, len(kept), *kept)
+        return through(node, outputs)
 
     def _reject(self, changed: list[int]) -> None:
         if changed:
@@ -168,15 +177,17 @@ class Unit:
         return [tensor.clone() for tensor in tensors], self.group.shards
 
     def start_backward(
-        self, kept: list[Tensor] | None, grads: Sequence[Tensor | None]
+        self, call: _Call, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gather the parameters (unless ``kept``) once the gradients of the outputs, and all
         pending work, are there. Returns the gradients, likewise tied."""
         self.backward.watch()
+        self._check_unchanged(call)
+        call.restart()
         if self.state is not UnitState.SHARDED or not self.group.params:
             return self._tie_grads(grads, [])[0]
-        if kept is not None:
-            self._open_with(kept)
+        if kept:
+            self._open_with(list(kept))
             return self._tie_grads(grads, [])[0]
         shards = self.group.shards
         grads, ready = self._tie_grads(grads, [*shards, *self.backward.take_pending()])
@@ -185,15 +196,32 @@ class Unit:
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards from full gradients; none while gradients are not synchronized."""
+        self.backward.watch()
         if not self.sync_gradients:
             self.group.keep(grads)
+            if self not in self.backward.keeping:
+                self.backward.keeping.append(self)
             return [None] * len(self.group.params)
         reduced = self.group.reduce(grads)
         self.backward.pending.extend(present(reduced))
         return reduced
 
+    def reduce_kept(self) -> None:
+        """Reduce gradients that ``no_sync`` kept, where no backward has done so since."""
+        if not self.sync_gradients:
+            return
+        self.backward.keeping.remove(self)
+        if self.group.has_kept:
+            with torch.no_grad():
+                self.group.accumulate(self.group.reduce([None] * self.group.num_members))
+
+    def drop_kept(self) -> None:
+        """Forget gradients that ``no_sync`` kept."""
+        self.group.drop_kept()
+
     def leave_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs, on their way to the unit before."""
+        self.backward.watch()
         ready, _ = self._tie_grads(grads, [])
         self.backward.pending.extend(present(ready))
         return ready
@@ -220,9 +248,16 @@ class Unit:
     def _for_backward(self) -> list[Tensor]:
         """Full parameters for a saved-tensor reference, which may be asked for before any output's
         gradient has come by (a side channel such as a loss kept on the module)."""
-        if self.state is UnitState.SHARDED:
-            self._open(self.group.shards)
+        self.ensure_open()
         return self._full
+
+    def _check_unchanged(self, call: _Call) -> None:
+        if self.reshards_after_forward and call.versions != self.group.versions:
+            raise RuntimeError(
+                "parameters of an FSDP unit were changed between its forward and its backward (by "
+                "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
+                "mix new parameters with old activations. Change them after backward."
+            )
 
     # ------------------------------------------------------------ full parameters
 
@@ -263,6 +298,8 @@ class _Call:
         self.unit = unit
         self.recomputed = recomputed
         self.shards: list[Tensor] = []  # tied to the inputs
+        self.versions = unit.group.versions
+        self._taking_part: set[type] = set()
         self._waiting: set[type] = set()
 
     def take_shards(self) -> list[Tensor]:
@@ -272,7 +309,11 @@ class _Call:
 
     def expect(self, node: type) -> None:
         """``node`` takes part in this call's backward."""
-        self._waiting.add(node)
+        self._taking_part.add(node)
+
+    def restart(self) -> None:
+        """A backward begins; with ``retain_graph`` there may be several."""
+        self._waiting = set(self._taking_part)
 
     def done(self, node: type) -> None:
         """``node`` has run backward; after the last one the unit's parameters can go."""
@@ -339,23 +380,37 @@ class _Unshard(torch.autograd.Function):
 class _Exit(torch.autograd.Function):
     """Outputs behind a barrier; backward gathers the parameters again.
 
-    ``kept`` hangs on this node alone: on the call, which ``_Unshard`` refers to as well, the
-    parameters would keep their own graph alive in a cycle.
+    The first ``num_kept`` tensors are full parameters that live until backward. They are saved the
+    way autograd saves tensors, which frees them when the backward is over; as attributes they would
+    live as long as the loss that the user still holds.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: _Call, kept: list[Tensor] | None, *outputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.kept = call.unit, kept
+    def forward(ctx: Any, call: _Call, num_kept: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.num_kept = call, num_kept
+        ctx.save_for_backward(*tensors[:num_kept])
+        outputs = tensors[num_kept:]
         if call.unit.config.optimization_barrier_in_forward:
             ready = xla_ops.barrier(outputs)
         else:
             ready = [output.clone() for output in outputs]
-        mark_constants(ctx, ready, ctx.needs_input_grad[2:])
+        mark_constants(ctx, ready, ctx.needs_input_grad[2 + num_kept :])
         return tuple(ready)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.unit.start_backward(ctx.kept, grads))
+        result = ctx.call.unit.start_backward(ctx.call, ctx.saved_tensors, grads)
+        return (None, None, *[None] * ctx.num_kept, *result)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _write_back(given: Any, inputs: Any, versions: Sequence[int]) -> None:
+    """A forward that changes an input in place changes the caller's tensor, as without FSDP."""
+    pairs = zip(tensors_in(given), tensors_in(inputs), versions, strict=True)
+    for original, moved, version in pairs:
+        if moved is not original and _version(moved) > version:
+            original.copy_(moved)

@@ -5,7 +5,8 @@ it says whether to look inside ``module``; with ``recurse=False`` whether to wra
 number of parameter elements in it that no unit has taken yet. Extra arguments of the policies here
 are bound with ``functools.partial``.
 Always true: children are decided before their parent, a module that appears twice in the tree is
-wrapped once, and a module without a forward of its own (``nn.ModuleList``) is never wrapped.
+wrapped once, a module without a forward of its own (``nn.ModuleList``) is never wrapped, nor is
+anything inside ``nn.MultiheadAttention``.
 The walker knows nothing of sharding.
 """
 
@@ -88,6 +89,9 @@ class _Walker:
         self._done: dict[int, tuple[nn.Module, nn.Module]] = {}  # the original keeps its id taken
 
     def visit_children(self, module: nn.Module) -> int:
+        # Attention computes with its children's weights, without calling the children.
+        if isinstance(module, nn.MultiheadAttention):
+            return 0
         if not self._policy(module=module, recurse=True, unwrapped_params=_numel(module)):
             return 0
         taken = 0

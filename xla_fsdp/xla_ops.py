@@ -54,17 +54,32 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same values as new tensors that become available only when all of them are computed.
 
     The inputs stay as they are: torch_xla's own call works in place, and an in-place barrier on a
-    parameter would turn it from a program input into a program output.
+    parameter would turn it from a program input into a program output. Integers are not held back:
+    torch_xla aborts the process when an index (of ``index_select``, say) comes out of a barrier,
+    and nothing that takes memory or time computes them.
     """
     fresh = [t.detach().clone() for t in tensors]
-    if fresh:
-        torch_xla._XLAC._xla_optimization_barrier_(fresh)
+    held = [t for t in fresh if t.is_floating_point() or t.is_complex()]
+    if held:
+        torch_xla._XLAC._xla_optimization_barrier_(held)
     return fresh
+
+
+def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """``tensor.narrow(...)`` as a tensor of its own. XLA refuses slices of length 0."""
+    if length == 0:
+        shape = list(tensor.shape)
+        shape[dim] = 0
+        return tensor.new_zeros(shape)
+    return torch.narrow_copy(tensor, dim, start, length)
 
 
 def release(tensor: Tensor, dummy: Tensor) -> None:
     """Point ``tensor`` at ``dummy``'s value: whoever still holds the handle no longer keeps the
     full value alive. Shapes may differ; autograd's version check still passes."""
+    if tensor.is_inference():  # has no version
+        torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
+        return
     with torch.autograd._unsafe_preserve_version_counter(tensor):
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 

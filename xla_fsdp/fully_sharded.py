@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
-from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.grad_norm import clip_grads_
 from xla_fsdp.meta_init import materialize
+from xla_fsdp.names import HiddenChild, join_name
 from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.shard_metadata import UnitContent, describe
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
 from xla_fsdp.unit import Unit
 from xla_fsdp.wrap import has_forward, wrap_children
@@ -152,7 +153,9 @@ class XlaFullyShardedDataParallel(nn.Module):
             ParamGroup(params, self._collectives, self._options), self._options, self.xla_device
         )
         self._join_units_below()
-        self._register_name_hooks()
+        HiddenChild(_INNER).register_on(self)
+        for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
+            register(_close_failed_passes)
         xla_ops.refuse_reduce_gradients_of(is_sharded)
         if execute_sharding_on_init:
             gc.collect()  # full parameters in reference cycles would survive the sync
@@ -284,8 +287,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
-        # Whoever looks at parameters must see shards, also after a backward pass that failed.
-        self._unit.backward.abandon()
+        _close_failed_passes(self)
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -300,36 +302,16 @@ class XlaFullyShardedDataParallel(nn.Module):
     def get_shard_metadata(self) -> dict[str, Any]:
         """What is needed to merge this model's shards; save it along with ``state_dict()`` under
         the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
-        records: list[ParamRecord] = []
-        ties: dict[str, str] = {}
-        first_key: dict[int, str] = {}
-        for prefix, wrapper in self._named_wrappers():
-            for param in wrapper._unit.group.params:
-                canonical = first_key.setdefault(id(param.shard), _join(prefix, param.key))
-                is_first = canonical == _join(prefix, param.key)
-                if is_first:
-                    records.append(_record(prefix, param))
-                for member in param.members:
-                    names = [_join(prefix, name) for name in member.names]
-                    target = names[0] if is_first else canonical
-                    ties.update((name, target) for name in names if name != target)
-        buffers = {
-            _join(prefix, name): str(dtype).removeprefix("torch.")
-            for prefix, wrapper in self._named_wrappers()
-            for name, dtype in wrapper._cast_buffers.items()
-        }
-        return ShardMetadata(
-            rank=self.rank,
-            world_size=self.world_size,
-            params=tuple(records),
-            ties=ties,
-            buffers=buffers,
-        ).to_dict()
+        units = [
+            UnitContent(name, wrapper._unit.group.params, wrapper._cast_buffers)
+            for name, wrapper in self._named_wrappers()
+        ]
+        return describe(units, self.rank, self.world_size).to_dict()
 
     def _sharded_params(self) -> Iterator[tuple[str, ShardedParam]]:
         for prefix, wrapper in self._named_wrappers():
             for param in wrapper._unit.group.params:
-                yield _join(prefix, param.key), param
+                yield join_name(prefix, param.key), param
 
     def _named_wrappers(self) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
         for name, module in self.named_modules():
@@ -364,13 +346,6 @@ class XlaFullyShardedDataParallel(nn.Module):
             if wrapper is not self:
                 wrapper._unit.join(self._unit)
 
-    def _register_name_hooks(self) -> None:
-        self._load_errors: list[str] = []
-        self.register_state_dict_pre_hook(_settle)
-        self.register_state_dict_post_hook(_hide_wrapper)
-        self.register_load_state_dict_pre_hook(_expect_wrapper)
-        self.register_load_state_dict_post_hook(_hide_wrapper_in_report)
-
 
 def _check_wrappable(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
@@ -403,56 +378,6 @@ def _collectives_for(config: FSDPConfig) -> Collectives:
     return XlaCollectives(config.sharding_groups, rank, num_shards)
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _record(prefix: str, param: ShardedParam) -> ParamRecord:
-    return ParamRecord(
-        key=_join(prefix, param.key),
-        dtype=str(param.shard.dtype).removeprefix("torch."),
-        multiple=param.layout.multiple,
-        members=tuple(
-            MemberRecord(name=_join(prefix, member.names[0]), shape=tuple(member.shape))
-            for member in param.members
-        ),
-        by_rows=param.by_rows,
-    )
-
-
-# nn.Module's own (de)serialization walks registered children, so the wrapper's child name is in
-# its keys; these three take it out again, and put it in for loading.
-
-
-def _settle(wrapper: XlaFullyShardedDataParallel, *_: Any) -> None:
+def _close_failed_passes(wrapper: XlaFullyShardedDataParallel, *_: Any) -> None:
+    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
     wrapper._unit.backward.abandon()
-
-
-def _hide_wrapper(
-    wrapper: XlaFullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    inner = f"{prefix}{_INNER}."
-    for key in [key for key in state if key.startswith(inner)]:
-        state[prefix + key.removeprefix(inner)] = state.pop(key)
-
-
-def _expect_wrapper(
-    wrapper: XlaFullyShardedDataParallel,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    wrapper._unit.backward.abandon()
-    wrapper._load_errors = errors
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-def _hide_wrapper_in_report(wrapper: XlaFullyShardedDataParallel, report: Any) -> None:
-    for messages in (report.missing_keys, report.unexpected_keys, wrapper._load_errors):
-        messages[:] = [message.replace(f"{_INNER}.", "") for message in messages]
-    wrapper._load_errors = []

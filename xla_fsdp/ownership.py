@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES, ShardLayout
+from xla_fsdp.names import join_name
 from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
 from xla_fsdp.statistics_layers import compute_in, statistics_dtype
 
@@ -61,8 +62,11 @@ def shard_own_parameters(
     _move_whole(modules, device)
     members = _members(modules)
     sharder = _Sharder(module, config, rank, num_shards, device)
-    adopted = [sharder.adopt(tensor, member) for tensor, member in members if _known(tensor)]
-    new = [(tensor, member) for tensor, member in members if not _known(tensor)]
+    known = {id(tensor): _known(tensor) for tensor, _ in members}
+    adopted = [
+        sharder.adopt(theirs, member) for tensor, member in members if (theirs := known[id(tensor)])
+    ]
+    new = [(tensor, member) for tensor, member in members if known[id(tensor)] is None]
     if config.flatten_parameters:
         made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(sharder.alike(new))]
     else:
@@ -94,7 +98,7 @@ def move_buffers(
                 continue
             dtype = wanted if wanted and buffer.is_floating_point() else buffer.dtype
             if dtype != buffer.dtype:
-                cast[_join(prefix, name)] = buffer.dtype
+                cast[join_name(prefix, name)] = buffer.dtype
             new = moved.setdefault((id(buffer), dtype), buffer.to(device=device, dtype=dtype))
             owner._buffers[name] = new
     return cast
@@ -118,16 +122,14 @@ class _Sharder:
         layout, row_shape = self._layout([member.shape for member in members])
         shard = make_shard(tensors, layout, self._rank, self._device, row_shape)
         flat = self._config.flatten_parameters
-        dtype = self._compute_dtype(parts[0])
+        dtype = self._compute_dtype(members[0])
         param = ShardedParam(key, members, shard, layout, dtype, self._home if flat else None)
         for tensor in (*tensors, shard):
             _shard_of[tensor] = weakref.ref(param)
         return param
 
-    def adopt(self, tensor: Tensor, member: Member) -> ShardedParam:
+    def adopt(self, theirs: ShardedParam, member: Member) -> ShardedParam:
         """Share the shard that another unit made of the same parameter."""
-        theirs = _known(tensor)
-        assert theirs is not None
         layout, _ = self._layout([member.shape])
         name = member.names[0]
         if theirs.is_flat or self._config.flatten_parameters:
@@ -141,7 +143,7 @@ class _Sharder:
                 f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which is "
                 f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
             )
-        dtype = self._compute_dtype((tensor, member))
+        dtype = self._compute_dtype(member)
         return ShardedParam(name, [member], theirs.shard, layout, dtype)
 
     def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
@@ -151,14 +153,14 @@ class _Sharder:
         """
         groups: dict[tuple[bool, str, str], list[tuple[Tensor, Member]]] = {}
         for part in parts:
-            tensor, dtype = part[0], self._compute_dtype(part)
+            tensor, dtype = part[0], self._compute_dtype(part[1])
             groups.setdefault((not tensor.requires_grad, str(tensor.dtype), str(dtype)), []).append(
                 part
             )
         return [groups[key] for key in sorted(groups)]
 
-    def _compute_dtype(self, part: tuple[Tensor, Member]) -> torch.dtype | None:
-        own = statistics_dtype(part[1].owners[0].module, self._config)
+    def _compute_dtype(self, member: Member) -> torch.dtype | None:
+        own = statistics_dtype(member.owners[0].module, self._config)
         return own or self._config.compute_dtype
 
     def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
@@ -184,7 +186,7 @@ def _members(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[Tensor, Mem
             if tensor is None or not tensor.is_floating_point():
                 continue
             _, names, owners = places.setdefault(id(tensor), (tensor, [], []))
-            names.append(_join(prefix, attribute))
+            names.append(join_name(prefix, attribute))
             owners.append(Owner(module, attribute))
     return [
         (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
@@ -205,15 +207,11 @@ def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) 
             if tensor is not None and not tensor.is_floating_point():
                 if tensor.requires_grad:
                     raise ValueError(
-                        f"{_join(prefix, attribute)} is {tensor.dtype} and needs a gradient; only "
-                        f"floating-point parameters can be trained under FSDP. Keep it as two "
+                        f"{join_name(prefix, attribute)} is {tensor.dtype} and needs a gradient; "
+                        f"only floating-point parameters can be trained under FSDP. Keep it as two "
                         f"real parameters (torch.view_as_real), or freeze it"
                     )
                 new = moved.setdefault(
                     id(tensor), nn.Parameter(tensor.detach().to(device), requires_grad=False)
                 )
                 module._parameters[attribute] = new
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

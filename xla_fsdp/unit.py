@@ -1,10 +1,6 @@
 """One unit's forward and backward: gather, compute, free; gather again, compute, reduce, free.
 
-A forward adds three nodes to the autograd graph: ``_Enter`` takes the inputs, ``_Unshard`` turns
-shard parameters into full ones, ``_Exit`` takes the outputs. Backward meets them in reverse:
-``_Exit`` gathers the parameters again, ``_Unshard`` reduce-scatters their gradients, ``_Enter``
-hands the input gradients on. So autograd itself knows when a unit's gradients are complete, and
-accumulates the shards.
+The nodes of the autograd graph by which this happens are in ``unit_nodes``.
 Always true: outside its forward and an open backward a unit holds no full parameter, so shards are
 the only truth for optimizers, state dicts and the next forward. Barriers tie every gather to what
 comes before it; without them XLA is free to merge the second gather into the first.
@@ -20,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from xla_fsdp import xla_ops
 from xla_fsdp.backward import BackwardPass, current_pass, running
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.graph_nodes import mark_constants, present, through
+from xla_fsdp.graph_nodes import present, through
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
 from xla_fsdp.tree import map_tensors, tensors_in
+from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard
 
 
 class UnitState(Enum):
@@ -55,7 +51,7 @@ class Unit:
         self.is_root = True
         self.sync_gradients = True
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
-        self._full: list[Tensor] = []  # what the attributes hold while not SHARDED
+        self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._opened_in = -1  # the backward pass that gathered _full
         self._dummy = torch.zeros(1, device=device)
 
@@ -81,9 +77,9 @@ class Unit:
             return forward(*args, **kwargs)
         self.backward.abandon()
         recomputed = current_pass() != -1
-        call = _Call(self, recomputed)
+        call = Call(self, recomputed)
         given = map_tensors(self._cast, (args, kwargs))
-        inputs = through(partial(_Enter.apply, call), given)
+        inputs = through(partial(Enter.apply, call), given)
         versions = [_version(tensor) for tensor in tensors_in(inputs)]
         compute = self._recompute if recomputed else self._compute
         result = compute(call, lambda: forward(*inputs[0], **inputs[1]))
@@ -108,7 +104,7 @@ class Unit:
         dtype = self.config.compute_dtype
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    def _compute(self, call: _Call, forward: Callable[[], Any]) -> Any:
+    def _compute(self, call: Call, forward: Callable[[], Any]) -> Any:
         """The original forward."""
         full = self._unshard(call, call.take_shards())
         saved = SavedParams(full, self._for_backward)
@@ -126,7 +122,7 @@ class Unit:
         saved.release(self._dummy)
         return outputs
 
-    def _recompute(self, call: _Call, forward: Callable[[], Any]) -> Any:
+    def _recompute(self, call: Call, forward: Callable[[], Any]) -> Any:
         """The same forward again, for a checkpoint, inside a backward pass.
 
         What it gathers stays for the backward that follows, which thus needs no gather of its own.
@@ -134,7 +130,7 @@ class Unit:
         shards = call.take_shards()
         if self.state is UnitState.SHARDED:
             self._open(shards)
-        for_backward = self._full
+        for_backward = self.full
         full = self._unshard(call, None)
         saved = SavedParams(full, self._for_backward)
         self._show(full, UnitState.BACKWARD)
@@ -146,10 +142,10 @@ class Unit:
             saved.forget()
         return self._exit(call, outputs, kept=None if self.reshards_after_forward else full)
 
-    def _exit(self, call: _Call, outputs: Any, kept: list[Tensor] | None = None) -> Any:
+    def _exit(self, call: Call, outputs: Any, kept: list[Tensor] | None = None) -> Any:
         """Tie the outputs; ``kept`` are full parameters that live until backward."""
         kept = kept or []
-        node = partial(_Exit.apply, call, len(kept), *kept)
+        node = partial(Exit.apply, call, len(kept), *kept)
         return through(node, outputs)
 
     def _reject(self, changed: list[int]) -> None:
@@ -177,7 +173,7 @@ class Unit:
         return [tensor.clone() for tensor in tensors], self.group.shards
 
     def start_backward(
-        self, call: _Call, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
+        self, call: Call, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gather the parameters (unless ``kept``) once the gradients of the outputs, and all
         pending work, are there. Returns the gradients, likewise tied."""
@@ -226,7 +222,7 @@ class Unit:
         self.backward.pending.extend(present(ready))
         return ready
 
-    def finish_backward(self, call: _Call) -> None:
+    def finish_backward(self, call: Call) -> None:
         """All gradients of one forward call are computed: free the parameters.
 
         A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
@@ -249,9 +245,9 @@ class Unit:
         """Full parameters for a saved-tensor reference, which may be asked for before any output's
         gradient has come by (a side channel such as a loss kept on the module)."""
         self.ensure_open()
-        return self._full
+        return self.full
 
-    def _check_unchanged(self, call: _Call) -> None:
+    def _check_unchanged(self, call: Call) -> None:
         if self.reshards_after_forward and call.versions != self.group.versions:
             raise RuntimeError(
                 "parameters of an FSDP unit were changed between its forward and its backward (by "
@@ -261,15 +257,15 @@ class Unit:
 
     # ------------------------------------------------------------ full parameters
 
-    def _unshard(self, call: _Call, shards: Sequence[Tensor] | None) -> list[Tensor]:
+    def _unshard(self, call: Call, shards: Sequence[Tensor] | None) -> list[Tensor]:
         if not self.group.params:
             return []
-        return list(_Unshard.apply(call, shards, *self.group.shards))
+        return list(Unshard.apply(call, shards, *self.group.shards))
 
     def _open(self, shards: Sequence[Tensor]) -> None:
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
-            self._open_with(self._unshard(_Call(self, recomputed=False), shards))
+            self._open_with(self._unshard(Call(self, recomputed=False), shards))
 
     def _open_with(self, full: list[Tensor]) -> None:
         self._show(full, UnitState.BACKWARD)
@@ -283,125 +279,12 @@ class Unit:
         for param in self.group.params:
             param.unshard(full[at : at + len(param.members)])
             at += len(param.members)
-        self._full, self.state = full, state
+        self.full, self.state = full, state
 
     def _hide(self) -> None:
         for param in self.group.params:
             param.reshard()
-        self._full, self.state = [], UnitState.SHARDED
-
-
-class _Call:
-    """What the three graph nodes of one forward call share."""
-
-    def __init__(self, unit: Unit, recomputed: bool) -> None:
-        self.unit = unit
-        self.recomputed = recomputed
-        self.shards: list[Tensor] = []  # tied to the inputs
-        self.versions = unit.group.versions
-        self._taking_part: set[type] = set()
-        self._waiting: set[type] = set()
-
-    def take_shards(self) -> list[Tensor]:
-        """The tied shards. The graph holds this object: kept here, they would live as long."""
-        shards, self.shards = self.shards, []
-        return shards
-
-    def expect(self, node: type) -> None:
-        """``node`` takes part in this call's backward."""
-        self._taking_part.add(node)
-
-    def restart(self) -> None:
-        """A backward begins; with ``retain_graph`` there may be several."""
-        self._waiting = set(self._taking_part)
-
-    def done(self, node: type) -> None:
-        """``node`` has run backward; after the last one the unit's parameters can go."""
-        self._waiting.discard(node)
-        if not self._waiting:
-            self.unit.finish_backward(self)
-
-
-class _Enter(torch.autograd.Function):
-    """Inputs tied to the shards; backward hands their gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ready, call.shards = call.unit.tie(inputs, recomputed=call.recomputed)
-        mark_constants(ctx, ready, ctx.needs_input_grad[1:])
-        if any(ctx.needs_input_grad):
-            call.expect(_Enter)
-        return tuple(ready)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.leave_inputs(grads)
-        ctx.call.done(_Enter)
-        return (None, *result)
-
-
-class _Unshard(torch.autograd.Function):
-    """All-gather shards into full parameters; backward reduce-scatters their gradients.
-
-    ``shards`` are the values to gather (the parameters' own, behind a barrier), or None to copy
-    what the unit has gathered already.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: _Call, shards: Sequence[Tensor] | None, *params: Tensor
-    ) -> tuple[Tensor, ...]:
-        unit = call.unit
-        ctx.call = call
-        if shards is None:
-            full = [tensor.detach().clone() for tensor in unit._full]
-        else:
-            full = unit.group.gather(shards)
-        needs = [
-            need
-            for param, need in zip(unit.group.params, ctx.needs_input_grad[2:], strict=True)
-            for _ in param.members
-        ]
-        mark_constants(ctx, full, needs)
-        if any(needs):
-            call.expect(_Unshard)
-        return tuple(full)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.reduce(grads)
-        ctx.call.done(_Unshard)
-        return (None, None, *result)
-
-
-class _Exit(torch.autograd.Function):
-    """Outputs behind a barrier; backward gathers the parameters again.
-
-    The first ``num_kept`` tensors are full parameters that live until backward. They are saved the
-    way autograd saves tensors, which frees them when the backward is over; as attributes they would
-    live as long as the loss that the user still holds.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, num_kept: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.num_kept = call, num_kept
-        ctx.save_for_backward(*tensors[:num_kept])
-        outputs = tensors[num_kept:]
-        if call.unit.config.optimization_barrier_in_forward:
-            ready = xla_ops.barrier(outputs)
-        else:
-            ready = [output.clone() for output in outputs]
-        mark_constants(ctx, ready, ctx.needs_input_grad[2 + num_kept :])
-        return tuple(ready)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.start_backward(ctx.call, ctx.saved_tensors, grads)
-        return (None, None, *[None] * ctx.num_kept, *result)
+        self.full, self.state = [], UnitState.SHARDED
 
 
 def _version(tensor: Tensor) -> int:

@@ -23,6 +23,7 @@ from xla_fsdp.checkpoint.format import MemberRecord
 from xla_fsdp.checkpoint.merge import Piece, Plan
 from xla_fsdp.checkpoint.validate import CheckpointError, check_rank, item, typed
 from xla_fsdp.layout import ShardLayout
+from xla_fsdp.names import join_name
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 SHARD_PREFIX = "_fsdp_shard"
@@ -86,9 +87,9 @@ def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[Memb
     typed(flatten_info, dict, "flatten_info")
     for unit, infos in item(metadata, "shard_info", dict, "").items():
         for suffix, info in typed(infos, dict, f"shard_info.{unit}").items():
-            key = _join(unit, suffix)
+            key = join_name(unit, suffix)
             where = f"shard_info.{key}"
-            name = _join(unit, item(typed(info, dict, where), "_orig_name", str, where))
+            name = join_name(unit, item(typed(info, dict, where), "_orig_name", str, where))
             shape = _shape(info.get("_orig_size"), f"{where}._orig_size")
             flat = flatten_info.get(name)
             own = (MemberRecord(original_name(name), shape),)
@@ -104,7 +105,7 @@ def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
         raise CheckpointError(f"{where} has {len(names)} names and {len(shapes)} shapes")
     unit = flat_name.rpartition(".")[0]
     return tuple(
-        MemberRecord(original_name(_join(unit, typed(name, str, where))), _shape(shape, where))
+        MemberRecord(original_name(join_name(unit, typed(name, str, where))), _shape(shape, where))
         for name, shape in zip(names, shapes, strict=True)
     )
 
@@ -127,10 +128,6 @@ def _shape(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise CheckpointError(f"{where} is {type(value).__name__}, expected a shape")
     return tuple(typed(size, int, where) for size in value)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _names_a_shard(key: str) -> bool:

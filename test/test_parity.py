@@ -73,8 +73,8 @@ CASES = {
 }
 # Every case runs on 3 ranks, which divide nothing; these on the other numbers, too.
 EVERYWHERE = (
-    "root", "root_flat", "nested", "deep", "flat", "bf16", "batch_norm", "frozen", "views",
-    "remat", "no_sync", "clip", "rows",
+    "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",
+    "clip", "rows",
 )  # fmt: skip
 RUNS = [(3, name) for name in CASES if not CASES[name].groups_of]
 RUNS += [(n, name) for n in (1, 2, 4, 8) for name in EVERYWHERE]

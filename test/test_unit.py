@@ -4,79 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from test.models import CLASSES, FEATURES, WIDTH, Net
-from test.ranks import cached_outcome, run_on_ranks
+from test.scenarios import Scenarios, fsdp, make, message, nested, rows, states
 
-SCENARIOS: dict[str, Callable[[int], Any]] = {}
-
-
-def scenario(fn: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Run ``fn(rank)`` in the one launch of this file; its value is ``result(name)``."""
-    SCENARIOS[fn.__name__] = fn
-    return fn
-
-
-def run_scenarios(rank: int) -> dict[str, Any]:
-    return {name: fn(rank) for name, fn in SCENARIOS.items()}
-
-
-@cached_outcome
-def results() -> list[dict[str, Any]]:
-    return run_on_ranks(run_scenarios, 2)
-
-
-def result(name: str, rank: int = 0) -> Any:
-    return results()[rank][name]
-
-
-# ---------------------------------------------------------------- helpers on the ranks
-
-
-def fsdp(module: nn.Module, **options: Any) -> Any:
-    from xla_fsdp import XlaFullyShardedDataParallel
-
-    return XlaFullyShardedDataParallel(module, **options)
-
-
-def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> nn.Module:
-    from xla_fsdp import one_rank_at_a_time
-
-    with one_rank_at_a_time(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return model_class()
-
-
-def nested(model: Any, **options: Any) -> Any:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = fsdp(block, **options)
-    return fsdp(model, **options)
-
-
-def rows() -> Tensor:
-    import torch_xla
-
-    return torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES).to(torch_xla.device())
-
-
-def message(call: Callable[[], Any]) -> str:
-    """What ``call`` raises, as text."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def states(model: nn.Module) -> set[str]:
-    """The states of all units of ``model``."""
-    return {wrapper._unit.state.name for wrapper in model._wrappers()}
-
+scenarios = Scenarios(__name__)
+scenario, result = scenarios.add, scenarios.result
 
 # ---------------------------------------------------------------- stale weights
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.shard_metadata import UnitContent, describe
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit import Unit
 from xla_fsdp.wrap import has_forward, wrap_children
 
@@ -148,6 +150,7 @@ class XlaFullyShardedDataParallel(nn.Module):
             device=self.xla_device,
         )
         self._cast_buffers = move_buffers(module, _is_unit, self._options, self.xla_device)
+        self._forward_methods: set[str] = set()
         self._fsdp_wrapped_module = module
         self._unit = Unit(
             ParamGroup(params, self._collectives, self._options), self._options, self.xla_device
@@ -179,6 +182,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == _INNER:
                 raise
+            if name in self.__dict__["_forward_methods"]:
+                return partial(self._run_method, name)
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -202,6 +207,9 @@ class XlaFullyShardedDataParallel(nn.Module):
             f"flatten_parameters={options.flatten_parameters}, "
             f"reshard_after_forward={options.reshard_after_forward}"
         )
+
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
     # ------------------------------------------------------------ training
 
@@ -295,6 +303,39 @@ class XlaFullyShardedDataParallel(nn.Module):
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside the block, the modules of the units in ``module`` hold full leaf parameters, in
+        the shards' dtype and under their original names. Every rank must enter it.
+
+        Args:
+            module: a wrapped module, or one that holds wrapped modules.
+            recurse: also for units inside units; otherwise only the outermost.
+            writeback: cut what the block leaves in the parameters into shards again.
+            rank0_only: gather on every rank, but show the result to rank 0 only; not together
+                with ``writeback``.
+            offload_to_cpu: hold them in host memory; the device then holds one unit's at a time.
+            with_grads: full gradients, too.
+
+        Raises:
+            ValueError: for ``writeback`` together with ``rank0_only``.
+            RuntimeError: inside a forward, a backward or another such block, and if a unit is
+                called inside the block.
+        """
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        wrappers = [each for each in module.modules() if _is_unit(each)]
+        units = [wrapper._unit for wrapper in wrappers if recurse or wrapper._unit.is_root]
+        with summoned(units, options):
+            yield
+
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Name and shard of every sharded parameter, with the names from before wrapping."""
         return [(key, param.shard) for key, param in self._sharded_params()]
@@ -347,6 +388,24 @@ class XlaFullyShardedDataParallel(nn.Module):
                 wrapper._unit.join(self._unit)
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
+    and with gradients. For modules that are used by other methods than ``forward`` (``encode``,
+    ``generate``). Does nothing if ``module`` is not wrapped, as in torch.
+
+    Raises:
+        ValueError: if the wrapped module has no such method.
+    """
+    if not _is_unit(module):
+        return
+    if not callable(getattr(module.module, method_name, None)):
+        raise ValueError(
+            f"{type(module.module).__name__} has no method {method_name!r} to register; give the "
+            f"name of a method of the wrapped module"
+        )
+    module._forward_methods.add(method_name)
+
+
 def _check_wrappable(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
@@ -362,7 +421,7 @@ def _check_wrappable(module: nn.Module) -> None:
         )
 
 
-def _is_unit(module: nn.Module) -> bool:
+def _is_unit(module: nn.Module) -> TypeGuard[XlaFullyShardedDataParallel]:
     return isinstance(module, XlaFullyShardedDataParallel)
 
 

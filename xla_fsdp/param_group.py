@@ -63,11 +63,16 @@ class ParamGroup:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
         cast = [
-            shard.detach().reshape(-1).to(param.compute_dtype or shard.dtype)
+            shard.detach().to(param.compute_dtype or shard.dtype)
             for param, shard in zip(self.params, shards, strict=True)
         ]
+        return self.gather_as_stored(cast)
+
+    def gather_as_stored(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """As ``gather``, but in the dtype of ``shards``, which may also be gradients."""
+        flat = [shard.detach().reshape(-1) for shard in shards]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
-        stacks = _in_buckets(cast, self.collectives.all_gather, limit)
+        stacks = _in_buckets(flat, self.collectives.all_gather, limit)
         return [
             full
             for param, stack in zip(self.params, stacks, strict=True)

@@ -10,7 +10,8 @@ changes. How shards travel between ranks is left to ``param_group``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -119,6 +120,18 @@ class ShardedParam:
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
                 owner.point_at(tensor)
+
+    @contextlib.contextmanager
+    def without_shard(self) -> Iterator[None]:
+        """While the members are attributes, a flat shard need not be one."""
+        if self._home is None:
+            yield
+            return
+        del self._home._parameters[self.key]
+        try:
+            yield
+        finally:
+            self._home._parameters[self.key] = self.shard
 
     def reshard(self) -> None:
         """Point the owners back at the shard (of a flat shard: take the members away)."""

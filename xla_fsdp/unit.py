@@ -8,14 +8,15 @@ comes before it; without them XLA is free to merge the second gather into the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
 from xla_fsdp.backward import BackwardPass, current_pass, running
@@ -33,6 +34,7 @@ class UnitState(Enum):
     SHARDED = auto()
     FORWARD = auto()  # full parameters, while the unit's forward runs
     BACKWARD = auto()  # full parameters, gathered for backward
+    SUMMONED = auto()  # full leaf parameters, for the user to look at or change
 
 
 class Unit:
@@ -75,6 +77,11 @@ class Unit:
         """
         if self.state is UnitState.FORWARD:  # the module calls itself
             return forward(*args, **kwargs)
+        if self.state is UnitState.SUMMONED:
+            raise RuntimeError(
+                "an FSDP unit was called inside summon_full_params, where its parameters are not "
+                "connected to the shards that are trained. Call it outside of the block"
+            )
         self.backward.abandon()
         recomputed = current_pass() != -1
         call = Call(self, recomputed)
@@ -85,6 +92,26 @@ class Unit:
         result = compute(call, lambda: forward(*inputs[0], **inputs[1]))
         _write_back(given, inputs, versions)
         return result
+
+    @contextlib.contextmanager
+    def showing(self, full: list[nn.Parameter]) -> Iterator[None]:
+        """Let the modules hold these leaf parameters inside the block, in place of shards.
+
+        Raises:
+            RuntimeError: if they hold other full parameters at the time.
+        """
+        self.backward.abandon()
+        if self.state is not UnitState.SHARDED:
+            raise RuntimeError(
+                f"full parameters cannot be summoned while a unit is in state {self.state.name}; "
+                f"do it outside of forward, backward and other summon_full_params blocks"
+            )
+        with contextlib.ExitStack() as stack:
+            self._show(list(full), UnitState.SUMMONED)
+            stack.callback(self._hide)
+            for param in self.group.params:
+                stack.enter_context(param.without_shard())
+            yield
 
     def ensure_open(self) -> None:
         """Gather the parameters for backward, unless the modules hold full ones already."""

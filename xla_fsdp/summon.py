@@ -1,0 +1,128 @@
+"""Full parameters outside of forward and backward: to look at them, save them or change them.
+
+Words: to *summon* is to point the modules of some units at full parameters until the caller is
+done; to *write back* is to cut what the caller left into shards again.
+Always true: summoned parameters are leaf ``nn.Parameter``s in the dtype of the shards, under their
+original names; a parameter shared by several units is one tensor; every rank gathers, also those
+that are not shown the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.sharded_param import ShardedParam
+from xla_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """See ``XlaFullyShardedDataParallel.summon_full_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.writeback and self.rank0_only:
+            raise ValueError(
+                "writeback=True needs every rank's full parameters, but rank0_only=True shows them "
+                "to rank 0 only; choose one"
+            )
+
+
+@contextlib.contextmanager
+def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
+    """The modules of ``units`` hold full parameters inside the block.
+
+    Raises:
+        RuntimeError: inside a forward or backward of one of the units.
+    """
+    full = _gather(units, options)
+    if options.rank0_only and units[0].group.collectives.rank != 0:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for unit, tensors in zip(units, full, strict=True):
+            stack.enter_context(unit.showing(tensors))
+        yield
+        if options.writeback:
+            for unit, tensors in zip(units, full, strict=True):
+                _write_back(unit, tensors, with_grads=options.with_grads)
+
+
+@torch.no_grad()
+def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Parameter]]:
+    """Full parameters of each unit."""
+    shared: dict[tuple[int, int], nn.Parameter] = {}
+    result = []
+    for unit in units:
+        values = unit.group.gather_as_stored([param.shard for param in unit.group.params])
+        grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
+        own = []
+        for key, shard, value, grad in zip(
+            _keys(unit.group.params), _shards(unit.group.params), values, grads, strict=True
+        ):
+            if key not in shared:
+                shared[key] = _leaf(value, grad, shard, options.offload_to_cpu)
+            own.append(shared[key])
+        result.append(own)
+    return result
+
+
+def _gathered_grads(unit: Unit) -> list[Tensor | None]:
+    shards = [param.shard for param in unit.group.params]
+    zeros = [torch.zeros_like(s) if s.grad is None else s.grad for s in shards]
+    values = unit.group.gather_as_stored(zeros)
+    pairs = zip(values, _shards(unit.group.params), strict=True)
+    return [None if shard.grad is None else value for value, shard in pairs]
+
+
+def _leaf(value: Tensor, grad: Tensor | None, shard: Tensor, on_host: bool) -> nn.Parameter:
+    leaf = nn.Parameter(value.cpu() if on_host else value, requires_grad=shard.requires_grad)
+    if grad is not None:
+        leaf.grad = grad.cpu() if on_host else grad
+    return leaf
+
+
+def _keys(params: Sequence[ShardedParam]) -> list[tuple[int, int]]:
+    """One key for each member; equal for members of one shard in several units."""
+    return [(id(param.shard), index) for param in params for index in range(len(param.members))]
+
+
+def _shards(params: Sequence[ShardedParam]) -> list[nn.Parameter]:
+    """The shard of each member."""
+    return [param.shard for param in params for _ in param.members]
+
+
+@torch.no_grad()
+def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
+    rank, at = unit.group.collectives.rank, 0
+    for param in unit.group.params:
+        members = full[at : at + len(param.members)]
+        at += len(param.members)
+        param.shard.copy_(_slice(param, members, rank))
+        if with_grads:
+            grads = [leaf.grad for leaf in members]
+            param.shard.grad = _grad_slice(param, grads, rank)
+
+
+def _slice(param: ShardedParam, full: Sequence[Tensor], rank: int) -> Tensor:
+    return param.stack([t.detach() for t in full])[rank].reshape(param.shard.shape)
+
+
+def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:
+    present = [grad for grad in grads if grad is not None]
+    if not present:
+        return None
+    full = [
+        present[0].new_zeros(member.shape) if grad is None else grad
+        for member, grad in zip(param.members, grads, strict=True)
+    ]
+    return _slice(param, full, rank).to(param.shard.device)

@@ -489,7 +489,7 @@ def test_different_collectives_are_reported(
 ) -> None:
     rank, message, cause = failures()[0][how]
     assert (rank, cause) == (odd_rank, "None")
-    assert "different collectives" in message
+    assert "the ranks differ in what they traced" in message
     assert first in message
     assert second in message
 
@@ -540,14 +540,9 @@ def test_a_runtime_started_without_the_environment_is_refused() -> None:
 
 
 def blocked(rank: int) -> None:
-    """Rank 0 reads a value that needs rank 1, which raises."""
-    import torch
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    total = xm.all_reduce("sum", torch.ones(3, device=torch_xla.device()))
+    """Rank 0 is inside C code that nothing can stop, and rank 1 raises."""
     if rank == 0:
-        total.sum().item()
+        time.sleep(600)
     time.sleep(0.5)
     raise KeyError("nobody comes")
 
@@ -571,8 +566,9 @@ def interrupted(rank: int, stuck: bool) -> None:
     while True:
         total = xm.all_reduce("sum", torch.ones(3, device=torch_xla.device()))
         if stuck and rank == 0:
-            total.sum().item()
+            time.sleep(600)
         torch_xla.sync()
+        del total
 
 
 def interrupt(stuck: bool, when: str) -> tuple[int, str]:
@@ -609,7 +605,7 @@ def test_ctrl_c_ends_blocked_ranks_after_a_warning_that_names_them() -> None:
     returncode, stderr = interrupt(stuck=True, when="read such values on all ranks")
     assert returncode == launcher.INTERRUPTED_EXIT_CODE
     assert "ranks [1] have waited 0.5 s" in stderr
-    assert "total.sum().item()" in stderr
+    assert "time.sleep(600)" in stderr
     assert "interrupted; ranks [0] are blocked" in stderr
 
 
@@ -775,3 +771,68 @@ def test_cli_is_for_cpu() -> None:
     done = run_python("-m", "xla_fsdp.launch", "test/ranks.py", env={"PJRT_DEVICE": "TPU"})
     assert done.returncode == 2
     assert "PJRT_DEVICE=TPU" in done.stderr
+
+
+# ---------------------------------------------------------------- values read without a sync
+
+
+def unequal_read(rank: int) -> Any:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    size = 9000 if rank == 0 else 4
+    return xm.all_reduce("sum", torch.ones(size, device=torch_xla.device())).tolist()
+
+
+def test_reading_what_unequal_collectives_compute_is_an_error() -> None:
+    with pytest.raises(ChildError, match="the ranks differ in what they traced") as caught:
+        run_on_ranks(unequal_read, 3)
+    assert "float32[9000], sum, scale 1" in caught.value.stderr
+    assert "on ranks [0]" in caught.value.stderr
+
+
+def reads(rank: int) -> list[Any]:
+    """Rank 0 reads a local value between collectives, and alone what a collective computes; then
+    all ranks read."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    first = xm.all_reduce("sum", torch.ones(2, device=device))
+    local = (torch.ones(2, device=device) * 3).sum()
+    found = [local.item() if rank == 0 else 6.0]
+    second = xm.all_reduce("sum", torch.ones(2, device=device))
+    found.append((first + second).sum().item() if rank == 0 else 12.0)
+    torch_xla.sync()
+    third = xm.all_gather(torch.full((1,), float(rank), device=device))
+    found += [third.tolist(), third.to("cpu").tolist(), third.cpu().tolist(), str(third[1])]
+    return [*found, float(third.sum()), int(third[1]), bool(third[2] == 2), repr(third.sum())]
+
+
+def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
+    gathered = [0.0, 1.0, 2.0]
+    for found in run_on_ranks(reads, 3):
+        assert found[:5] == [6.0, 12.0, gathered, gathered, gathered]
+        assert found[5].startswith("tensor(1.")
+        assert found[6:9] == [3.0, 1, True]
+        assert found[9].startswith("tensor(3.")
+
+
+def models_that_differ(rank: int) -> None:
+    import torch
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    module = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        module.weight.fill_(rank)
+        module.bias.fill_(0)
+    XlaFullyShardedDataParallel(module)
+
+
+def test_models_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(ChildError, match="seed and build under one_rank_at_a_time") as caught:
+        run_on_ranks(models_that_differ, 2)
+    assert "sharding of weight with checksum" in caught.value.stderr

@@ -34,6 +34,10 @@ CASES = {
     "bf16": Case(options=BF16, tolerance=0.05),
     "bf16_flat": Case(options={**BF16, "flatten_parameters": True}, tolerance=0.05),
     "bf16_fp32_reduce": Case(options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05),
+    "fp16": Case(options={"compute_dtype": torch.float16}, tolerance=0.02),
+    "bf16_buffers": Case(
+        model="BatchNormNet", options={**BF16, "buffer_dtype": torch.bfloat16}, tolerance=0.1
+    ),
     "bf16_batch_norm": Case(model="BatchNormNet", options=BF16, tolerance=0.1),
     "batch_norm": Case(model="BatchNormNet"),
     "batch_norm_remat": Case(model="BatchNormNet", remat="inside"),

@@ -3,7 +3,8 @@
 Words: a *run* is one call of ``launch``; the *gate* is where a rank waits, before it executes
 traced collectives, until every rank has traced its own; to *unwind* is to leave a rank because
 another one failed; *turn*: what ``one_rank_at_a_time`` hands out.
-Always true: nobody executes a collective before all ranks have recorded the same ones; the first
+Always true: nobody executes a collective before all ranks have recorded the same ones (a value that
+is read counts as much as a sync); the first
 failure wins and ends every wait; a gate that has opened lets everybody through, even if a failure
 comes meanwhile (a rank that stayed behind would leave its peers alone in a collective).
 Knows nothing of torch or torch_xla: ``xla_ops`` calls in from there, ``launcher`` from above.
@@ -323,7 +324,7 @@ def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Fai
     what = "; ".join(f"{name} on ranks {ranks}" for name, ranks in ranks_by_collective.items())
     return Failure(
         odd_ones[0],
-        f"the ranks traced different collectives since their last sync: number {position + 1} is "
+        f"the ranks differ in what they traced since they last met: number {position + 1} is "
         f"{what}. Every rank must call the same collectives in the same order, with equal shapes, "
         "dtypes and groups; look for code that depends on the rank or on its data.",
     )

@@ -43,7 +43,7 @@ class XlaFullyShardedDataParallel(nn.Module):
     wrapped module is one unit: its parameters are gathered before its forward and again before its
     backward, with one all-gather and one reduce-scatter per dtype. Gradients are averaged over the
     ranks. Parameters and buffers move to this rank's XLA device. All ranks must hold the same
-    values before wrapping.
+    values before wrapping (on CPU ranks that is checked).
 
     Args:
         module: what to wrap; it must define ``forward``.

@@ -8,12 +8,14 @@ boolean ones) stay whole on every rank.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp import xla_ops
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES, ShardLayout
 from xla_fsdp.names import join_name
@@ -24,6 +26,9 @@ from xla_fsdp.statistics_layers import compute_in, statistics_dtype
 # (a head tied to an embedding), this is the only way to know that they are one. Keys are tensors
 # of one rank's own model, so ranks that are threads of one process never meet here.
 _shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+CHECKED_VALUES = 4096
 
 
 def own_modules(
@@ -120,6 +125,7 @@ class _Sharder:
         """One shard for the joined ``parts``."""
         tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
         layout, row_shape = self._layout([member.shape for member in members])
+        self._compare_with_peers(tensors, members)
         shard = make_shard(tensors, layout, self._rank, self._device, row_shape)
         flat = self._config.flatten_parameters
         dtype = self._compute_dtype(members[0])
@@ -159,6 +165,18 @@ class _Sharder:
             )
         return [groups[key] for key in sorted(groups)]
 
+    def _compare_with_peers(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> None:
+        """CPU ranks share one random number generator, and a model that every rank seeds and builds
+        for itself then differs between them."""
+        if self._config.sharding_groups is not None:
+            return  # groups may hold different parts of a model
+        for tensor, member in zip(tensors, members, strict=True):
+            if tensor.device.type == "cpu":
+                xla_ops.tell_peers(
+                    f"sharding of {member.names[0]} with checksum {_checksum(tensor):08x} (equal "
+                    f"on all ranks if they seed and build under one_rank_at_a_time())"
+                )
+
     def _compute_dtype(self, member: Member) -> torch.dtype | None:
         own = statistics_dtype(member.owners[0].module, self._config)
         return own or self._config.compute_dtype
@@ -171,6 +189,12 @@ class _Sharder:
         if by_rows and len(shapes[0]) > 0 and row_shape.numel() > 0:
             return ShardLayout(size, self._num_shards, row_shape.numel()), row_shape
         return ShardLayout(size, self._num_shards, LANES), ()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the first values: enough to tell apart what different random numbers have filled."""
+    head = tensor.detach().reshape(-1)[:CHECKED_VALUES].contiguous()
+    return zlib.crc32(head.view(torch.uint8).numpy().tobytes())
 
 
 def _known(tensor: Tensor) -> ShardedParam | None:

@@ -10,6 +10,7 @@ started on CPU by ``launcher`` and ``cpu_ranks``.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -172,7 +173,7 @@ def refuse_reduce_gradients_of(is_sharded: Any) -> None:
 
 CHANNEL = 1
 """With a channel id the meeting point of a collective no longer depends on the compiled module, so
-ranks may have different graphs and may execute them implicitly (``.item()``, printing)."""
+ranks whose graphs differ elsewhere still find each other."""
 
 
 def runtime_started() -> bool:
@@ -224,8 +225,17 @@ def run_slot() -> RunSlot:
         slot = RunSlot()
         _CpuCollectives(slot).install()
         _install_step_marker(slot)
+        _install_reads(slot)
         _install_spawn(slot)
     return slot
+
+
+def tell_peers(fact: str) -> None:
+    """Where ranks are threads: have ``fact`` compared with what the others say at this point, when
+    they next meet. Elsewhere this does nothing."""
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    if slot is not None and slot.run is not None:
+        slot.run.record(_index(device()), fact)
 
 
 def _install_step_marker(slot: RunSlot) -> None:
@@ -248,6 +258,60 @@ def _install_step_marker(slot: RunSlot) -> None:
 
     step_marker.run_slot = slot  # type: ignore[attr-defined]
     torch_xla._XLAC._xla_step_marker = step_marker
+
+
+READS = ("item", "tolist", "numpy", "cpu", "to", "__repr__", "__bool__", "__int__", "__float__")
+"""Methods of a tensor that compute it and hand its value to the host (``to`` sometimes)."""
+COLLECTIVE_NODES = re.compile(
+    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute)"
+)
+
+
+def _install_reads(slot: RunSlot) -> None:
+    """Make ranks meet before a value is read that collectives have yet to compute.
+
+    torch_xla's C++ executes them at once. Ranks that did not make the same ones would then get each
+    other's memory, or wait until XLA aborts the process.
+    """
+
+    def meets(original: Callable[..., Any], for_host: Callable[..., bool]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(value: Any, *args: Any, **kwargs: Any) -> Any:
+            run = slot.run
+            if run is not None and for_host(*args, **kwargs):
+                _compute_together(run, [value] if isinstance(value, Tensor) else value)
+            return original(value, *args, **kwargs)
+
+        return read
+
+    for name in READS:
+        for_host = _moves_to_host if name == "to" else _always
+        setattr(Tensor, name, meets(getattr(Tensor, name), for_host))
+    for name in ("_xla_sync_multi", "_xla_get_cpu_tensors"):  # of xm.save and xm.mesh_reduce
+        setattr(torch_xla._XLAC, name, meets(getattr(torch_xla._XLAC, name), _always))
+
+
+def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
+    lazy = [t for t in tensors if t.device.type == "xla"]
+    if not lazy or not run.needs_gate(_index(lazy[0].device)):
+        return
+    # What is local to this rank may be read by this rank alone.
+    if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
+        torch_xla._XLAC._xla_step_marker(str(lazy[0].device), [], wait=True)
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _moves_to_host(*args: Any, **kwargs: Any) -> bool:
+    """Whether arguments of ``Tensor.to`` name the CPU."""
+    targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
+    return any(
+        str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
+        for target in targets
+        if target is not None
+    )
 
 
 def _meet(run: Run, rank: int) -> None:

@@ -3,10 +3,10 @@
 Words: a *run* is one call of ``launch``; the *gate* is where a rank waits, before it executes
 traced collectives, until every rank has traced its own; to *unwind* is to leave a rank because
 another one failed; *turn*: what ``one_rank_at_a_time`` hands out.
-Always true: nobody executes a collective before all ranks have recorded the same ones (a value that
-is read counts as much as a sync); the first
-failure wins and ends every wait; a gate that has opened lets everybody through, even if a failure
-comes meanwhile (a rank that stayed behind would leave its peers alone in a collective).
+Always true: nobody executes a collective before all ranks have recorded the same ones (reading a
+value counts like a sync); the first failure wins and ends every wait; a gate that has opened lets
+everybody through, even if a failure comes meanwhile (a rank that stayed behind would leave its
+peers alone in a collective).
 Knows nothing of torch or torch_xla: ``xla_ops`` calls in from there, ``launcher`` from above.
 """
 

@@ -297,7 +297,11 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
         return
     # What is local to this rank may be read by this rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
-        torch_xla._XLAC._xla_step_marker(str(lazy[0].device), [], wait=True)
+        on = str(lazy[0].device)
+        torch_xla._XLAC._xla_step_marker(on, [], wait=True)
+        # As torch_xla.sync() does. A token left over leads back to parameters whose buffers the
+        # program has reused, and the next one would fail on them. Step closures wait for the sync.
+        torch_xla._XLAC._set_all_reduce_token(on, None)
 
 
 def _always(*args: Any, **kwargs: Any) -> bool:

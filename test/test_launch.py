@@ -820,6 +820,31 @@ def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
         assert found[9].startswith("tensor(3.")
 
 
+def seeded_as_usual(rank: int) -> list[float]:
+    """Seeds and builds on every rank, several times, as scripts do that know only processes."""
+    import torch
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layers = []
+        for _ in range(20):
+            layers.append(torch.nn.Linear(30, 30))
+            time.sleep(0.001)  # lets the other ranks run
+        found.append(layers[-1].weight.sum().item())
+        XlaFullyShardedDataParallel(torch.nn.Sequential(*layers))
+    torch.manual_seed(9)  # and never meets the others again
+    return [*found, torch.rand(()).item()]
+
+
+def test_seeding_and_building_gives_the_same_model_on_every_rank() -> None:
+    ranks = run_on_ranks(seeded_as_usual, 4)
+    assert all(found == ranks[0] for found in ranks)
+    assert len(set(ranks[0])) == 5
+
+
 def models_that_differ(rank: int) -> None:
     import torch
 

@@ -61,7 +61,10 @@ class RankSetup(Protocol):
 
 @dataclass
 class Turn:
-    """The one rank that may go on alone; reentrant."""
+    """The one rank that may go on alone; reentrant.
+
+    At depth 0 a holder has seeded, and keeps the turn until it is seen to need its peers.
+    """
 
     holder: int | None = None
     depth: int = 0
@@ -92,6 +95,7 @@ class Run:
         """Note that ``rank`` traced ``collective``; a failed run ends here, too."""
         if self.failures:
             raise Unwind
+        self.end_seeding(rank)
         self._traced[rank].append(collective)
 
     def needs_gate(self, rank: int) -> bool:
@@ -100,6 +104,7 @@ class Run:
 
     def pass_gate(self, rank: int) -> None:
         """Wait until every rank is here with the same collectives; raises Unwind if that fails."""
+        self.end_seeding(rank)
         with self._changed:
             self._check_may_wait(rank)
             opened_before = self._gates_opened
@@ -132,6 +137,23 @@ class Run:
         else:
             self._add_failure(difference)
 
+    def begin_seeding(self, rank: int) -> None:
+        """Let no other rank seed the process's random number generator until ``rank`` shows that
+        it has drawn what it wanted: by a collective, by wrapping a module, or by its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
+            if self.failures:
+                raise Unwind
+            self._turn.holder = rank
+
+    def end_seeding(self, rank: int) -> None:
+        """Give up a turn that ``begin_seeding`` took."""
+        if self._turn.holder != rank or self._turn.depth:
+            return
+        with self._changed:
+            self._turn.holder = None
+            self._changed.notify_all()
+
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
         """Hold the other ranks that ask for their turn until the block is left."""
@@ -163,6 +185,7 @@ class Run:
 
     def finish(self, rank: int) -> None:
         """``rank`` has left the user's function; whoever waits for it at the gate fails now."""
+        self.end_seeding(rank)
         with self._changed:
             self.finished.add(rank)
             if self._at_gate and not self.failures:

@@ -52,8 +52,9 @@ def launch(
 
     On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
     all of them share its modules, its global variables and the CPU random number generator. To
-    build equal models, seed and build under ``one_rank_at_a_time()``. Torch's own CPU threads are
-    limited to one while several ranks run, as the ranks already keep all cores busy.
+    build equal models, seed and then build: ``torch.manual_seed`` keeps the other ranks out until
+    this one wraps a module or makes a collective. Torch's own CPU threads are limited to one while
+    several ranks run, as the ranks already keep all cores busy.
     Elsewhere the call is handed to ``torch_xla.launch``. Inside a rank of a running launch, ``fn``
     is simply called in that rank, whatever ``num_ranks`` says.
 

@@ -20,7 +20,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from .cpu_ranks import Run, RunSlot
+from .cpu_ranks import Run, RunSlot, current_rank_thread
 
 Groups = list[list[int]] | None
 """Replica groups of a collective: lists of ranks, or None for one group of all ranks."""
@@ -226,6 +226,7 @@ def run_slot() -> RunSlot:
         _CpuCollectives(slot).install()
         _install_step_marker(slot)
         _install_reads(slot)
+        _install_seeding(slot)
         _install_spawn(slot)
     return slot
 
@@ -289,6 +290,21 @@ def _install_reads(slot: RunSlot) -> None:
         setattr(Tensor, name, meets(getattr(Tensor, name), for_host))
     for name in ("_xla_sync_multi", "_xla_get_cpu_tensors"):  # of xm.save and xm.mesh_reduce
         setattr(torch_xla._XLAC, name, meets(getattr(torch_xla._XLAC, name), _always))
+
+
+def _install_seeding(slot: RunSlot) -> None:
+    """A script that seeds and then builds its model does so without another rank in between: the
+    ranks share one host random number generator."""
+    original = torch.manual_seed
+
+    @functools.wraps(original)
+    def manual_seed(seed: int) -> torch.Generator:
+        thread = current_rank_thread()
+        if slot.run is not None and thread is not None:
+            slot.run.begin_seeding(thread.rank)
+        return original(seed)
+
+    torch.manual_seed = manual_seed
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:

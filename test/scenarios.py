@@ -89,4 +89,4 @@ def message(call: Callable[[], Any]) -> str:
 
 def states(model: Any) -> set[str]:
     """The states of all units of ``model``."""
-    return {wrapper._unit.state.name for wrapper in model._wrappers()}
+    return {unit.state.name for unit in model._units()}

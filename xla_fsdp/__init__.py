@@ -17,12 +17,10 @@ if TYPE_CHECKING:
         consolidate_sharded_state_dicts,
     )
     from xla_fsdp.collectives import LocalCollectives
-    from xla_fsdp.fully_sharded import (
-        XlaFullyShardedDataParallel,
-        register_fsdp_forward_method,
-    )
+    from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.remat import checkpoint_module
+    from xla_fsdp.unit_module import register_fsdp_forward_method
 
 __all__ = [
     "CheckpointError",
@@ -47,7 +45,7 @@ _HOMES = {
     "consolidate_sharded_state_dicts": "checkpoint",
     "launch": "launcher",
     "one_rank_at_a_time": "launcher",
-    "register_fsdp_forward_method": "fully_sharded",
+    "register_fsdp_forward_method": "unit_module",
 }
 
 

@@ -1,41 +1,35 @@
-"""``XlaFullyShardedDataParallel``: a module wrapper over one unit.
+"""``XlaFullyShardedDataParallel``: a module wrapper over one unit, with upstream's interface.
 
-Words: see ``unit`` and ``sharded_param``. Always true: the wrapper does not show in names.
-``named_parameters``, ``state_dict`` and messages use the names that the module had before it was
-wrapped, at any depth of nesting.
-The wrapper translates between ``nn.Module`` and the unit; gathering, freeing and reducing are done
-below it. Merging saved shards is done by ``checkpoint``.
+Words: see ``unit`` and ``sharded_param``. Always true: methods that concern parameters reach all
+units inside the wrapped module, too.
+Talks to users, and delegates: making the unit is ``construction``'s job, names are
+``unit_module``'s, gathering, freeing and reducing are done below the unit. Merging saved shards is
+done by ``checkpoint``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp import xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.grad_norm import clip_grads_
-from xla_fsdp.meta_init import materialize
-from xla_fsdp.names import HiddenChild, join_name
-from xla_fsdp.ownership import move_buffers, shard_own_parameters
-from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.construction import build_unit, check_wrappable, execute_sharding, wrap_by_policy
+from xla_fsdp.grad_clip import clip_grads_by_norm_, clip_grads_by_value_
+from xla_fsdp.ignored import Ignored
+from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
-from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit import Unit
-from xla_fsdp.wrap import has_forward, wrap_children
-
-_INNER = "_fsdp_wrapped_module"
+from xla_fsdp.unit_module import UnitModule, named_units
 
 
-class XlaFullyShardedDataParallel(nn.Module):
+class XlaFullyShardedDataParallel(UnitModule):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
@@ -81,6 +75,10 @@ class XlaFullyShardedDataParallel(nn.Module):
             ``reset_parameters``).
         collectives: replaces the communication, for example ``LocalCollectives`` to measure a
             program without it.
+        ignored_modules: modules to leave alone, with all that is in them: not sharded, not moved
+            to the device, gradients not reduced. Units inside ignore them, too.
+        ignored_params: parameters to leave alone in the same way.
+        ignored_states: modules or parameters; another spelling of the two above.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
@@ -112,10 +110,12 @@ class XlaFullyShardedDataParallel(nn.Module):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         *,
         collectives: Collectives | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_params: Iterable[nn.Parameter] | None = None,
+        ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
     ) -> None:
-        _check_wrappable(module)
-        super().__init__()
-        self._options = FSDPConfig(
+        check_wrappable(module)
+        options = FSDPConfig(
             reshard_after_forward=reshard_after_forward,
             flatten_parameters=flatten_parameters,
             execute_sharding_on_init=execute_sharding_on_init,
@@ -134,69 +134,20 @@ class XlaFullyShardedDataParallel(nn.Module):
             reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
             coalesce_all_gather_ops=coalesce_all_gather_ops,
         )
+        ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if auto_wrap_policy is not None:
-            inherited = {"param_init_fn": param_init_fn, "collectives": collectives}
-            self._auto_wrap(module, auto_wrap_policy, auto_wrapper_callable, inherited)
-        materialize(module, _is_unit, param_init_fn)
-        self.xla_device = xla_ops.device()
-        self._collectives = collectives or _collectives_for(self._options)
-        self.rank, self.world_size = self._collectives.rank, self._collectives.num_shards
-        params = shard_own_parameters(
-            module,
-            _is_unit,
-            self._options,
-            rank=self.rank,
-            num_shards=self.world_size,
-            device=self.xla_device,
-        )
-        self._cast_buffers = move_buffers(module, _is_unit, self._options, self.xla_device)
-        self._forward_methods: set[str] = set()
-        self._fsdp_wrapped_module = module
-        self._unit = Unit(
-            ParamGroup(params, self._collectives, self._options), self._options, self.xla_device
-        )
-        self._join_units_below()
-        HiddenChild(_INNER).register_on(self)
-        for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
-            register(_close_failed_passes)
-        xla_ops.refuse_reduce_gradients_of(is_sharded)
+            wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
+            given = {"param_init_fn": param_init_fn, "collectives": collectives}
+            wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+        built = build_unit(module, options, ignored, param_init_fn, collectives)
+        super().__init__(module, built.unit)
+        self.xla_device = built.unit.device
+        self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
+        self._options = options
+        self._collectives = built.collectives
+        self._cast_buffers = built.cast_buffers
         if execute_sharding_on_init:
-            gc.collect()  # full parameters in reference cycles would survive the sync
-            xla_ops.sync()
-
-    # ------------------------------------------------------------ use
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with its parameters gathered."""
-        return self._unit.run(self._fsdp_wrapped_module, args, kwargs)
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the wrapped module's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == _INNER:
-                raise
-            if name in self.__dict__["_forward_methods"]:
-                return partial(self._run_method, name)
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Indexing goes to the wrapped module (``nn.Sequential``)."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        """Length of the wrapped module (``nn.Sequential``)."""
-        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
-        return True
+            execute_sharding()
 
     def extra_repr(self) -> str:
         """The options that differ between units."""
@@ -208,19 +159,23 @@ class XlaFullyShardedDataParallel(nn.Module):
             f"reshard_after_forward={options.reshard_after_forward}"
         )
 
-    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
-
     # ------------------------------------------------------------ training
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep full gradients on this rank; the first one outside adds them
-        and reduces the sum. Saves traffic, costs the memory of the full gradients."""
-        units = [wrapper._unit for wrapper in self._wrappers()]
+    def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
+        """Accumulate gradients over the backward passes inside, and the first one outside.
+
+        Args:
+            sharded: False keeps full gradients on this rank, which that last pass adds and reduces
+                in one: no traffic inside, at the cost of the memory of the full gradients. True
+                reduces in every pass and adds shards, as without ``no_sync``: the traffic of every
+                pass, and no memory beyond the shards. Loops that always use ``no_sync`` (those of
+                integrations) choose between the two here.
+        """
+        units = self._units()
         before = [unit.sync_gradients for unit in units]
         for unit in units:
-            unit.sync_gradients = False
+            unit.sync_gradients = sharded
         try:
             yield
         finally:
@@ -231,8 +186,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
         ``optimizer.zero_grad()`` cannot do)."""
         super().zero_grad(set_to_none)
-        for wrapper in self._wrappers():
-            wrapper._unit.drop_kept()
+        for unit in self._units():
+            unit.drop_kept()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -261,16 +216,26 @@ class XlaFullyShardedDataParallel(nn.Module):
             ValueError: if ``norm_type`` is not positive.
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
-        if any(wrapper._unit.group.has_kept for wrapper in self._wrappers()):
-            raise RuntimeError(
-                "clip_grad_norm_ was called while gradients kept by no_sync() are not reduced yet; "
-                "run the last backward of the accumulation outside no_sync() first"
-            )
+        self._refuse_kept("clip_grad_norm_")
         collectives = self._collectives
         if groups is not None:
             collectives = XlaCollectives(groups, self.rank, len(groups[0]))
-        grads = [param.grad for param in self.params_with_grad if param.grad is not None]
-        return clip_grads_(grads, max_norm, norm_type, collectives, self.xla_device)
+        return clip_grads_by_norm_(
+            self.params_with_grad, max_norm, norm_type, collectives, self.xla_device
+        )
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient element into [-clip_value, clip_value].
+
+        Args:
+            clip_value: the largest magnitude allowed, not negative.
+
+        Raises:
+            ValueError: if it is negative or not a number.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+        """
+        self._refuse_kept("clip_grad_value_")
+        clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by ``pre`` before the sum over ranks and by ``post`` after it (default:
@@ -286,22 +251,10 @@ class XlaFullyShardedDataParallel(nn.Module):
         """
         if not (pre > 0 and post > 0):
             raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
-        for wrapper in self._wrappers() if recursive else [self]:
-            wrapper._unit.group.predivide, wrapper._unit.group.postdivide = pre, post
+        for unit in self._units() if recursive else [self._unit]:
+            unit.group.predivide, unit.group.postdivide = pre, post
 
-    # ------------------------------------------------------------ names and state
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
-        _close_failed_passes(self)
-        memo = set() if memo is None else memo
-        if remove_duplicate and self in memo:
-            return
-        memo.add(self)
-        yield prefix, self
-        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+    # ------------------------------------------------------------ state
 
     @staticmethod
     @contextlib.contextmanager
@@ -331,8 +284,8 @@ class XlaFullyShardedDataParallel(nn.Module):
                 called inside the block.
         """
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        wrappers = [each for each in module.modules() if _is_unit(each)]
-        units = [wrapper._unit for wrapper in wrappers if recurse or wrapper._unit.is_root]
+        all_units = [wrapper._unit for _, wrapper in named_units(module)]
+        units = [unit for unit in all_units if recurse or unit.is_root]
         with summoned(units, options):
             yield
 
@@ -355,88 +308,16 @@ class XlaFullyShardedDataParallel(nn.Module):
                 yield join_name(prefix, param.key), param
 
     def _named_wrappers(self) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
-        for name, module in self.named_modules():
+        for name, module in named_units(self):
             if isinstance(module, XlaFullyShardedDataParallel):
                 yield name, module
 
-    def _wrappers(self) -> list[XlaFullyShardedDataParallel]:
-        return [wrapper for _, wrapper in self._named_wrappers()]
+    def _units(self) -> list[Unit]:
+        return [wrapper._unit for _, wrapper in named_units(self)]
 
-    # ------------------------------------------------------------ construction
-
-    def _auto_wrap(
-        self,
-        module: nn.Module,
-        policy: Callable[..., bool],
-        wrapper: Callable[..., nn.Module] | None,
-        inherited: dict[str, Any],
-    ) -> None:
-        for name, inner in module.named_modules():
-            if _is_unit(inner):
-                raise ValueError(
-                    f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
-                    f"FSDP units inside. Wrap by hand or by policy, not both"
-                )
-        wrap = wrapper or XlaFullyShardedDataParallel
-        given = {name: value for name, value in inherited.items() if value is not None}
-        options = {**self._options.as_keywords(), **given}
-        wrap_children(module, policy, lambda selected: wrap(selected, **options))
-
-    def _join_units_below(self) -> None:
-        for wrapper in self._wrappers():
-            if wrapper is not self:
-                wrapper._unit.join(self._unit)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
-    and with gradients. For modules that are used by other methods than ``forward`` (``encode``,
-    ``generate``). Does nothing if ``module`` is not wrapped, as in torch.
-
-    Raises:
-        ValueError: if the wrapped module has no such method.
-    """
-    if not _is_unit(module):
-        return
-    if not callable(getattr(module.module, method_name, None)):
-        raise ValueError(
-            f"{type(module.module).__name__} has no method {method_name!r} to register; give the "
-            f"name of a method of the wrapped module"
-        )
-    module._forward_methods.add(method_name)
-
-
-def _check_wrappable(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
-    if _is_unit(module):
-        raise ValueError(
-            "this module is wrapped with FSDP already. For nested units, wrap the inner modules "
-            "first and then the module that holds them"
-        )
-    if not has_forward(module):
-        raise ValueError(
-            f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
-            f"needed. Wrap the modules that it holds, or the module that calls them"
-        )
-
-
-def _is_unit(module: nn.Module) -> TypeGuard[XlaFullyShardedDataParallel]:
-    return isinstance(module, XlaFullyShardedDataParallel)
-
-
-def _collectives_for(config: FSDPConfig) -> Collectives:
-    if config.sharding_groups is not None:
-        assert config.sharding_rank is not None  # FSDPConfig has checked both
-        assert config.sharding_world_size is not None
-        rank, num_shards = config.sharding_rank, config.sharding_world_size
-    else:
-        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
-    if num_shards == 1:
-        return LocalCollectives()
-    return XlaCollectives(config.sharding_groups, rank, num_shards)
-
-
-def _close_failed_passes(wrapper: XlaFullyShardedDataParallel, *_: Any) -> None:
-    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
-    wrapper._unit.backward.abandon()
+    def _refuse_kept(self, method: str) -> None:
+        if any(unit.group.has_kept for unit in self._units()):
+            raise RuntimeError(
+                f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
+                f"the last backward of the accumulation outside no_sync() first"
+            )

@@ -1,7 +1,9 @@
 """Give memory and values to modules that were built on the meta device.
 
-Always true: a module that is not on the meta device is left alone, and so are modules inside units
-that exist already. Values come from the caller's function or the module's ``reset_parameters``.
+Words: the *origin* of a parameter made here is the meta tensor that it replaces.
+Always true: what is not on the meta device is left alone, and so is what lies in units that exist
+already, except that a parameter tied to one of theirs becomes their shard. Values come from the
+caller's function or the module's ``reset_parameters``.
 """
 
 from __future__ import annotations
@@ -12,45 +14,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.ownership import own_modules
+from xla_fsdp.scope import Scope
+from xla_fsdp.ties import known_shard
 
 
 def materialize(
-    module: nn.Module,
-    is_unit: Callable[[nn.Module], bool],
-    param_init_fn: Callable[[nn.Module], None] | None,
-) -> None:
-    """Allocate in host memory what ``module`` holds on the meta device, and initialize it.
+    scope: Scope, param_init_fn: Callable[[nn.Module], None] | None
+) -> dict[int, Tensor]:
+    """Allocate in host memory what modules in ``scope`` hold on the meta device, and initialize it.
 
     Args:
-        module: the module of a new unit.
-        is_unit: tells the units inside it.
+        scope: what belongs to a new unit.
         param_init_fn: called with each module that directly holds meta tensors; default is the
             module's own ``reset_parameters``.
+
+    Returns:
+        The origins, by the id of the parameter made of each.
 
     Raises:
         ValueError: if neither exists for a module.
     """
-    allocated: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
-    for name, owner in own_modules(module, is_unit):
+    made = _Made(scope)
+    for name, owner in scope.modules():
         if _meta_tensors(owner):
             initialize = param_init_fn or _reset_parameters(name, owner)
-            _allocate(owner, allocated)
+            made.allocate(owner)
             initialize(owner)
+    made.tie()
+    return made.origins
+
+
+class _Made:
+    """What replaces meta tensors."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._ignored = scope.ignored
+        self._new: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
+        self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.origins: dict[int, Tensor] = {}
+
+    def allocate(self, owner: nn.Module) -> None:
+        """Host memory for what is on the meta device, and only that."""
+        registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for registry in registries:
+            for name, tensor in registry.items():
+                if tensor is not None and tensor.is_meta:
+                    registry[name] = self._replace(tensor)
+                    if known := known_shard(tensor):
+                        self._tied.append((owner, name, known.shard))
+
+    def tie(self) -> None:
+        """Once modules are initialized: what another unit has sharded already is its shard."""
+        for owner, name, shard in self._tied:
+            owner._parameters[name] = shard
+
+    def _replace(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._new:
+            new = self._new[id(tensor)] = _like(tensor)
+            self.origins[id(new)] = tensor
+            if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter):
+                self._ignored.follow(tensor, new)
+        return self._new[id(tensor)]
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
     tensors = (*owner._parameters.values(), *owner._buffers.values())
     return [tensor for tensor in tensors if tensor is not None and tensor.is_meta]
-
-
-def _allocate(owner: nn.Module, allocated: dict[int, Tensor]) -> None:
-    """Host memory for what is on the meta device, and only that."""
-    registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-    for registry in registries:
-        for name, tensor in registry.items():
-            if tensor is not None and tensor.is_meta:
-                registry[name] = allocated.setdefault(id(tensor), _like(tensor))
 
 
 def _like(tensor: Tensor) -> Tensor:

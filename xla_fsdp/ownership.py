@@ -1,4 +1,4 @@
-"""Which parameters belong to a unit: those of its module that no unit inside it has taken.
+"""Make a unit's parameters into shards, and move its buffers.
 
 Words: see ``sharded_param``. Always true: a parameter that several attributes share has one shard,
 also when the attributes lie in different units. Parameters that cannot be sharded (integer and
@@ -7,67 +7,50 @@ boolean ones) stay whole on every rank.
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp import xla_ops
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES, ShardLayout
 from xla_fsdp.names import join_name
+from xla_fsdp.scope import Scope
 from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
 from xla_fsdp.statistics_layers import compute_in, statistics_dtype
-
-# A unit replaces a parameter by its shard. Where another unit's module still holds the original
-# (a head tied to an embedding), this is the only way to know that they are one. Keys are tensors
-# of one rank's own model, so ranks that are threads of one process never meet here.
-_shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
+from xla_fsdp.ties import known_shard, remember
 
 CHECKED_VALUES = 4096
 
 
-def own_modules(
-    module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """``module`` and the modules below it with their dotted names, except what units hold."""
-    seen: set[int] = set()
-
-    def walk(current: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(current) in seen or is_unit(current):
-            return
-        seen.add(id(current))
-        yield name, current
-        for child_name, child in current._modules.items():
-            if child is not None:
-                yield from walk(child, f"{name}.{child_name}" if name else child_name)
-
-    yield from walk(module, prefix)
-
-
 def shard_own_parameters(
-    module: nn.Module,
-    is_unit: Callable[[nn.Module], bool],
+    scope: Scope,
     config: FSDPConfig,
     *,
     rank: int,
     num_shards: int,
     device: torch.device,
+    origins: Mapping[int, Tensor],
 ) -> list[ShardedParam]:
-    """Replace the parameters of ``module`` outside inner units by this rank's shards.
+    """Replace the parameters in ``scope`` by this rank's shards.
+
+    Args:
+        scope: what belongs to the unit.
+        config: the unit's options.
+        rank: the caller's position among those that share the parameters.
+        num_shards: how many they are.
+        device: where shards go.
+        origins: by the id of a parameter that was made of a meta tensor, that tensor.
 
     Raises:
         ValueError: if a parameter is tied to one in another unit that is sharded differently.
     """
-    modules = list(own_modules(module, is_unit))
-    _move_whole(modules, device)
-    members = _members(modules)
-    sharder = _Sharder(module, config, rank, num_shards, device)
-    known = {id(tensor): _known(tensor) for tensor, _ in members}
+    _move_whole(scope, device)
+    members = _members(scope)
+    sharder = _Sharder(scope.root, config, rank, num_shards, device, origins)
+    known = {id(tensor): known_shard(tensor) for tensor, _ in members}
     adopted = [
         sharder.adopt(theirs, member) for tensor, member in members if (theirs := known[id(tensor)])
     ]
@@ -79,21 +62,16 @@ def shard_own_parameters(
     return made + adopted
 
 
-def move_buffers(
-    module: nn.Module,
-    is_unit: Callable[[nn.Module], bool],
-    config: FSDPConfig,
-    device: torch.device,
-) -> dict[str, torch.dtype]:
-    """Move the buffers outside inner units to ``device``; cast floating-point ones to the buffer
-    dtype, or that of the layer's statistics.
+def move_buffers(scope: Scope, config: FSDPConfig, device: torch.device) -> dict[str, torch.dtype]:
+    """Move the buffers in ``scope`` to ``device``; cast floating-point ones to the buffer dtype, or
+    that of the layer's statistics.
 
     Returns:
         The original dtype of every buffer that was cast, by dotted name.
     """
     cast: dict[str, torch.dtype] = {}
     moved: dict[tuple[int, torch.dtype], Tensor] = {}  # shared buffers stay one
-    for prefix, owner in own_modules(module, is_unit):
+    for prefix, owner in scope.modules():
         statistics = statistics_dtype(owner, config)
         if config.compute_dtype not in (None, statistics) and statistics is not None:
             compute_in(statistics, config.compute_dtype, owner)
@@ -113,13 +91,20 @@ class _Sharder:
     """Makes shards for one unit."""
 
     def __init__(
-        self, home: nn.Module, config: FSDPConfig, rank: int, num_shards: int, device: torch.device
+        self,
+        home: nn.Module,
+        config: FSDPConfig,
+        rank: int,
+        num_shards: int,
+        device: torch.device,
+        origins: Mapping[int, Tensor],
     ) -> None:
         self._home = home
         self._config = config
         self._rank = rank
         self._num_shards = num_shards
         self._device = device
+        self._origins = origins
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, Member]]) -> ShardedParam:
         """One shard for the joined ``parts``."""
@@ -130,8 +115,7 @@ class _Sharder:
         flat = self._config.flatten_parameters
         dtype = self._compute_dtype(members[0])
         param = ShardedParam(key, members, shard, layout, dtype, self._home if flat else None)
-        for tensor in (*tensors, shard):
-            _shard_of[tensor] = weakref.ref(param)
+        remember(param, [*tensors, shard, *self._meta_origins(tensors)])
         return param
 
     def adopt(self, theirs: ShardedParam, member: Member) -> ShardedParam:
@@ -165,6 +149,9 @@ class _Sharder:
             )
         return [groups[key] for key in sorted(groups)]
 
+    def _meta_origins(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._origins[id(tensor)] for tensor in tensors if id(tensor) in self._origins]
+
     def _compare_with_peers(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> None:
         """CPU ranks share one random number generator, and a model that every rank seeds and builds
         for itself then differs between them."""
@@ -197,21 +184,14 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy().tobytes())
 
 
-def _known(tensor: Tensor) -> ShardedParam | None:
-    reference = _shard_of.get(tensor)
-    return reference() if reference is not None else None
-
-
-def _members(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[Tensor, Member]]:
+def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
     """Distinct floating-point parameters with all their names and owners, in order."""
     places: dict[int, tuple[Tensor, list[str], list[Owner]]] = {}
-    for prefix, module in modules:
-        for attribute, tensor in module._parameters.items():
-            if tensor is None or not tensor.is_floating_point():
-                continue
-            _, names, owners = places.setdefault(id(tensor), (tensor, [], []))
-            names.append(join_name(prefix, attribute))
-            owners.append(Owner(module, attribute))
+    for name, owner, attribute, param in scope.parameters():
+        if param.is_floating_point():
+            _, names, owners = places.setdefault(id(param), (param, [], []))
+            names.append(name)
+            owners.append(Owner(owner, attribute))
     return [
         (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
         for tensor, names, owners in places.values()
@@ -220,22 +200,22 @@ def _members(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[Tensor, Mem
 
 def _full_shape(tensor: Tensor) -> torch.Size:
     """A parameter that was tied after wrapping is already another unit's shard."""
-    known = _known(tensor) if is_sharded(tensor) else None
+    known = known_shard(tensor) if is_sharded(tensor) else None
     return known.members[0].shape if known is not None else tensor.shape
 
 
-def _move_whole(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
+def _move_whole(scope: Scope, device: torch.device) -> None:
     moved: dict[int, nn.Parameter] = {}
-    for prefix, module in modules:
-        for attribute, tensor in module._parameters.items():
-            if tensor is not None and not tensor.is_floating_point():
-                if tensor.requires_grad:
-                    raise ValueError(
-                        f"{join_name(prefix, attribute)} is {tensor.dtype} and needs a gradient; "
-                        f"only floating-point parameters can be trained under FSDP. Keep it as two "
-                        f"real parameters (torch.view_as_real), or freeze it"
-                    )
-                new = moved.setdefault(
-                    id(tensor), nn.Parameter(tensor.detach().to(device), requires_grad=False)
-                )
-                module._parameters[attribute] = new
+    for name, owner, attribute, param in scope.parameters():
+        if param.is_floating_point():
+            continue
+        if param.requires_grad:
+            raise ValueError(
+                f"{name} is {param.dtype} and needs a gradient; only floating-point parameters can "
+                f"be trained under FSDP. Keep it as two real parameters (torch.view_as_real), "
+                f"freeze it, or list it in ignored_params"
+            )
+        new = moved.setdefault(
+            id(param), nn.Parameter(param.detach().to(device), requires_grad=False)
+        )
+        owner._parameters[attribute] = new

@@ -49,6 +49,7 @@ class Unit:
     def __init__(self, group: ParamGroup, config: FSDPConfig, device: torch.device) -> None:
         self.group = group
         self.config = config
+        self.device = device
         self.state = UnitState.SHARDED
         self.is_root = True
         self.sync_gradients = True

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from xla_fsdp.ignored import Ignored
+
 Policy = Callable[..., bool]
 
 
@@ -72,31 +74,43 @@ def size_based_auto_wrap_policy(
 
 
 def wrap_children(
-    module: nn.Module, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module]
+    module: nn.Module,
+    policy: Policy,
+    wrap_fn: Callable[[nn.Module], nn.Module],
+    ignored: Ignored | None = None,
 ) -> int:
     """Replace every descendant of ``module`` that ``policy`` selects by ``wrap_fn(descendant)``.
+
+    Args:
+        module: the root, which is not replaced.
+        policy: see the module's docstring.
+        wrap_fn: makes a unit of a module.
+        ignored: modules that the policy is not asked about, and parameters that are not counted.
 
     Returns:
         The number of parameter elements that the new units took.
     """
-    return _Walker(policy, wrap_fn).visit_children(module)
+    return _Walker(policy, wrap_fn, ignored or Ignored()).visit_children(module)
 
 
 class _Walker:
-    def __init__(self, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(
+        self, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module], ignored: Ignored
+    ) -> None:
         self._policy = policy
         self._wrap_fn = wrap_fn
+        self._ignored = ignored
         self._done: dict[int, tuple[nn.Module, nn.Module]] = {}  # the original keeps its id taken
 
     def visit_children(self, module: nn.Module) -> int:
         # Attention computes with its children's weights, without calling the children.
         if isinstance(module, nn.MultiheadAttention):
             return 0
-        if not self._policy(module=module, recurse=True, unwrapped_params=_numel(module)):
+        if not self._policy(module=module, recurse=True, unwrapped_params=self._numel(module)):
             return 0
         taken = 0
         for name, child in list(module._modules.items()):
-            if child is None:
+            if child is None or self._ignored.has_module(child):
                 continue
             replacement, numel = self._visit(child)
             if replacement is not child:
@@ -107,7 +121,7 @@ class _Walker:
     def _visit(self, module: nn.Module) -> tuple[nn.Module, int]:
         if id(module) in self._done:
             return self._done[id(module)][1], 0
-        total = _numel(module)
+        total = self._numel(module)
         taken = self.visit_children(module)
         replacement = module
         if has_forward(module) and self._policy(
@@ -117,13 +131,13 @@ class _Walker:
         self._done[id(module)] = (module, replacement)
         return replacement, taken
 
+    def _numel(self, module: nn.Module) -> int:
+        params = module.parameters()
+        return sum(param.numel() for param in params if not self._ignored.has_param(param))
+
 
 def has_forward(module: nn.Module) -> bool:
     """Whether calling ``module`` computes something (``nn.ModuleList`` has no forward)."""
     forward = getattr(module, "forward", None)
     # nn.Module's own forward only raises; torch keeps it under this name.
     return getattr(forward, "__name__", "") != "_forward_unimplemented"
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())

@@ -1,0 +1,130 @@
+"""Make a unit of a module: check it, give it values, cut its parameters, move its buffers.
+
+Always true: everything is checked before anything is changed, as far as it can be known by then.
+What the options mean is said in ``fully_sharded``; the work is done by ``meta_init``, ``ownership``
+and ``unit``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from xla_fsdp import xla_ops
+from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.ignored import Ignored
+from xla_fsdp.meta_init import materialize
+from xla_fsdp.ownership import move_buffers, shard_own_parameters
+from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.scope import Scope
+from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.unit import Unit
+from xla_fsdp.unit_module import is_unit
+from xla_fsdp.wrap import has_forward, wrap_children
+
+
+@dataclass(frozen=True)
+class BuiltUnit:
+    """A new unit, what it communicates by, and the original dtypes of the buffers it cast."""
+
+    unit: Unit
+    collectives: Collectives
+    cast_buffers: dict[str, torch.dtype]
+
+
+def check_wrappable(module: nn.Module) -> None:
+    """Raise TypeError or ValueError unless ``module`` can become a unit."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
+    if is_unit(module):
+        raise ValueError(
+            "this module is wrapped with FSDP already. For nested units, wrap the inner modules "
+            "first and then the module that holds them"
+        )
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
+            f"needed. Wrap the modules that it holds, or the module that calls them"
+        )
+
+
+def wrap_by_policy(
+    module: nn.Module,
+    policy: Callable[..., bool],
+    wrapper: Callable[..., nn.Module],
+    config: FSDPConfig,
+    ignored: Ignored,
+    others: dict[str, Any],
+) -> None:
+    """Wrap the descendants of ``module`` that ``policy`` selects, with the same options.
+
+    Args:
+        module: the outermost module, which is not wrapped here.
+        policy: see ``wrap``.
+        wrapper: called as ``wrapper(descendant, **options)``.
+        config: options of the units.
+        ignored: what the units leave alone.
+        others: further keywords; those that are None are not passed on.
+
+    Raises:
+        ValueError: if there are units in ``module`` already.
+    """
+    for name, inner in module.named_modules():
+        if is_unit(inner):
+            raise ValueError(
+                f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
+                f"FSDP units inside. Wrap by hand or by policy, not both"
+            )
+    given = {name: value for name, value in others.items() if value is not None}
+    options = {**config.as_keywords(), **ignored.as_keywords(), **given}
+    wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)
+
+
+def build_unit(
+    module: nn.Module,
+    config: FSDPConfig,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    collectives: Collectives | None,
+) -> BuiltUnit:
+    """Make a unit of what ``module`` holds outside of other units."""
+    scope = Scope(module, ignored)
+    origins = materialize(scope, param_init_fn)
+    device = xla_ops.device()
+    collectives = collectives or _collectives_for(config)
+    params = shard_own_parameters(
+        scope,
+        config,
+        rank=collectives.rank,
+        num_shards=collectives.num_shards,
+        device=device,
+        origins=origins,
+    )
+    cast_buffers = move_buffers(scope, config, device)
+    xla_ops.refuse_reduce_gradients_of(is_sharded)
+    unit = Unit(ParamGroup(params, collectives, config), config, device)
+    return BuiltUnit(unit, collectives, cast_buffers)
+
+
+def execute_sharding() -> None:
+    """Run what cuts the parameters now, so that full ones on the device are freed."""
+    gc.collect()  # full parameters in reference cycles would survive the sync
+    xla_ops.sync()
+
+
+def _collectives_for(config: FSDPConfig) -> Collectives:
+    if config.sharding_groups is not None:
+        assert config.sharding_rank is not None  # FSDPConfig has checked both
+        assert config.sharding_world_size is not None
+        rank, num_shards = config.sharding_rank, config.sharding_world_size
+    else:
+        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
+    if num_shards == 1:
+        return LocalCollectives()
+    return XlaCollectives(config.sharding_groups, rank, num_shards)

@@ -1,0 +1,33 @@
+"""Which shard stands for a tensor that a unit has replaced.
+
+A unit replaces a parameter by its shard. Where another unit's module still holds the original (a
+head tied to an embedding), this registry is the only way to know that the two are one.
+Words: a *stand-in* is a tensor that the shard stands for: the original parameter, the meta tensor
+that it was before it had memory, or the shard itself.
+Always true: nothing is kept alive. Keys are tensors of one rank's own model, so ranks that are
+threads of one process never meet here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from xla_fsdp.sharded_param import ShardedParam
+
+_shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
+    """``param`` is what became of ``stand_ins``."""
+    for tensor in stand_ins:
+        _shard_of[tensor] = weakref.ref(param)
+
+
+def known_shard(tensor: Tensor) -> ShardedParam | None:
+    """What became of ``tensor``, if a unit has taken it."""
+    reference = _shard_of.get(tensor)
+    return reference() if reference is not None else None

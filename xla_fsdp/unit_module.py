@@ -1,0 +1,122 @@
+"""A module that runs as a unit and does not show in names. Base class of the wrappers.
+
+Words: the *wrapped* module is the one that the user gave. Always true: ``named_modules``,
+``named_parameters``, ``state_dict`` and messages use the names that modules had before they were
+wrapped, at any depth; attributes that the wrapper lacks are the wrapped module's.
+How the unit is made, and what users do with it, is left to ``fully_sharded``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from xla_fsdp.names import HiddenChild
+from xla_fsdp.unit import Unit
+
+_INNER = "_fsdp_wrapped_module"
+
+
+class UnitModule(nn.Module):
+    """``module`` with its forward run by ``unit``.
+
+    Args:
+        module: the wrapped module.
+        unit: holds the module's parameters; the root of the units inside the module from now on.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
+        super().__init__()
+        self._forward_methods: set[str] = set()
+        self._unit = unit
+        self._fsdp_wrapped_module = module
+        for _, inner in named_units(module):
+            inner._unit.join(unit)
+        HiddenChild(_INNER).register_on(self)
+        for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
+            register(_close_failed_passes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters gathered."""
+        return self._unit.run(self._fsdp_wrapped_module, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
+        _close_failed_passes(self)
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper lacks are the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            if name in self.__dict__["_forward_methods"]:
+                return partial(self._run_method, name)
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexing goes to the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Length of the wrapped module (``nn.Sequential``)."""
+        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
+        return True
+
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+
+
+def is_unit(module: nn.Module) -> TypeGuard[UnitModule]:
+    """Whether ``module`` is wrapped."""
+    return isinstance(module, UnitModule)
+
+
+def named_units(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
+    """The units in ``module``, itself included, outer ones first, by their original names."""
+    for name, inner in module.named_modules():
+        if is_unit(inner):
+            yield name, inner
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
+    and with gradients. For modules that are used by other methods than ``forward`` (``encode``,
+    ``generate``). Does nothing if ``module`` is not wrapped, as in torch.
+
+    Raises:
+        ValueError: if the wrapped module has no such method.
+    """
+    if not is_unit(module):
+        return
+    if not callable(getattr(module.module, method_name, None)):
+        raise ValueError(
+            f"{type(module.module).__name__} has no method {method_name!r} to register; give the "
+            f"name of a method of the wrapped module"
+        )
+    module._forward_methods.add(method_name)
+
+
+def _close_failed_passes(wrapper: UnitModule, *_: Any) -> None:
+    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
+    wrapper._unit.backward.abandon()

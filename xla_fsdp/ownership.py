@@ -191,7 +191,8 @@ def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
         if param.is_floating_point():
             _, names, owners = places.setdefault(id(param), (param, [], []))
             names.append(name)
-            owners.append(Owner(owner, attribute))
+            if Owner(owner, attribute) not in owners:
+                owners.append(Owner(owner, attribute))
     return [
         (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
         for tensor, names, owners in places.values()
@@ -206,7 +207,7 @@ def _full_shape(tensor: Tensor) -> torch.Size:
 
 def _move_whole(scope: Scope, device: torch.device) -> None:
     moved: dict[int, nn.Parameter] = {}
-    for name, owner, attribute, param in scope.parameters():
+    for name, owner, attribute, param in list(scope.parameters()):  # all, before any is replaced
         if param.is_floating_point():
             continue
         if param.requires_grad:

@@ -1,7 +1,7 @@
 """Which modules and parameters are a unit's own.
 
 Always true: what a unit inside has taken, and what the user asked to ignore, is in no other unit's
-scope; each module is met once, however many names it has.
+scope.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ class Scope:
         self.ignored = ignored
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Dotted names and modules, the root (``""``) first."""
-        yield from self._below(self.root, "", set())
+        """Dotted names and modules, the root (``""``) first; each module once."""
+        seen: set[int] = set()
+        for name, module in self._below(self.root, ""):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield name, module
 
     def parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-        """Every place of a parameter: its dotted name, its module, its attribute, itself."""
-        for prefix, owner in self.modules():
+        """Every name of a parameter, with its module, its attribute and itself. A module that has
+        several names gives its parameters several, too."""
+        for prefix, owner in self._below(self.root, ""):
             for attribute, param in owner._parameters.items():
                 if param is not None and not self.ignored.has_param(param):
                     yield join_name(prefix, attribute), owner, attribute, param
 
-    def _below(
-        self, module: nn.Module, name: str, seen: set[int]
-    ) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen or is_unit(module) or self.ignored.has_module(module):
+    def _below(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if is_unit(module) or self.ignored.has_module(module):
             return
-        seen.add(id(module))
         yield name, module
         for child_name, child in module._modules.items():
             if child is not None:
-                yield from self._below(child, join_name(name, child_name), seen)
+                yield from self._below(child, join_name(name, child_name))

@@ -178,6 +178,10 @@ class ShardedParam:
             joined = F.pad(joined, (0, padding))
         return joined.reshape(self.layout.num_shards, -1)
 
+    def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
+        """``rank``'s shard of full members, in the shape of the shard, on their device."""
+        return slice_of(full, self.layout, rank).reshape(self.shard.shape)
+
     def _move(self, expected: ParamState, new: ParamState) -> None:
         if self.state is not expected:
             raise RuntimeError(
@@ -198,6 +202,18 @@ def make_shard(
 
     Only the slice moves to ``device``: a parameter in host memory never exists there in full.
     """
+    shard = ShardParameter(
+        slice_of(tensors, layout, rank).reshape(-1, *row_shape).to(device),
+        requires_grad=any(tensor.requires_grad for tensor in tensors),
+    )
+    if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
+        vars(shard).update(vars(tensors[0]))
+    return shard
+
+
+def slice_of(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:
+    """``rank``'s part of full tensors joined end to end, on their device: [shard_numel], zeros as
+    padding."""
     wanted = layout.slice_for(rank)
     numels = [tensor.numel() for tensor in tensors]
     pieces = []
@@ -207,13 +223,7 @@ def make_shard(
             pieces.append(tensor.detach().reshape(-1)[begin:end])
     # A shard that lies wholly in the padding has no piece, and cat needs one.
     pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
-    shard = ShardParameter(
-        torch.cat(pieces).reshape(-1, *row_shape).to(device),
-        requires_grad=any(tensor.requires_grad for tensor in tensors),
-    )
-    if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
-        vars(shard).update(vars(tensors[0]))
-    return shard
+    return torch.cat(pieces)
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -107,14 +107,10 @@ def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -
     for param in unit.group.params:
         members = full[at : at + len(param.members)]
         at += len(param.members)
-        param.shard.copy_(_slice(param, members, rank))
+        param.shard.copy_(param.slice_of(members, rank))
         if with_grads:
             grads = [leaf.grad for leaf in members]
             param.shard.grad = _grad_slice(param, grads, rank)
-
-
-def _slice(param: ShardedParam, full: Sequence[Tensor], rank: int) -> Tensor:
-    return param.stack([t.detach() for t in full])[rank].reshape(param.shard.shape)
 
 
 def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:
@@ -125,4 +121,4 @@ def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) 
         present[0].new_zeros(member.shape) if grad is None else grad
         for member, grad in zip(param.members, grads, strict=True)
     ]
-    return _slice(param, full, rank).to(param.shard.device)
+    return param.slice_of(full, rank).to(param.shard.device)

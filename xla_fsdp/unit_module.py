@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from xla_fsdp.names import HiddenChild
-from xla_fsdp.unit import Unit
+from xla_fsdp.state_loading import Place, StateLoading, mark_shards
+from xla_fsdp.unit import Unit, UnitState
 
 _INNER = "_fsdp_wrapped_module"
 
@@ -35,9 +36,15 @@ class UnitModule(nn.Module):
         self._fsdp_wrapped_module = module
         for _, inner in named_units(module):
             inner._unit.join(unit)
-        HiddenChild(_INNER).register_on(self)
         for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
             register(_close_failed_passes)
+        self._state_loading = StateLoading(self._places, self._loading_inside)
+        # Before names get their hidden child, which only nn.Module's own loading wants.
+        self.register_load_state_dict_pre_hook(self._state_loading.translate)
+        self.register_load_state_dict_post_hook(self._state_loading.finish)
+        HiddenChild(_INNER).register_on(self)
+        # A partial because torch sets an attribute on this hook.
+        self.register_state_dict_post_hook(partial(_mark_shards))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered."""
@@ -83,6 +90,16 @@ class UnitModule(nn.Module):
         """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
         return True
 
+    def _places(self) -> Iterator[Place]:
+        for name, inner in named_units(self, remove_duplicate=False):
+            for param in inner._unit.group.params:
+                yield Place(name, param, inner._unit.group.collectives.rank)
+
+    def _loading_inside(self) -> Iterator[StateLoading]:
+        for _, inner in named_units(self, remove_duplicate=False):
+            if inner is not self:
+                yield inner._state_loading
+
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
@@ -92,9 +109,11 @@ def is_unit(module: nn.Module) -> TypeGuard[UnitModule]:
     return isinstance(module, UnitModule)
 
 
-def named_units(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
+def named_units(
+    module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, UnitModule]]:
     """The units in ``module``, itself included, outer ones first, by their original names."""
-    for name, inner in module.named_modules():
+    for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
         if is_unit(inner):
             yield name, inner
 
@@ -115,6 +134,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"name of a method of the wrapped module"
         )
     module._forward_methods.add(method_name)
+
+
+def _mark_shards(wrapper: UnitModule, state: Any, prefix: str, local_metadata: Any) -> None:
+    if wrapper._unit.state is UnitState.SHARDED:
+        mark_shards(local_metadata)
 
 
 def _close_failed_passes(wrapper: UnitModule, *_: Any) -> None:

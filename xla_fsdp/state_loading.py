@@ -1,0 +1,267 @@
+"""Let ``load_state_dict`` of a sharded model take what it is given: shards, full tensors, or
+upstream's shards.
+
+Words: the *form* of a state dict is ``SHARDS`` (this rank's, as ``state_dict()`` gives them) or
+``FULL`` (tensors of the plain model); upstream's shards have the form ``SHARDS`` and other names.
+Always true: the form is decided once, for all units below the module that is loaded: by a mark that
+our own state dicts carry, else by shapes; where neither tells, the user is asked. What was missing,
+unexpected or of a wrong size is reported by original names and full shapes.
+Full tensors are cut on the device where they are, so that the rank's device sees only its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.checkpoint.upstream_format import original_name
+from xla_fsdp.names import join_name
+from xla_fsdp.sharded_param import Member, ShardedParam
+
+MARK = "xla_fsdp_form"
+"""Key of the form in the metadata that torch's state dicts carry for each module."""
+UPSTREAM_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
+UPSTREAM_SHARD = "_fsdp_shard."
+
+
+class Form(Enum):
+    """What the tensors of a state dict are."""
+
+    SHARDS = "shards"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sharded parameter and where it is in the model that is loaded."""
+
+    unit: str
+    param: ShardedParam
+    rank: int
+
+    @property
+    def key(self) -> str:
+        """Name of the shard in a state dict of shards."""
+        return join_name(self.unit, self.param.key)
+
+    def names_of(self, member: Member) -> list[str]:
+        """Every name of a member, the canonical one first."""
+        return [join_name(self.unit, name) for name in member.names]
+
+
+def mark_shards(local_metadata: dict[str, Any]) -> None:
+    """Note in the metadata of a state dict that it holds shards."""
+    local_metadata[MARK] = Form.SHARDS.value
+
+
+class _MarkedState(dict[str, Any]):
+    """A state dict with the attribute in which torch's state dicts carry metadata."""
+
+    def __init__(self, state: Mapping[str, Any], metadata: dict[str, dict[str, Any]]) -> None:
+        super().__init__(state)
+        self._metadata = metadata
+
+
+def marked_full(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """``state`` as a state dict that says it is full, to be loaded into ``module``."""
+    prefixes = [name for name, _ in nn.Module.named_modules(module, remove_duplicate=False)]
+    return _MarkedState(state, {name: {MARK: Form.FULL.value} for name in prefixes})
+
+
+class StateLoading:
+    """Makes shards of what a state dict holds for one module and the units in it.
+
+    Args:
+        places: gives the sharded parameters of the module and of units in it, outer ones first.
+        inner: gives the ``StateLoading`` of the units inside.
+    """
+
+    def __init__(
+        self,
+        places: Callable[[], Iterator[Place]],
+        inner: Callable[[], Iterator[StateLoading]],
+    ) -> None:
+        self._places = places
+        self._inner = inner
+        self._done_by_outer = 0  # how many visits: a module may have several names
+
+    def translate(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Hook before ``module`` is loaded from ``state``: replaces full tensors by shards.
+
+        Raises:
+            ValueError: if the form cannot be told, or is a mixture.
+        """
+        if self._done_by_outer:
+            self._done_by_outer -= 1
+            return
+        _rename_upstream(state, prefix)
+        places = list(self._places())
+        if _form(state, prefix, places, local_metadata.get(MARK)) is Form.FULL:
+            for place in places:
+                _Cut(state, prefix, place, missing, errors).run()
+        for other in self._inner():
+            other._done_by_outer += 1
+
+    def finish(self, module: nn.Module, report: Any) -> None:
+        """Hook after ``module`` and what is in it were loaded."""
+        for other in self._inner():
+            other._done_by_outer = 0
+
+
+class _Cut:
+    """Replaces the full tensors of one sharded parameter by this rank's shard."""
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        place: Place,
+        missing: list[str],
+        errors: list[str],
+    ) -> None:
+        self._state = state
+        self._prefix = prefix
+        self._place = place
+        self._missing = missing
+        self._errors = errors
+
+    def run(self) -> None:
+        """Do it; parts that are missing or of a wrong size keep their values."""
+        if self._place.param.is_flat:
+            self._join()
+        else:
+            for name in self._place.names_of(self._place.param.members[0]):
+                self._replace(self._prefix + name)
+
+    def _replace(self, key: str) -> None:
+        if key in self._state and isinstance(self._state[key], Tensor):
+            param = self._place.param
+            fits = self._fits(key, self._state[key], param.members[0].shape)
+            self._state[key] = self._sliced([self._state[key]]) if fits else param.shard.detach()
+
+    def _join(self) -> None:
+        members = self._place.param.members
+        found = [self._take(self._place.names_of(member)) for member in members]
+        fits = [self._usable(*pair) for pair in zip(members, found, strict=True)]
+        self._state[self._prefix + self._place.key] = self._merged(found, fits)
+
+    def _take(self, names: Sequence[str]) -> Any:
+        """What the state dict has for a parameter of these names, which leave it."""
+        values = [self._state.pop(self._prefix + name, None) for name in names]
+        return next((value for value in values if value is not None), None)
+
+    def _usable(self, member: Member, value: Any) -> bool:
+        name = self._prefix + self._place.names_of(member)[0]
+        if value is None:
+            self._missing.append(name)
+            return False
+        return self._fits(name, value, member.shape)
+
+    def _merged(self, found: Sequence[Any], fits: Sequence[bool]) -> Tensor:
+        """The members that fit, and the rest as it is."""
+        param = self._place.param
+        if not any(fits):
+            return param.shard.detach()
+        full = [
+            value if fit else torch.zeros(member.shape)
+            for value, fit, member in zip(found, fits, param.members, strict=True)
+        ]
+        new = self._sliced([tensor.to(param.shard.dtype) for tensor in full])
+        if all(fits):
+            return new
+        taken = [
+            torch.full(member.shape, fit) for member, fit in zip(param.members, fits, strict=True)
+        ]
+        return torch.where(self._sliced(taken), new, param.shard.detach().to(new.device))
+
+    def _sliced(self, full: Sequence[Tensor]) -> Tensor:
+        return self._place.param.slice_of(full, self._place.rank)
+
+    def _fits(self, key: str, value: Any, shape: torch.Size) -> bool:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if found == tuple(shape):
+            return True
+        self._errors.append(
+            f"size mismatch for {key}: the state dict holds {found}, the full parameter of the "
+            f"model has shape {tuple(shape)}."
+        )
+        return False
+
+
+# ---------------------------------------------------------------- which form
+
+
+def _form(state: Mapping[str, Any], prefix: str, places: Sequence[Place], mark: Any) -> Form:
+    if mark is not None:
+        return Form(mark)
+    full, shards, unclear = _evidence(state, prefix, places)
+    if full and shards:
+        raise ValueError(
+            f"the state dict holds full tensors ({full[0]}) and shards ({shards[0]}); give it one "
+            f"kind of them"
+        )
+    if full:
+        return Form.FULL
+    if unclear and not shards:
+        raise ValueError(
+            f"whether the state dict holds full tensors or shards cannot be told: {unclear[0]} and "
+            f"all others are of a size for which both have one shape. Load full tensors by "
+            f"xla_fsdp.load_full_state_dict(model, state_dict), and shards from what "
+            f"model.state_dict() returned, with its _metadata"
+        )
+    return Form.SHARDS
+
+
+def _evidence(
+    state: Mapping[str, Any], prefix: str, places: Sequence[Place]
+) -> tuple[list[str], list[str], list[str]]:
+    """Names in the state dict that can only be full, that can only be shards, and others for which
+    it matters. Sizes that fit neither say nothing."""
+    full, shards, unclear = [], [], []
+    for place in places:
+        if place.param.is_flat:
+            shards += [place.key] if prefix + place.key in state else []
+            names = [name for member in place.param.members for name in place.names_of(member)]
+            full += [name for name in names if prefix + name in state]
+            continue
+        for name in place.names_of(place.param.members[0]):
+            value = state.get(prefix + name)
+            if not isinstance(value, Tensor):
+                continue
+            is_full = value.shape == place.param.members[0].shape
+            is_shard = value.shape == place.param.shard.shape
+            if is_full and is_shard:
+                unclear += [name] if place.param.layout.num_shards > 1 else []
+            elif is_full or is_shard:
+                (full if is_full else shards).append(name)
+    return full, shards, unclear
+
+
+# ---------------------------------------------------------------- upstream's names
+
+
+def _rename_upstream(state: dict[str, Any], prefix: str) -> None:
+    """Take what upstream's wrappers add out of the names below ``prefix``."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = _unwrapped_name(key.removeprefix(prefix))
+        if prefix + name != key:
+            state[prefix + name] = state.pop(key)
+
+
+def _unwrapped_name(name: str) -> str:
+    return original_name(name.replace(UPSTREAM_SEPARATOR, ".")).replace(UPSTREAM_SHARD, "")

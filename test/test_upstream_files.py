@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from test.ranks import run_on_ranks, run_python
 from test.shard_maker import bits, file_of
 from xla_fsdp.checkpoint import (
     CheckpointError,
@@ -26,14 +25,7 @@ CASES = ["plain", "nested", "flat", "flat_nested", "rows", "rows_nested", "bfloa
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with files written by torch_xla's own FSDP, one directory for each case."""
     directory = tmp_path_factory.mktemp("upstream")
-    writer = Path(__file__).parent / "upstream_writer.py"
-    child = subprocess.run(
-        [sys.executable, str(writer), str(directory)],
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    child = run_python("-m", "test.upstream_writer", str(directory), timeout=120)
     assert child.returncode == 0, child.stderr
     return directory
 
@@ -137,3 +129,53 @@ def test_mixed_shards_of_two_upstream_runs(upstream: Path, tmp_path: Path) -> No
         file_of(tmp_path, rank, 3).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"00001-of-\S*: shard_metadata differs from that"):
         consolidate_sharded_model_checkpoints(str(tmp_path / "mnist"))
+
+
+def loaded_by_every_rank(rank: int, directory: str, case: str) -> dict[str, Any]:
+    """What our model holds after every rank, one after the other, has loaded upstream's file."""
+    import torch_xla
+
+    from test import upstream_model
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    arrange, options = upstream_model.CASES[case]
+    found, reports = [], []
+    for pretended in range(upstream_model.WORLD_SIZE):
+        wrap = partial(
+            XlaFullyShardedDataParallel,
+            sharding_groups=[list(range(upstream_model.WORLD_SIZE))],
+            sharding_rank=pretended,
+            sharding_world_size=upstream_model.WORLD_SIZE,
+            **options,
+        )
+        net = upstream_model.Net(scalar="shard_param_on_dim_0" not in options)
+        model: Any = arrange(net, wrap)
+        shard = torch.load(Path(directory, case, f"rank{pretended}.pth"), weights_only=True)
+        reports.append(str(model.load_state_dict(shard["model"])))
+        found.append({name: value.cpu() for name, value in model.state_dict().items()})
+        metadata = model.get_shard_metadata()
+        torch_xla.sync()
+    return {"state": consolidate_sharded_state_dicts(found, metadata), "reports": set(reports)}
+
+
+def load_all(rank: int, directory: str) -> dict[str, Any]:
+    return {case: loaded_by_every_rank(rank, directory, case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def loaded(upstream: Path) -> dict[str, Any]:
+    return run_on_ranks(load_all, 1, str(upstream))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_model_loads_upstreams_state_dict(
+    upstream: Path, loaded: dict[str, Any], case: str
+) -> None:
+    original = torch.load(upstream / case / "original.pt", weights_only=True)
+    assert loaded[case]["reports"] == {"<All keys matched successfully>"}
+    state = loaded[case]["state"]
+    for name, value in original.items():
+        if case == "bfloat16" and "running" in name:
+            value = value.bfloat16().float()
+        assert torch.equal(state[name], value), name
+    assert state.keys() == original.keys()

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.remat import checkpoint_module
+    from xla_fsdp.state_dicts import (
+        full_state_dict,
+        load_full_state_dict,
+        load_optim_state_dict,
+        optim_state_dict,
+    )
     from xla_fsdp.unit_module import register_fsdp_forward_method
 
 __all__ = [
@@ -30,8 +36,12 @@ __all__ = [
     "checkpoint_module",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
+    "full_state_dict",
     "launch",
+    "load_full_state_dict",
+    "load_optim_state_dict",
     "one_rank_at_a_time",
+    "optim_state_dict",
     "register_fsdp_forward_method",
 ]
 
@@ -43,8 +53,12 @@ _HOMES = {
     "checkpoint_module": "remat",
     "consolidate_sharded_model_checkpoints": "checkpoint",
     "consolidate_sharded_state_dicts": "checkpoint",
+    "full_state_dict": "state_dicts",
     "launch": "launcher",
+    "load_full_state_dict": "state_dicts",
+    "load_optim_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
+    "optim_state_dict": "state_dicts",
     "register_fsdp_forward_method": "unit_module",
 }
 

@@ -140,12 +140,11 @@ class XlaFullyShardedDataParallel(UnitModule):
             given = {"param_init_fn": param_init_fn, "collectives": collectives}
             wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
         built = build_unit(module, options, ignored, param_init_fn, collectives)
-        super().__init__(module, built.unit)
+        super().__init__(module, built.unit, built.cast_buffers)
         self.xla_device = built.unit.device
         self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
         self._options = options
         self._collectives = built.collectives
-        self._cast_buffers = built.cast_buffers
         if execute_sharding_on_init:
             execute_sharding()
 
@@ -298,7 +297,7 @@ class XlaFullyShardedDataParallel(UnitModule):
         the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
         units = [
             UnitContent(name, wrapper._unit.group.params, wrapper._cast_buffers)
-            for name, wrapper in self._named_wrappers()
+            for name, wrapper in named_units(self, remove_duplicate=False)
         ]
         return describe(units, self.rank, self.world_size).to_dict()
 

@@ -143,10 +143,9 @@ class _Sharder:
         """
         groups: dict[tuple[bool, str, str], list[tuple[Tensor, Member]]] = {}
         for part in parts:
-            tensor, dtype = part[0], self._compute_dtype(part[1])
-            groups.setdefault((not tensor.requires_grad, str(tensor.dtype), str(dtype)), []).append(
-                part
-            )
+            tensor, computes_in = part[0], self._compute_dtype(part[1]) or part[0].dtype
+            kind = (not tensor.requires_grad, str(tensor.dtype), str(computes_in))
+            groups.setdefault(kind, []).append(part)
         return [groups[key] for key in sorted(groups)]
 
     def _meta_origins(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -66,17 +66,18 @@ class ParamGroup:
             shard.detach().to(param.compute_dtype or shard.dtype)
             for param, shard in zip(self.params, shards, strict=True)
         ]
-        return self.gather_as_stored(cast)
+        return self.gather_as_stored(self.params, cast)
 
-    def gather_as_stored(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """As ``gather``, but in the dtype of ``shards``, which may also be gradients."""
+    def gather_as_stored(
+        self, params: Sequence[ShardedParam], shards: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
+        which may be anything that is cut like these: gradients, optimizer state."""
         flat = [shard.detach().reshape(-1) for shard in shards]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         stacks = _in_buckets(flat, self.collectives.all_gather, limit)
         return [
-            full
-            for param, stack in zip(self.params, stacks, strict=True)
-            for full in param.split(stack)
+            full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
         ]
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

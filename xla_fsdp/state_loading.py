@@ -11,6 +11,7 @@ Full tensors are cut on the device where they are, so that the rank's device see
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.upstream_format import original_name
 from xla_fsdp.names import join_name
+from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.sharded_param import Member, ShardedParam
 
 MARK = "xla_fsdp_form"
@@ -37,17 +39,27 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A sharded parameter and where it is in the model that is loaded."""
+class NamedShard:
+    """A sharded parameter: the name of its unit in the model at hand, itself, and its group."""
 
     unit: str
     param: ShardedParam
-    rank: int
+    group: ParamGroup
 
     @property
     def key(self) -> str:
         """Name of the shard in a state dict of shards."""
         return join_name(self.unit, self.param.key)
+
+    @property
+    def names(self) -> list[str]:
+        """The canonical name of each member."""
+        return [self.names_of(member)[0] for member in self.param.members]
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that share the parameter."""
+        return self.group.collectives.rank
 
     def names_of(self, member: Member) -> list[str]:
         """Every name of a member, the canonical one first."""
@@ -69,7 +81,7 @@ class _MarkedState(dict[str, Any]):
 
 def marked_full(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """``state`` as a state dict that says it is full, to be loaded into ``module``."""
-    prefixes = [name for name, _ in nn.Module.named_modules(module, remove_duplicate=False)]
+    prefixes = [name for name, _ in module.named_modules(remove_duplicate=False)]
     return _MarkedState(state, {name: {MARK: Form.FULL.value} for name in prefixes})
 
 
@@ -77,16 +89,16 @@ class StateLoading:
     """Makes shards of what a state dict holds for one module and the units in it.
 
     Args:
-        places: gives the sharded parameters of the module and of units in it, outer ones first.
+        shards: gives the sharded parameters of the module and of units in it, outer ones first.
         inner: gives the ``StateLoading`` of the units inside.
     """
 
     def __init__(
         self,
-        places: Callable[[], Iterator[Place]],
+        shards: Callable[[], Iterator[NamedShard]],
         inner: Callable[[], Iterator[StateLoading]],
     ) -> None:
-        self._places = places
+        self._shards = shards
         self._inner = inner
         self._done_by_outer = 0  # how many visits: a module may have several names
 
@@ -110,10 +122,13 @@ class StateLoading:
             self._done_by_outer -= 1
             return
         _rename_upstream(state, prefix)
-        places = list(self._places())
-        if _form(state, prefix, places, local_metadata.get(MARK)) is Form.FULL:
-            for place in places:
-                _Cut(state, prefix, place, missing, errors).run()
+        shards = list(self._shards())
+        _complete_ties(state, prefix, shards)
+        if _form(state, prefix, shards, local_metadata.get(MARK)) is Form.FULL:
+            for shard in shards:
+                _Cut(state, prefix, shard, missing, errors).run()
+        else:
+            errors += _other_layouts(state, prefix, shards)
         for other in self._inner():
             other._done_by_outer += 1
 
@@ -130,35 +145,35 @@ class _Cut:
         self,
         state: dict[str, Any],
         prefix: str,
-        place: Place,
+        shard: NamedShard,
         missing: list[str],
         errors: list[str],
     ) -> None:
         self._state = state
         self._prefix = prefix
-        self._place = place
+        self._shard = shard
         self._missing = missing
         self._errors = errors
 
     def run(self) -> None:
         """Do it; parts that are missing or of a wrong size keep their values."""
-        if self._place.param.is_flat:
+        if self._shard.param.is_flat:
             self._join()
         else:
-            for name in self._place.names_of(self._place.param.members[0]):
+            for name in self._shard.names_of(self._shard.param.members[0]):
                 self._replace(self._prefix + name)
 
     def _replace(self, key: str) -> None:
         if key in self._state and isinstance(self._state[key], Tensor):
-            param = self._place.param
+            param = self._shard.param
             fits = self._fits(key, self._state[key], param.members[0].shape)
             self._state[key] = self._sliced([self._state[key]]) if fits else param.shard.detach()
 
     def _join(self) -> None:
-        members = self._place.param.members
-        found = [self._take(self._place.names_of(member)) for member in members]
+        members = self._shard.param.members
+        found = [self._take(self._shard.names_of(member)) for member in members]
         fits = [self._usable(*pair) for pair in zip(members, found, strict=True)]
-        self._state[self._prefix + self._place.key] = self._merged(found, fits)
+        self._state[self._prefix + self._shard.key] = self._merged(found, fits)
 
     def _take(self, names: Sequence[str]) -> Any:
         """What the state dict has for a parameter of these names, which leave it."""
@@ -166,7 +181,7 @@ class _Cut:
         return next((value for value in values if value is not None), None)
 
     def _usable(self, member: Member, value: Any) -> bool:
-        name = self._prefix + self._place.names_of(member)[0]
+        name = self._prefix + self._shard.names_of(member)[0]
         if value is None:
             self._missing.append(name)
             return False
@@ -174,7 +189,7 @@ class _Cut:
 
     def _merged(self, found: Sequence[Any], fits: Sequence[bool]) -> Tensor:
         """The members that fit, and the rest as it is."""
-        param = self._place.param
+        param = self._shard.param
         if not any(fits):
             return param.shard.detach()
         full = [
@@ -190,7 +205,7 @@ class _Cut:
         return torch.where(self._sliced(taken), new, param.shard.detach().to(new.device))
 
     def _sliced(self, full: Sequence[Tensor]) -> Tensor:
-        return self._place.param.slice_of(full, self._place.rank)
+        return self._shard.param.slice_of(full, self._shard.rank)
 
     def _fits(self, key: str, value: Any, shape: torch.Size) -> bool:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -206,18 +221,20 @@ class _Cut:
 # ---------------------------------------------------------------- which form
 
 
-def _form(state: Mapping[str, Any], prefix: str, places: Sequence[Place], mark: Any) -> Form:
-    if mark is not None:
-        return Form(mark)
-    full, shards, unclear = _evidence(state, prefix, places)
-    if full and shards:
+def _form(state: Mapping[str, Any], prefix: str, shards: Sequence[NamedShard], mark: Any) -> Form:
+    """A mark that says shards only decides where shapes do not: a user may have put full tensors
+    into what ``state_dict()`` returned."""
+    full, cut, unclear = _evidence(state, prefix, shards)
+    if mark == Form.FULL.value:
+        return Form.FULL
+    if full and cut:
         raise ValueError(
-            f"the state dict holds full tensors ({full[0]}) and shards ({shards[0]}); give it one "
+            f"the state dict holds full tensors ({full[0]}) and shards ({cut[0]}); give it one "
             f"kind of them"
         )
     if full:
         return Form.FULL
-    if unclear and not shards:
+    if unclear and not cut and mark is None:
         raise ValueError(
             f"whether the state dict holds full tensors or shards cannot be told: {unclear[0]} and "
             f"all others are of a size for which both have one shape. Load full tensors by "
@@ -228,31 +245,63 @@ def _form(state: Mapping[str, Any], prefix: str, places: Sequence[Place], mark: 
 
 
 def _evidence(
-    state: Mapping[str, Any], prefix: str, places: Sequence[Place]
+    state: Mapping[str, Any], prefix: str, shards: Sequence[NamedShard]
 ) -> tuple[list[str], list[str], list[str]]:
     """Names in the state dict that can only be full, that can only be shards, and others for which
     it matters. Sizes that fit neither say nothing."""
-    full, shards, unclear = [], [], []
-    for place in places:
-        if place.param.is_flat:
-            shards += [place.key] if prefix + place.key in state else []
-            names = [name for member in place.param.members for name in place.names_of(member)]
+    full, cut, unclear = [], [], []
+    for shard in shards:
+        names = [name for member in shard.param.members for name in shard.names_of(member)]
+        if shard.param.is_flat:
+            cut += [shard.key] if prefix + shard.key in state else []
             full += [name for name in names if prefix + name in state]
             continue
-        for name in place.names_of(place.param.members[0]):
+        for name in names:
             value = state.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
-            is_full = value.shape == place.param.members[0].shape
-            is_shard = value.shape == place.param.shard.shape
-            if is_full and is_shard:
-                unclear += [name] if place.param.layout.num_shards > 1 else []
-            elif is_full or is_shard:
-                (full if is_full else shards).append(name)
-    return full, shards, unclear
+            is_full = value.shape == shard.param.members[0].shape
+            is_cut = value.shape == shard.param.shard.shape
+            if is_full and is_cut:
+                unclear += [name] if shard.param.layout.num_shards > 1 else []
+            elif is_full or is_cut:
+                (full if is_full else cut).append(name)
+    return full, cut, unclear
 
 
-# ---------------------------------------------------------------- upstream's names
+def _other_layouts(
+    state: dict[str, Any], prefix: str, shards: Sequence[NamedShard]
+) -> Iterator[str]:
+    """One line for each shard that is cut otherwise than the model's, which keeps its value."""
+    for shard in shards:
+        own = shard.param.shard
+        names = [shard.key] if shard.param.is_flat else shard.names_of(shard.param.members[0])
+        for key in [prefix + name for name in names]:
+            value = state.get(key)
+            if isinstance(value, Tensor) and value.shape != own.shape:
+                state[key] = own.detach()
+                yield (
+                    f"size mismatch for {key}: the state dict holds {tuple(value.shape)}, this "
+                    f"rank's shard has shape {tuple(own.shape)}. If it was sharded over another "
+                    f"number of ranks or flattened otherwise, merge the shards of all ranks "
+                    f"(consolidate_sharded_state_dicts) and load the result."
+                )
+
+
+# ---------------------------------------------------------------- names
+
+
+def _complete_ties(state: dict[str, Any], prefix: str, shards: Sequence[NamedShard]) -> None:
+    """One name of a tied parameter is enough: upstream and safetensors files have only one."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for shard in shards:
+        if not shard.param.is_flat:
+            own = shard.names_of(shard.param.members[0])
+            names[id(shard.param.shard)] += [prefix + name for name in own]
+    for tied in names.values():
+        present = [name for name in tied if name in state]
+        for name in tied if present else ():
+            state.setdefault(name, state[present[0]])
 
 
 def _rename_upstream(state: dict[str, Any], prefix: str) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp import xla_ops
+from xla_fsdp.graph_nodes import present
 from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.unit import Unit
 
@@ -45,11 +47,8 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
         RuntimeError: inside a forward or backward of one of the units.
     """
     full = _gather(units, options)
-    if options.rank0_only and units[0].group.collectives.rank != 0:
-        yield
-        return
     with contextlib.ExitStack() as stack:
-        for unit, tensors in zip(units, full, strict=True):
+        for unit, tensors in zip(units, full, strict=False):  # no tensors where nothing is shown
             stack.enter_context(unit.showing(tensors))
         yield
         if options.writeback:
@@ -57,17 +56,28 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
                 _write_back(unit, tensors, with_grads=options.with_grads)
 
 
+def is_shown(unit: Unit, options: SummonOptions) -> bool:
+    """Whether this rank gets to see what is gathered."""
+    return not options.rank0_only or unit.group.collectives.rank == 0
+
+
 @torch.no_grad()
 def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Parameter]]:
-    """Full parameters of each unit."""
+    """Full parameters of each unit; none on a rank that takes part without being shown them."""
     shared: dict[tuple[int, int], nn.Parameter] = {}
     result = []
     for unit in units:
-        values = unit.group.gather_as_stored([param.shard for param in unit.group.params])
+        params = unit.group.params
+        values = unit.group.gather_as_stored(params, unit.group.shards)
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
+        if options.rank0_only or options.offload_to_cpu:
+            # One unit at a time, and the same program on ranks that copy and ranks that do not.
+            xla_ops.compute([*values, *present(grads)])
+        if not is_shown(unit, options):
+            continue
         own = []
         for key, shard, value, grad in zip(
-            _keys(unit.group.params), _shards(unit.group.params), values, grads, strict=True
+            _keys(params), _shards(params), values, grads, strict=True
         ):
             if key not in shared:
                 shared[key] = _leaf(value, grad, shard, options.offload_to_cpu)
@@ -77,10 +87,12 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
 
 
 def _gathered_grads(unit: Unit) -> list[Tensor | None]:
-    shards = [param.shard for param in unit.group.params]
-    zeros = [torch.zeros_like(s) if s.grad is None else s.grad for s in shards]
-    values = unit.group.gather_as_stored(zeros)
-    pairs = zip(values, _shards(unit.group.params), strict=True)
+    params = unit.group.params
+    grads = [param.shard.grad for param in params]
+    zeros = [
+        torch.zeros_like(p.shard) if g is None else g for p, g in zip(params, grads, strict=True)
+    ]
+    pairs = zip(unit.group.gather_as_stored(params, zeros), _shards(params), strict=True)
     return [None if shard.grad is None else value for value, shard in pairs]
 
 

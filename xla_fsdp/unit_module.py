@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 
 from xla_fsdp.names import HiddenChild
-from xla_fsdp.state_loading import Place, StateLoading, mark_shards
+from xla_fsdp.state_loading import NamedShard, StateLoading, mark_shards
 from xla_fsdp.unit import Unit, UnitState
 
 _INNER = "_fsdp_wrapped_module"
@@ -27,10 +28,12 @@ class UnitModule(nn.Module):
     Args:
         module: the wrapped module.
         unit: holds the module's parameters; the root of the units inside the module from now on.
+        cast_buffers: original dtype, by name, of the buffers that were cast.
     """
 
-    def __init__(self, module: nn.Module, unit: Unit) -> None:
+    def __init__(self, module: nn.Module, unit: Unit, cast_buffers: dict[str, torch.dtype]) -> None:
         super().__init__()
+        self._cast_buffers = cast_buffers
         self._forward_methods: set[str] = set()
         self._unit = unit
         self._fsdp_wrapped_module = module
@@ -38,7 +41,7 @@ class UnitModule(nn.Module):
             inner._unit.join(unit)
         for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
             register(_close_failed_passes)
-        self._state_loading = StateLoading(self._places, self._loading_inside)
+        self._state_loading = StateLoading(self._named_shards, self._loading_inside)
         # Before names get their hidden child, which only nn.Module's own loading wants.
         self.register_load_state_dict_pre_hook(self._state_loading.translate)
         self.register_load_state_dict_post_hook(self._state_loading.finish)
@@ -90,10 +93,10 @@ class UnitModule(nn.Module):
         """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
         return True
 
-    def _places(self) -> Iterator[Place]:
+    def _named_shards(self) -> Iterator[NamedShard]:
         for name, inner in named_units(self, remove_duplicate=False):
             for param in inner._unit.group.params:
-                yield Place(name, param, inner._unit.group.collectives.rank)
+                yield NamedShard(name, param, inner._unit.group)
 
     def _loading_inside(self) -> Iterator[StateLoading]:
         for _, inner in named_units(self, remove_duplicate=False):

@@ -92,6 +92,19 @@ def is_pending(tensor: Tensor) -> bool:
     return torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, computed in one program."""
+    compute(tensors)
+    return [tensor.cpu() for tensor in tensors]
+
+
+def compute(tensors: Sequence[Tensor]) -> None:
+    """Run now what computes ``tensors``, and wait for it."""
+    lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+    if lazy:
+        torch_xla._XLAC._xla_sync_multi(lazy, [], True, True)
+
+
 def lowered_hlo(tensors: Sequence[Tensor]) -> str:
     """HLO text, before optimization, of the program that computes ``tensors``."""
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))

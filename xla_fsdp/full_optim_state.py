@@ -1,0 +1,239 @@
+"""Optimizer state of shards to that of the plain model, and back.
+
+Words: see ``optim_state``; a flat shard's state is that of its *members* joined end to end, and
+whole entries (step counters) are the same for all of them.
+Always true: state goes by names of the plain model; gathering is one collective for each unit and
+state name; all that does not fit is raised as one ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp import xla_ops
+from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
+from xla_fsdp.sharded_param import Member
+from xla_fsdp.state_loading import NamedShard
+
+
+def to_full(
+    state: OptimizerState, shards: Sequence[NamedShard], *, rank0_only: bool
+) -> dict[str, Any]:
+    """See ``state_dicts.optim_state_dict``.
+
+    Args:
+        state: of this rank's optimizer.
+        shards: every shard of the model once, in order, units together.
+        rank0_only: only rank 0 of those that share the parameters gets the result.
+
+    Raises:
+        ValueError: for state that cannot be made whole.
+    """
+    names = _Names(shards)
+    _raise_if(list(_ungatherable(state, names)))
+    shown = not rank0_only or all(shard.rank == 0 for shard in shards)
+    whole: dict[tuple[str, str], Tensor] = {}
+    for _, together in groupby(shards, key=lambda shard: id(shard.group)):
+        for name, entry_name, tensor in _gathered(state, list(together)):
+            if shown:
+                whole[name, entry_name] = tensor.cpu()
+    if not shown:
+        return {}
+    return {
+        "state": {
+            name: {
+                entry_name: whole[name, entry_name]
+                if entry.place is Place.SHARD
+                else _on_host(entry.value)
+                for entry_name, entry in entries.items()
+            }
+            for key, entries in state.entries.items()
+            for name in names.of(key)
+        },
+        "param_groups": [
+            {**group.options, "params": [name for key in group.keys for name in names.of(key)]}
+            for group in state.groups
+        ],
+    }
+
+
+def from_full(
+    full: Mapping[str, Any], template: OptimizerState, shards: Sequence[NamedShard]
+) -> OptimizerState:
+    """See ``state_dicts.load_optim_state_dict``.
+
+    Args:
+        full: what ``to_full`` returned, on any number of ranks.
+        template: state of the optimizer that is loaded; tells what kind each entry is.
+        shards: every shard of the model once.
+
+    Raises:
+        ValueError: with every problem found.
+    """
+    _raise_if(list(_malformed(full)))
+    reader = _Reader(full, template, _Names(shards))
+    state = OptimizerState(
+        tuple(reader.group(part) for part in full["param_groups"]),
+        {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
+    )
+    _raise_if([*reader.unknown(), *reader.problems])
+    return state
+
+
+class _Names:
+    """Original names of the parameters in each key."""
+
+    def __init__(self, shards: Sequence[NamedShard]) -> None:
+        self.shards = {shard.key: shard for shard in shards}
+
+    def of(self, key: str) -> list[str]:
+        """Canonical names of the members; an unsharded parameter goes by its own name."""
+        return self.shards[key].names if key in self.shards else [key]
+
+
+# ---------------------------------------------------------------- out
+
+
+@torch.no_grad()
+def _gathered(
+    state: OptimizerState, shards: Sequence[NamedShard]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Member's name, state name and whole tensor, for every entry of one unit that is cut."""
+    group = shards[0].group
+    for entry_name in sorted({n for shard in shards for n in state.entries.get(shard.key, ())}):
+        entries = [(shard, state.entries.get(shard.key, {}).get(entry_name)) for shard in shards]
+        cut = [(s, entry.value) for s, entry in entries if entry and entry.place is Place.SHARD]
+        whole = group.gather_as_stored([s.param for s, _ in cut], [value for _, value in cut])
+        # Ranks that are not shown the result run the same program as those that are.
+        xla_ops.compute(whole)
+        members = [name for shard, _ in cut for name in shard.names]
+        for name, tensor in zip(members, whole, strict=True):
+            yield name, entry_name, tensor
+
+
+def _ungatherable(state: OptimizerState, names: _Names) -> Iterator[str]:
+    for key, entries in state.entries.items():
+        if key not in names.shards or names.shards[key].group.collectives.num_shards == 1:
+            continue
+        for name, entry in entries.items():
+            wide = isinstance(entry.value, Tensor) and entry.value.numel() > 1
+            if entry.place is not Place.SHARD and wide:
+                yield (
+                    f"{name} of {key} has shape {tuple(entry.value.shape)}: it is computed from "
+                    f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
+                    f"shards, and load it on as many ranks"
+                )
+
+
+# ---------------------------------------------------------------- in
+
+
+class _Reader:
+    """Makes what the loading optimizer keeps out of a full state; notes what does not fit."""
+
+    def __init__(self, full: Mapping[str, Any], template: OptimizerState, names: _Names) -> None:
+        self._full = full["state"]
+        self._template = template
+        self._names = names
+        self.keys = [key for group in template.groups for key in group.keys]
+        self._key_of = {name: key for key in self.keys for name in names.of(key)}
+        self.problems: list[str] = []
+
+    def has_state(self, key: str) -> bool:
+        """Whether there is anything for the parameters in ``key``."""
+        return any(name in self._full for name in self._names.of(key))
+
+    def unknown(self) -> list[str]:
+        """One line for each name that the optimizer does not have."""
+        return [
+            f"the state has entries for {name}, which is not in the optimizer"
+            for name in self._full
+            if name not in self._key_of
+        ]
+
+    def group(self, part: Mapping[str, Any]) -> GroupState:
+        """A parameter group, by keys."""
+        names = part["params"]
+        keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
+        for key in keys:
+            own = self._names.of(key)
+            if not set(own) <= set(names):
+                self.problems.append(
+                    f"{key} joins {', '.join(own)}, which are not all in one group of the state"
+                )
+        return GroupState({n: value for n, value in part.items() if n != "params"}, tuple(keys))
+
+    def entries(self, key: str) -> dict[str, Entry]:
+        """All entries of one parameter."""
+        wanted = self._template.entries.get(key, {})
+        found = [self._full.get(name, {}) for name in self._names.of(key)]
+        self._compare(key, wanted, found)
+        return {
+            name: Entry(kept.place, self._value(key, name, kept, [v[name] for v in found]))
+            for name, kept in wanted.items()
+            if all(name in values for values in found)
+        }
+
+    def _compare(
+        self, key: str, wanted: Mapping[str, Entry], found: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for name, values in zip(self._names.of(key), found, strict=True):
+            self.problems += [f"{name} has no {entry!r}" for entry in wanted if entry not in values]
+            self.problems += [
+                f"{name} has {entry!r}, which this optimizer does not keep for it"
+                for entry in values
+                if entry not in wanted
+            ]
+
+    def _value(self, key: str, name: str, kept: Entry, values: Sequence[Any]) -> Any:
+        if kept.place is not Place.SHARD:
+            if any(not _same(values[0], value) for value in values[1:]):
+                self.problems.append(
+                    f"{name!r} differs between the parameters that are flattened together in {key}"
+                )
+            return values[0]
+        shard = self._names.shards[key]
+        triples = zip(shard.param.members, shard.names, values, strict=True)
+        bad = [line for triple in triples for line in _misfit(name, *triple)]
+        self.problems += bad
+        return kept.value if bad else shard.param.slice_of(values, shard.rank)
+
+
+def _misfit(entry: str, member: Member, name: str, value: Any) -> Iterator[str]:
+    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if shape != tuple(member.shape):
+        yield (
+            f"{entry!r} of {name} is {shape}, expected the parameter's shape {tuple(member.shape)}"
+        )
+
+
+def _malformed(full: Any) -> Iterator[str]:
+    if not isinstance(full, Mapping) or not {"state", "param_groups"} <= set(full):
+        yield "expected an optimizer state dict with 'state' and 'param_groups'"
+        return
+    for index, group in enumerate(full["param_groups"]):
+        if not all(isinstance(name, str) for name in group.get("params", [0])):
+            yield (
+                f"param_groups[{index}]['params'] holds no names; pass what optim_state_dict("
+                f"model, optimizer) returned, not optimizer.state_dict()"
+            )
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))

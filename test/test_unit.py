@@ -399,7 +399,6 @@ def misuse(rank: int) -> dict[str, str]:
         "twice": message(lambda: fsdp(wrapped)),
         "list": message(lambda: fsdp(nn.ModuleList([nn.Linear(2, 2)]))),
         "both": message(lambda: fsdp(nn.Sequential(wrapped), auto_wrap_policy=lambda **_: True)),
-        "meta": message(lambda: fsdp(SelfChanging().to("meta"))),
     }
 
 
@@ -409,35 +408,6 @@ def test_misuse_is_explained() -> None:
     assert found["twice"].startswith("ValueError: this module is wrapped with FSDP already")
     assert found["list"].startswith("ValueError: ModuleList has no forward")
     assert found["both"].startswith("ValueError: 0 is wrapped with FSDP already")
-    assert "has no reset_parameters(). Pass param_init_fn" in found["meta"]
-
-
-class Counting(nn.Linear):
-    """Initialized without random numbers, which CPU ranks share."""
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.arange(param.numel()).reshape(param.shape))
-
-
-@scenario
-def meta_construction(rank: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        by_default, by_function = Counting(FEATURES, WIDTH), SelfChanging()
-    first = fsdp(by_default)
-    second = fsdp(by_function, param_init_fn=lambda m: nn.init.constant_(m.weight, 4.0))
-    return {
-        "default": next(first.parameters()).cpu().tolist(),
-        "function": next(second.parameters()).cpu().unique().tolist(),
-    }
-
-
-def test_modules_on_the_meta_device_are_initialized() -> None:
-    found = result("meta_construction")
-    expected = [float(i) for i in range(FEATURES * WIDTH)]
-    assert found["default"][: len(expected)] == expected
-    assert found["function"] in ([0.0, 4.0], [4.0])  # with or without padding
 
 
 @scenario
@@ -692,34 +662,6 @@ def inherited_collectives(rank: int) -> set[str]:
 
 def test_auto_wrapped_units_get_the_same_collectives() -> None:
     assert result("inherited_collectives") == {"LocalCollectives"}
-
-
-class MixedMeta(nn.Module):
-    """A tied weight on the meta device beside a buffer that has values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Counting(4, 4), Counting(4, 4)
-        self.second.weight = self.first.weight
-        self.first.register_buffer("table", torch.arange(3.0, device="cpu"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-@scenario
-def partly_on_meta(rank: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        module = MixedMeta()
-    model = fsdp(module)
-    return {
-        "parameters": len(list(model.parameters())),
-        "table": model.get_buffer("first.table").cpu().tolist(),
-    }
-
-
-def test_meta_initialization_keeps_ties_and_real_buffers() -> None:
-    assert result("partly_on_meta") == {"parameters": 3, "table": [0.0, 1.0, 2.0]}
 
 
 @scenario

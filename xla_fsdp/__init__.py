@@ -18,25 +18,32 @@ if TYPE_CHECKING:
     )
     from xla_fsdp.collectives import LocalCollectives
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
+    from xla_fsdp.grad_scaler import ShardedGradScaler
+    from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
-    from xla_fsdp.remat import checkpoint_module
+    from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.state_dicts import (
         full_state_dict,
         load_full_state_dict,
         load_optim_state_dict,
         optim_state_dict,
     )
+    from xla_fsdp.sync_batch_norm import SyncBatchNorm
     from xla_fsdp.unit_module import register_fsdp_forward_method
 
 __all__ = [
     "CheckpointError",
     "LocalCollectives",
     "RankError",
+    "ShardedGradScaler",
+    "SyncBatchNorm",
     "XlaFullyShardedDataParallel",
     "checkpoint_module",
+    "checkpoint_wrapper",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "full_state_dict",
+    "init_from_checkpoint",
     "launch",
     "load_full_state_dict",
     "load_optim_state_dict",
@@ -49,11 +56,15 @@ _HOMES = {
     "CheckpointError": "checkpoint",
     "LocalCollectives": "collectives",
     "RankError": "launcher",
+    "ShardedGradScaler": "grad_scaler",
+    "SyncBatchNorm": "sync_batch_norm",
     "XlaFullyShardedDataParallel": "fully_sharded",
     "checkpoint_module": "remat",
+    "checkpoint_wrapper": "remat",
     "consolidate_sharded_model_checkpoints": "checkpoint",
     "consolidate_sharded_state_dicts": "checkpoint",
     "full_state_dict": "state_dicts",
+    "init_from_checkpoint": "init_source",
     "launch": "launcher",
     "load_full_state_dict": "state_dicts",
     "load_optim_state_dict": "state_dicts",

@@ -95,6 +95,8 @@ def build_unit(
 ) -> BuiltUnit:
     """Make a unit of what ``module`` holds outside of other units."""
     scope = Scope(module, ignored)
+    _refuse_cuda_layers(scope)
+    xla_ops.continue_random_numbers()  # which values on the meta device are drawn from
     origins = materialize(scope, param_init_fn)
     device = xla_ops.device()
     collectives = collectives or _collectives_for(config)
@@ -112,10 +114,23 @@ def build_unit(
     return BuiltUnit(unit, collectives, cast_buffers)
 
 
-def execute_sharding() -> None:
-    """Run what cuts the parameters now, so that full ones on the device are freed."""
-    gc.collect()  # full parameters in reference cycles would survive the sync
-    xla_ops.sync()
+def _refuse_cuda_layers(scope: Scope) -> None:
+    for name, layer in scope.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name or 'the module'} is torch.nn.SyncBatchNorm, which only runs on CUDA. "
+                f"Convert the model before wrapping it: "
+                f"xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )
+
+
+def finish_unit(config: FSDPConfig) -> None:
+    """What comes after a unit is made: run what cuts the parameters, so that full ones on the
+    device are freed; and let a script draw the values of its next block."""
+    if config.execute_sharding_on_init:
+        gc.collect()  # full parameters in reference cycles would survive the sync
+        xla_ops.sync()
+    xla_ops.continue_random_numbers()
 
 
 def _collectives_for(config: FSDPConfig) -> Collectives:

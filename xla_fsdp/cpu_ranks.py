@@ -7,7 +7,8 @@ Always true: nobody executes a collective before all ranks have recorded the sam
 value counts like a sync); the first failure wins and ends every wait; a gate that has opened lets
 everybody through, even if a failure comes meanwhile (a rank that stayed behind would leave its
 peers alone in a collective).
-Knows nothing of torch or torch_xla: ``xla_ops`` calls in from there, ``launcher`` from above.
+Knows nothing of torch_xla (``xla_ops`` calls in from there, ``launcher`` from above), and of torch
+only the random number generator that the ranks share.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 STACK_LINES = 4
 
@@ -88,6 +92,7 @@ class Run:
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
         self._turn = Turn()
+        self._random_states: dict[int, Tensor] = {}
 
     # ------------------------------------------------------------ called by the ranks
 
@@ -145,14 +150,25 @@ class Run:
             if self.failures:
                 raise Unwind
             self._turn.holder = rank
+            self._random_states.pop(rank, None)
 
     def end_seeding(self, rank: int) -> None:
-        """Give up a turn that ``begin_seeding`` took."""
+        """Give up a turn that ``begin_seeding`` took; where the rank's random numbers stand is kept
+        for ``resume_seeding``."""
         if self._turn.holder != rank or self._turn.depth:
             return
         with self._changed:
+            self._random_states[rank] = torch.get_rng_state()
             self._turn.holder = None
             self._changed.notify_all()
+
+    def resume_seeding(self, rank: int) -> None:
+        """Take a new turn in place of one that was given up, and continue the random numbers of
+        ``rank`` where they stood then. Does nothing for a rank that has not seeded."""
+        state = self._random_states.get(rank)
+        if state is not None:
+            self.begin_seeding(rank)
+            torch.set_rng_state(state)
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
@@ -161,6 +177,7 @@ class Run:
             self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
             if self.failures:
                 raise Unwind
+            seeded_before = self._turn.holder == rank and not self._turn.depth
             self._turn.holder = rank
             self._turn.depth += 1
         try:
@@ -168,7 +185,7 @@ class Run:
         finally:
             with self._changed:
                 self._turn.depth -= 1
-                if not self._turn.depth:
+                if not self._turn.depth and not seeded_before:
                     self._turn.holder = None
                 self._changed.notify_all()
 

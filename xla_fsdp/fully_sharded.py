@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.construction import build_unit, check_wrappable, execute_sharding, wrap_by_policy
+from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
 from xla_fsdp.grad_clip import clip_grads_by_norm_, clip_grads_by_value_
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
@@ -145,8 +145,7 @@ class XlaFullyShardedDataParallel(UnitModule):
         self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
         self._options = options
         self._collectives = built.collectives
-        if execute_sharding_on_init:
-            execute_sharding()
+        finish_unit(options)
 
     def extra_repr(self) -> str:
         """The options that differ between units."""

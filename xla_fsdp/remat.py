@@ -28,6 +28,8 @@ from xla_fsdp import xla_ops
 from xla_fsdp.backward import current_pass, running_units
 from xla_fsdp.graph_nodes import mark_constants, on_device, present, through
 from xla_fsdp.tree import replace_tensors, tensors_in
+from xla_fsdp.unit_module import is_unit
+from xla_fsdp.wrap import has_forward
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
@@ -57,6 +59,49 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     forward.is_checkpointed = True  # type: ignore[attr-defined]
     # A method, not a closure over the module: a deep copy must run its own weights.
     module.forward = MethodType(forward, module)
+    return module
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    predicate: Callable[[nn.Module], bool] | None = None,
+    *,
+    every: int = 1,
+) -> nn.Module:
+    """Rematerialize selected modules: ``module`` itself, or those in it that ``predicate`` selects.
+
+    Keeping the activations of some blocks trades memory for the time of their recomputation:
+    ``checkpoint_wrapper(model, lambda m: isinstance(m, Block), every=2)`` recomputes every second
+    block. Works before and after wrapping with FSDP.
+
+    Args:
+        module: a module, or a whole model.
+        predicate: called with every module in ``module`` that has a forward, itself included;
+            units of FSDP are passed over, what they wrap is not. Selected modules may lie in one
+            another.
+        every: of the selected modules, in the order of ``named_modules()``, only the first, the
+            ``every``-th after it, and so on.
+
+    Returns:
+        The same module.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``.
+        ValueError: if ``every`` is below 1, or nothing was selected.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; give 1 for all selected modules, 2 for every second")
+    if predicate is None:
+        return checkpoint_module(module)
+    candidates = [inner for inner in module.modules() if has_forward(inner) and not is_unit(inner)]
+    selected = [inner for inner in candidates if predicate(inner)]
+    if not selected:
+        raise ValueError(
+            f"predicate selected none of the modules in {type(module).__name__}; it is called with "
+            f"each of them and returns whether to rematerialize it"
+        )
+    for inner in selected[::every]:
+        checkpoint_module(inner)
     return module
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.names import HiddenChild
 from xla_fsdp.state_loading import NamedShard, StateLoading, mark_shards
@@ -49,8 +50,14 @@ class UnitModule(nn.Module):
         # A partial because torch sets an attribute on this hook.
         self.register_state_dict_post_hook(partial(_mark_shards))
 
+    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with its parameters gathered."""
+        """The wrapped module's forward, with its parameters gathered.
+
+        Raises:
+            RuntimeError: under ``torch.compile``.
+        """
+        _refuse_dynamo()
         return self._unit.run(self._fsdp_wrapped_module, args, kwargs)
 
     @property
@@ -103,7 +110,9 @@ class UnitModule(nn.Module):
             if inner is not self:
                 yield inner._state_loading
 
+    @torch.compiler.disable(recursive=False)
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        _refuse_dynamo()
         return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
 
@@ -137,6 +146,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"name of a method of the wrapped module"
         )
     module._forward_methods.add(method_name)
+
+
+def _refuse_dynamo() -> None:
+    if get_eval_frame_callback() is not None:
+        raise RuntimeError(
+            "torch.compile was used on a model with FSDP units. It would cut the step into many "
+            "programs, one between each two units, while XLA compiles the whole step anyway. Leave "
+            "it out, or compile the function of one step: torch_xla.compile(step)"
+        )
 
 
 def _mark_shards(wrapper: UnitModule, state: Any, prefix: str, local_metadata: Any) -> None:

@@ -252,6 +252,15 @@ def tell_peers(fact: str) -> None:
         slot.run.record(_index(device()), fact)
 
 
+def continue_random_numbers() -> None:
+    """Where ranks are threads: go on with the host's random numbers as if they were this rank's
+    own, after something for which ranks had to meet. Elsewhere they are its own."""
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    thread = current_rank_thread()
+    if slot is not None and slot.run is not None and thread is not None:
+        slot.run.resume_seeding(thread.rank)
+
+
 def _install_step_marker(slot: RunSlot) -> None:
     original = torch_xla._XLAC._xla_step_marker
 

@@ -205,9 +205,9 @@ def test_what_a_checkpoint_lacks_is_said_at_once(checkpoints: Path) -> None:
 def test_otherwise_gives_what_the_checkpoint_lacks(checkpoints: Path) -> None:
     from xla_fsdp import init_from_checkpoint
 
-    model = Net()
-    model.register_buffer("table", torch.zeros(2), persistent=False)
-    model = model.to("meta")
+    with torch.device("meta"):
+        model = Net()
+        model.register_buffer("table", torch.zeros(2), persistent=False)
     called = []
 
     def otherwise(module: Any) -> None:

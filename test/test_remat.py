@@ -156,6 +156,11 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     loss.backward()
     results["second backward"] = torch.allclose(retained.lin.weight.grad.cpu(), 2 * once)
 
+    results["selective"] = _selective(device, x)
+    results["gathers"] = {
+        name: _gathers(wrap_block, wrap_all, device)
+        for name, (wrap_block, wrap_all) in NESTS.items()
+    }
     results["fickle"] = _message(lambda: train(checkpoint_module(Fickle().to(device)), x))
     results["not a module"] = _message(lambda: checkpoint_module(print))
     return results
@@ -167,6 +172,107 @@ def _nest_like(plain: nn.Module, checkpoint_module: Any) -> nn.Module:
     for part in nest.parts:
         checkpoint_module(part)
     return checkpoint_module(nest)
+
+
+class Deep(nn.Module):
+    """Blocks of two layers, a third of which are blocks of their own."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.inner = Deep(depth - 1) if depth else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.lin(x))
+        return x if self.inner is None else x + self.inner(x)
+
+
+def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
+    """Forwards of each of four blocks in one step, and what is refused."""
+    from xla_fsdp import checkpoint_wrapper
+
+    def blocks() -> nn.Sequential:
+        return nn.Sequential(*(_Counting() for _ in range(4))).to(device)
+
+    def calls(model: Any) -> list[int]:
+        model(x).sum().backward()
+        return [block.calls for block in model]
+
+    def is_block(module: nn.Module) -> bool:
+        return isinstance(module, _Counting)
+
+    single = _Counting().to(device)
+    return {
+        "all": calls(checkpoint_wrapper(blocks(), is_block)),
+        "every second": calls(checkpoint_wrapper(blocks(), is_block, every=2)),
+        "itself": checkpoint_wrapper(single) is single,
+        "every 0": _message(lambda: checkpoint_wrapper(blocks(), is_block, every=0)),
+        "nothing": _message(lambda: checkpoint_wrapper(blocks(), lambda m: False)),
+    }
+
+
+class _Counting(nn.Linear):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(input))
+
+
+def _fsdp(module: nn.Module, **options: Any) -> nn.Module:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    return XlaFullyShardedDataParallel(module, **options)
+
+
+def _inside(module: nn.Module, **options: Any) -> nn.Module:
+    from xla_fsdp import checkpoint_module
+
+    return _fsdp(checkpoint_module(module), **options)
+
+
+def _outside(module: nn.Module, **options: Any) -> nn.Module:
+    from xla_fsdp import checkpoint_module
+
+    return checkpoint_module(_fsdp(module, **options))
+
+
+NESTS = {
+    "none": (_fsdp, _fsdp),
+    "inside": (_inside, _inside),
+    "outside": (_outside, _outside),
+    "outer only": (_fsdp, _outside),
+    "inner only": (_outside, _fsdp),
+    "mixed": (_inside, _outside),
+}
+
+
+def _gathers(wrap_inner: Any, wrap_outer: Any, device: torch.device) -> list[int]:
+    """All-gathers of each of three units, one inside the other, in one step."""
+    from xla_fsdp import LocalCollectives
+
+    class Counting(LocalCollectives):
+        def __init__(self) -> None:
+            super().__init__(0, 2)
+            self.gathers = 0
+
+        def all_gather(self, shards: Any) -> Any:
+            self.gathers += 1
+            return super().all_gather(shards)
+
+    counted = [Counting() for _ in range(3)]
+    model = Deep()
+    options = {"disable_reshard_on_root": False}
+    middle = model.inner
+    middle.inner = wrap_inner(middle.inner, collectives=counted[2], **options)
+    model.inner = wrap_inner(middle, collectives=counted[1], **options)
+    root = wrap_outer(model, collectives=counted[0], **options)
+    root(torch.ones(2, FEATURES, device=device)).sum().backward()
+    return [each.gathers for each in counted]
 
 
 def _message(call: Any) -> str:
@@ -212,3 +318,17 @@ def test_a_forward_that_changes_its_mind_is_an_error() -> None:
 
 def test_only_modules() -> None:
     assert result()["not a module"].startswith("TypeError: checkpoint_module takes an nn.Module")
+
+
+def test_only_selected_modules_are_recomputed() -> None:
+    found = result()["selective"]
+    assert found["all"] == [2, 2, 2, 2]
+    assert found["every second"] == [2, 1, 2, 1]
+    assert found["itself"]
+    assert found["every 0"].startswith("ValueError: every is 0; give 1 for all selected")
+    assert found["nothing"].startswith("ValueError: predicate selected none of the modules in Seq")
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_units_in_units_gather_once_in_forward_and_once_in_backward(nest: str) -> None:
+    assert result()["gathers"][nest] == [2, 2, 2]

@@ -398,6 +398,7 @@ def misuse(rank: int) -> dict[str, str]:
         "not a module": message(lambda: fsdp(3)),
         "twice": message(lambda: fsdp(wrapped)),
         "list": message(lambda: fsdp(nn.ModuleList([nn.Linear(2, 2)]))),
+        "policy": message(lambda: fsdp(nn.Linear(2, 2), auto_wrap_policy=3)),
         "both": message(lambda: fsdp(nn.Sequential(wrapped), auto_wrap_policy=lambda **_: True)),
     }
 
@@ -407,6 +408,7 @@ def test_misuse_is_explained() -> None:
     assert found["not a module"] == "TypeError: FSDP wraps an nn.Module, got int"
     assert found["twice"].startswith("ValueError: this module is wrapped with FSDP already")
     assert found["list"].startswith("ValueError: ModuleList has no forward")
+    assert found["policy"].startswith("TypeError: auto_wrap_policy must be callable, got int")
     assert found["both"].startswith("ValueError: 0 is wrapped with FSDP already")
 
 

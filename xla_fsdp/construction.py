@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_fsdp import xla_ops
+from xla_fsdp import guards, xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
@@ -23,7 +23,6 @@ from xla_fsdp.meta_init import materialize
 from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
-from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_module import is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
@@ -73,16 +72,22 @@ def wrap_by_policy(
         others: further keywords; those that are None are not passed on.
 
     Raises:
+        TypeError: if ``policy`` or ``wrapper`` cannot be called.
         ValueError: if there are units in ``module`` already.
     """
+    for what, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
+        if not callable(given):
+            raise TypeError(
+                f"{what} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
+            )
     for name, inner in module.named_modules():
         if is_unit(inner):
             raise ValueError(
                 f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
                 f"FSDP units inside. Wrap by hand or by policy, not both"
             )
-    given = {name: value for name, value in others.items() if value is not None}
-    options = {**config.as_keywords(), **ignored.as_keywords(), **given}
+    more = {name: value for name, value in others.items() if value is not None}
+    options = {**config.as_keywords(), **ignored.as_keywords(), **more}
     wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)
 
 
@@ -109,7 +114,7 @@ def build_unit(
         origins=origins,
     )
     cast_buffers = move_buffers(scope, config, device)
-    xla_ops.refuse_reduce_gradients_of(is_sharded)
+    guards.install()
     unit = Unit(ParamGroup(params, collectives, config), config, device)
     return BuiltUnit(unit, collectives, cast_buffers)
 

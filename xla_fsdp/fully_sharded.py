@@ -10,6 +10,7 @@ done by ``checkpoint``.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -139,6 +140,8 @@ class XlaFullyShardedDataParallel(UnitModule):
             wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
             given = {"param_init_fn": param_init_fn, "collectives": collectives}
             wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+        elif auto_wrapper_callable is not None:
+            warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
         built = build_unit(module, options, ignored, param_init_fn, collectives)
         super().__init__(module, built.unit, built.cast_buffers)
         self.xla_device = built.unit.device

@@ -1,0 +1,100 @@
+"""Refuse what is right for whole parameters and silently wrong for shards.
+
+Words: a *guard* stands in for a function of torch or torch_xla, or before a step of an optimizer,
+and raises where it would be given shards.
+Always true: guards are put in place by the first unit of a process, once; they look at parameters
+only, and let everything else through. Functions that a script imported by name before that are not
+guarded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from xla_fsdp import xla_ops
+from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.ties import known_shard
+
+
+def install() -> None:
+    """Put the guards in place, unless they are."""
+    xla_ops.refuse_reduce_gradients_of(is_sharded)
+    if getattr(torch.nn.utils.clip_grad_norm_, "refuses_shards", False):
+        return
+    clip_grad.clip_grad_norm_ = _whole_only(clip_grad.clip_grad_norm_)
+    torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
+    register_optimizer_step_pre_hook(_OptimizerGuard())
+
+
+def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(_is_part(param) for param in given):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
+                "rank would compute the norm of its own slices and scale by another factor. Call "
+                "model.clip_grad_norm_(max_norm) on the outermost wrapped module"
+            )
+        return original(given, *args, **kwargs)
+
+    guarded.refuses_shards = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _is_part(param: Tensor) -> bool:
+    known = known_shard(param) if is_sharded(param) else None
+    return known is not None and known.layout.num_shards > 1
+
+
+class _OptimizerGuard:
+    """Before an optimizer's first step: does it hold what is trained?"""
+
+    def __init__(self) -> None:
+        self._passed: WeakSet[Optimizer] = WeakSet()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._passed:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _refuse_replaced(optimizer, param)
+        _refuse_empty_groups(optimizer)
+        self._passed.add(optimizer)
+
+
+def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
+    known = known_shard(param)
+    if known is not None and known.shard is not param:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {known.members[0].names[0]} as it was before "
+            f"wrapping; FSDP trains the shard that replaced it, which this optimizer would never "
+            f"change. Create the optimizer after wrapping, from model.parameters()"
+        )
+
+
+def _refuse_empty_groups(optimizer: Optimizer) -> None:
+    """Where parameters are chosen by name, as for weight decay, flattened ones are not found."""
+    empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
+    flat = next(_flat(p for group in optimizer.param_groups for p in group["params"]), None)
+    if empty and flat is not None:
+        names = ", ".join(member.names[0] for member in flat.members)
+        raise ValueError(
+            f"group {empty[0]} of {type(optimizer).__name__} is empty, and {flat.key} joins "
+            f"{names}: with flatten_parameters=True an optimizer only sees whole units, so its "
+            f"groups cannot tell their parameters apart. Set flatten_parameters=False to have "
+            f"groups by parameter, or make one group"
+        )
+
+
+def _flat(params: Iterable[Tensor]) -> Iterator[ShardedParam]:
+    known = (known_shard(param) for param in params)
+    return (param for param in known if param is not None and param.is_flat)

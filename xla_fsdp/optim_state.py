@@ -1,0 +1,355 @@
+"""An optimizer's state by the names of the parameters it belongs to, out of torch and back into it.
+
+Words: a *key* names a parameter in the state dict (of a flattened unit, ``flat_param_0``); an
+*entry* is one value that the optimizer keeps for one parameter; its *place* says what it is: cut
+like the parameter (``SHARD``), or whole, on the device or on the host.
+Always true: everything is checked before anything is changed, and all problems are raised as one
+``ValueError``; entries come back with the dtype, shape and place that they had (torch's own
+``load_state_dict`` casts them to the parameter's dtype). Hyperparameters come from what is
+written, as in torch.
+Cutting entries anew for other ranks is ``checkpoint.reshard``'s business, files are
+``checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xla_fsdp.sharded_param import is_sharded
+
+PLAIN = (bool, int, float, str, type(None))
+NOT_OPTIONS = ("params", "param_names")
+SET_BY_SCHEDULERS = "initial_lr"
+
+
+class Place(Enum):
+    """Where an entry lives, and whether other ranks hold other parts of it."""
+
+    SHARD = "shard"
+    """A tensor of the shard's shape, cut like the parameter."""
+    DEVICE = "device"
+    """A whole tensor on the parameter's device."""
+    HOST = "host"
+    """A tensor in host memory, or a plain value."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of an optimizer for one parameter: a tensor or a plain value."""
+
+    place: Place
+    value: Any
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One parameter group: hyperparameters as plain values, and the keys of its parameters."""
+
+    options: dict[str, Any]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """All that an optimizer holds.
+
+    Args:
+        groups: in the optimizer's order.
+        entries: key, then name of the state (``exp_avg``, ``step``), to its entry. Parameters
+            without state, as all are before the first step, are left out.
+    """
+
+    groups: tuple[GroupState, ...]
+    entries: dict[str, dict[str, Entry]]
+
+
+def params_by_key(
+    sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Every parameter that an optimizer may hold, once, under its key.
+
+    Args:
+        sharded: what ``model.get_original_names_and_sharded_parameters()`` returns. Of several
+            names for one shard the first is its key, as in ``get_shard_metadata()``.
+        named: ``model.named_parameters()``, for those that are not sharded.
+    """
+    keys: dict[int, tuple[str, Tensor]] = {}
+    for name, param in (*sharded, *named):
+        keys.setdefault(id(param), (name, param))
+    return dict(keys.values())
+
+
+def find_problems(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[str]:
+    """Why this optimizer's state cannot be read or written, one line each."""
+    known = {id(param) for param in params.values()}
+    problems = [
+        f"group {index} of {type(optimizer).__name__} has a parameter of shape "
+        f"{tuple(param.shape)} that is not in the model. Create the optimizer after wrapping, from "
+        f"model.parameters()"
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if id(param) not in known
+    ]
+    for key, param in params.items():
+        for name, value in optimizer.state.get(param, {}).items():
+            if not isinstance(value, (Tensor, *PLAIN)):
+                problems.append(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r} of "
+                    f"{key}; expected tensors and plain values only"
+                )
+    for index, group in enumerate(optimizer.param_groups):
+        problems += _option_problems(index, group)
+    return problems
+
+
+def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
+    """All that ``optimizer`` holds; the tensors are its own, detached, not copies.
+
+    Args:
+        optimizer: any that keeps tensors and plain values.
+        params: the model's, by key; see ``params_by_key``. They need not all be in the optimizer.
+
+    Raises:
+        ValueError: with every line of ``find_problems``.
+    """
+    _raise_if(find_problems(optimizer, params))
+    keys = {id(param): key for key, param in params.items()}
+    groups = tuple(
+        GroupState(_options(group), tuple(keys[id(param)] for param in group["params"]))
+        for group in optimizer.param_groups
+    )
+    entries = {
+        key: _entries(param, optimizer.state[param])
+        for key, param in params.items()
+        if optimizer.state.get(param)
+    }
+    return OptimizerState(groups, entries)
+
+
+@torch.no_grad()
+def write_optimizer(
+    optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
+) -> None:
+    """Replace all that ``optimizer`` holds. Works before its first step, too.
+
+    Args:
+        optimizer: over the same parameters in the same groups as ``state``.
+        params: the model's, by key.
+        state: entries of place ``SHARD`` must have the shape of the parameter.
+
+    Raises:
+        ValueError: with every problem found; nothing has been changed then.
+    """
+    problems = find_problems(optimizer, params)
+    _raise_if(problems or list(_mismatches(optimizer, params, state)))
+    keys = {id(param): key for key, param in params.items()}
+    placed = {
+        key: {name: _placed(entry, params[key]) for name, entry in entries.items()}
+        for key, entries in state.entries.items()
+    }
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    # Through torch's own method, for the sake of hooks and of what subclasses do in it.
+    optimizer.load_state_dict(
+        {
+            "param_groups": _torch_groups(optimizer, state),
+            "state": {
+                index: dict(placed[keys[id(param)]])
+                for index, param in enumerate(order)
+                if keys[id(param)] in placed
+            },
+        }
+    )
+    for key, values in placed.items():
+        optimizer.state[params[key]].update(values)  # without the casts
+
+
+@torch.no_grad()
+def create_state(optimizer: Optimizer) -> None:
+    """Make the state that an optimizer otherwise creates in its first step, for every trainable
+    parameter that has none. Parameters and gradients stay as they are.
+
+    A step is taken for it, with zero gradients and a learning rate of 0; what counts steps is set
+    back to 0. An SGD with dampening then starts from a momentum of zero, which it does not do by
+    itself.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    waiting = [param for param in params if param.requires_grad and not optimizer.state.get(param)]
+    if not waiting:
+        return
+    values = [param.clone() for param in waiting]
+    with _standing_still(optimizer, params):
+        for param in waiting:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    for param, value in zip(waiting, values, strict=True):
+        param.copy_(value)
+        state = optimizer.state[param]
+        if "step" in state:
+            state["step"] = state["step"] * 0
+
+
+@contextlib.contextmanager
+def _standing_still(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, no parameter has a gradient and all learning rates are 0."""
+    grads = [param.grad for param in params]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for param in params:
+        param.grad = None
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, Entry]:
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    # Where one tensor has a shape of its own, as in Adafactor, another may have the shard's by
+    # chance (statistics of columns beside a shard of one row), so none is taken to be cut like it.
+    alike = all(value.shape == param.shape or _is_number(value) for value in tensors)
+    cut = is_sharded(param) and alike
+    return {name: _entry(param, value, cut) for name, value in state.items()}
+
+
+def _entry(param: Tensor, value: Any, cut: bool) -> Entry:
+    if not isinstance(value, Tensor):
+        return Entry(Place.HOST, value)
+    if cut and value.shape == param.shape and value.dim() > 0:
+        return Entry(Place.SHARD, value.detach())
+    on_host = value.device.type == "cpu" and param.device.type != "cpu"
+    return Entry(Place.HOST if on_host else Place.DEVICE, value.detach())
+
+
+def _is_number(value: Tensor) -> bool:
+    """One number, or the empty tensor that torch_xla's optimizers keep for what they do not use."""
+    return value.dim() == 0 or value.shape in ((0,), (1,))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values: a learning rate may be a tensor."""
+    return {name: _plain(value) for name, value in group.items() if name not in NOT_OPTIONS}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _option_problems(index: int, group: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in group.items():
+        if name in NOT_OPTIONS:
+            continue
+        parts = value if isinstance(value, list | tuple) else [value]
+        for part in parts:
+            scalar = isinstance(part, Tensor) and part.numel() == 1
+            if not (scalar or isinstance(part, PLAIN)):
+                yield (
+                    f"group {index} has a {type(part).__name__} in {name!r}; expected numbers, "
+                    f"strings, one-element tensors, and lists or tuples of them"
+                )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _mismatches(
+    optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
+) -> Iterator[str]:
+    keys = {id(param): key for key, param in params.items()}
+    live = [{keys[id(param)] for param in group["params"]} for group in optimizer.param_groups]
+    if len(live) != len(state.groups):
+        yield (
+            f"the state has {len(state.groups)} parameter groups, the optimizer {len(live)}; "
+            f"create it with the same groups"
+        )
+        return
+    for index, (keys_here, group) in enumerate(zip(live, state.groups, strict=True)):
+        yield from (
+            f"{key} is in group {index} of the state, but not of the optimizer"
+            for key in sorted(set(group.keys) - keys_here)
+        )
+        yield from (
+            f"{key} is in group {index} of the optimizer, but not of the state"
+            for key in sorted(keys_here - set(group.keys))
+        )
+        yield from _foreign_options(index, optimizer, group)
+    yield from _entry_mismatches(set().union(*live), params, state)
+
+
+def _entry_mismatches(
+    held: set[str], params: Mapping[str, Tensor], state: OptimizerState
+) -> Iterator[str]:
+    for key, entries in state.entries.items():
+        if key not in held:
+            yield f"the state has entries for {key}, which is in no group of the optimizer"
+            continue
+        for name, entry in entries.items():
+            if entry.place is Place.SHARD and entry.value.shape != params[key].shape:
+                yield (
+                    f"{name} of {key} has shape {tuple(entry.value.shape)}, expected that of the "
+                    f"parameter, {tuple(params[key].shape)}"
+                )
+
+
+def _foreign_options(index: int, optimizer: Optimizer, group: GroupState) -> Iterator[str]:
+    """Another class of optimizer has other hyperparameters; a later torch may only add some."""
+    here = set(optimizer.param_groups[index]) - {*NOT_OPTIONS, SET_BY_SCHEDULERS}
+    there = set(group.options) - {SET_BY_SCHEDULERS}
+    if here - there and there - here:
+        yield (
+            f"group {index} of the state is of another kind of optimizer: it has "
+            f"{', '.join(sorted(there - here))}, {type(optimizer).__name__} has "
+            f"{', '.join(sorted(here - there))}"
+        )
+
+
+def _placed(entry: Entry, param: Tensor) -> Any:
+    """A copy where the entry belongs."""
+    if not isinstance(entry.value, Tensor):
+        return entry.value
+    device = "cpu" if entry.place is Place.HOST else param.device
+    return entry.value.detach().to(device=device, copy=True)
+
+
+def _torch_groups(optimizer: Optimizer, state: OptimizerState) -> list[dict[str, Any]]:
+    """Groups as ``Optimizer.load_state_dict`` wants them: parameters are numbers."""
+    groups, at = [], 0
+    for live, saved in zip(optimizer.param_groups, state.groups, strict=True):
+        options = {name: value for name, value in live.items() if name != "params"}
+        for name, value in saved.options.items():
+            options[name] = _as_in(live.get(name), value)
+        groups.append({**options, "params": list(range(at, at + len(live["params"])))})
+        at += len(live["params"])
+    return groups
+
+
+def _as_in(live: Any, value: Any) -> Any:
+    """A plain value as the tensor or tuple that the optimizer has in its place."""
+    if isinstance(live, Tensor):
+        return torch.full_like(live, value)
+    if isinstance(live, tuple) and isinstance(value, list) and len(live) == len(value):
+        return tuple(_as_in(*pair) for pair in zip(live, value, strict=True))
+    return value
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))

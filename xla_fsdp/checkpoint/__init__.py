@@ -6,15 +6,19 @@ from xla_fsdp.checkpoint.consolidate import (
     consolidate_sharded_state_dicts,
 )
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.shard_files import Shard, open_shard
 from xla_fsdp.checkpoint.validate import CheckpointError
 
 __all__ = [
     "CheckpointError",
+    "GroupRecord",
     "MemberRecord",
+    "OptimizerRecord",
     "ParamRecord",
     "Shard",
     "ShardMetadata",
+    "StateRecord",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "find_problems",

@@ -8,7 +8,7 @@ What the values mean is up to ``format`` and ``upstream_format``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,3 +61,12 @@ def dtype_named(name: str, where: str = "dtype") -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where} {name!r} is not a torch dtype")
     return dtype
+
+
+def refuse_repeated(what: str, names: Iterable[str]) -> None:
+    """Raise ``CheckpointError`` if a name is there more than once."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{what} {name} appears twice")
+        seen.add(name)

@@ -48,7 +48,14 @@ SECOND_VERSION = {
         "groups": [
             {"params": ["w"], "options": {"lr": 0.1, "betas": [0.9, 0.99], "foreach": None}}
         ],
-        "states": {"w": {"sharded": ["exp_avg"], "whole": ["step"], "values": {"scale": 1.5}}},
+        "states": {
+            "w": {
+                "sharded": ["exp_avg"],
+                "whole": ["step"],
+                "values": {"scale": 1.5},
+                "host": ["step"],
+            }
+        },
     },
     "fingerprints": {"model/w": "crc32:0012abcd"},
 }
@@ -66,7 +73,7 @@ def some_metadata(**changes: Any) -> ShardMetadata:
         global_rank=3,
         optimizer=OptimizerRecord(
             (GroupRecord(("w",), {"lr": 0.1, "betas": [0.9, 0.99], "foreach": None}),),
-            {"w": StateRecord(("exp_avg",), ("step",), {"scale": 1.5})},
+            {"w": StateRecord(("exp_avg",), ("step",), {"scale": 1.5}, ("step",))},
         ),
         fingerprints={"model/w": "crc32:0012abcd"},
     )

@@ -31,11 +31,16 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """The states of one key, by kind. Names of sharded and whole ones, values as they are."""
+    """The states of one key, by kind. Names of sharded and whole ones, values as they are.
+
+    ``host`` names those of the whole ones that the optimizer keeps in host memory, beside a
+    parameter on a device.
+    """
 
     sharded: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+    host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class OptimizerRecord:
         refuse_repeated("optimizer key", (key for group in self.groups for key in group.params))
         for key, state in self.states.items():
             refuse_repeated(f"optimizer state of {key}:", state.sharded + state.whole)
+            if strange := set(state.host) - set(state.whole):
+                raise CheckpointError(
+                    f"optimizer state of {key}: {min(strange)} is in host, but not in whole"
+                )
             for name in state.values:
                 if name in state.sharded or name in state.whole:
                     raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
@@ -71,6 +80,7 @@ class OptimizerRecord:
                 key: {
                     "sharded": list(state.sharded),
                     "whole": list(state.whole),
+                    "host": list(state.host),
                     "values": json_value(state.values, f"optimizer.states.{key}.values"),
                 }
                 for key, state in self.states.items()
@@ -123,6 +133,7 @@ def _state_from_dict(data: Any, where: str) -> StateRecord:
     return StateRecord(
         sharded=_names(item(data, "sharded", list, where), f"{where}.sharded"),
         whole=_names(item(data, "whole", list, where), f"{where}.whole"),
+        host=_names(item({"host": [], **data}, "host", list, where), f"{where}.host"),
         values=json_value(item(data, "values", dict, where), f"{where}.values"),
     )
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         consolidate_sharded_model_checkpoints,
         consolidate_sharded_state_dicts,
     )
+    from xla_fsdp.checkpoint.step_directory import latest_step
     from xla_fsdp.collectives import LocalCollectives
     from xla_fsdp.fully_sharded import (
         XlaFullyShardedDataParallel,
@@ -23,31 +24,40 @@ if TYPE_CHECKING:
     )
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.remat import checkpoint_module
+    from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
 
 __all__ = [
     "CheckpointError",
     "LocalCollectives",
+    "PendingSave",
     "RankError",
     "XlaFullyShardedDataParallel",
     "checkpoint_module",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
+    "latest_step",
     "launch",
+    "load_checkpoint",
     "one_rank_at_a_time",
     "register_fsdp_forward_method",
+    "save_checkpoint",
 ]
 
 _HOMES = {
     "CheckpointError": "checkpoint",
     "LocalCollectives": "collectives",
+    "PendingSave": "save_load",
     "RankError": "launcher",
     "XlaFullyShardedDataParallel": "fully_sharded",
     "checkpoint_module": "remat",
     "consolidate_sharded_model_checkpoints": "checkpoint",
     "consolidate_sharded_state_dicts": "checkpoint",
+    "latest_step": "checkpoint.step_directory",
     "launch": "launcher",
+    "load_checkpoint": "save_load",
     "one_rank_at_a_time": "launcher",
     "register_fsdp_forward_method": "fully_sharded",
+    "save_checkpoint": "save_load",
 }
 
 

@@ -126,6 +126,29 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 
 
+# ---------------------------------------------------------------- host values
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
+    sync()
+    lazy = [t.detach() for t in tensors if t.device.type == "xla"]
+    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
+    return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
+
+
+def exchange(data: bytes) -> list[bytes]:
+    """The ``data`` of every rank of the job, in order. All ranks must call it; what is traced is
+    computed first."""
+    sync()
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    if slot is not None and slot.run is not None:
+        return slot.run.exchange(_index(device()), data)
+    if world_size() == 1:
+        return [data]
+    return list(xm.rendezvous("xla_fsdp.exchange", data))
+
+
 # ---------------------------------------------------------------- random numbers
 
 

@@ -64,7 +64,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "text": (lambda p: p.write_text("hello"), ["BAD: truncated, or not", "missing ranks"]),
     "unreadable": (
         become_directory,
-        ["BAD: cannot be read: Is a directory", "missing ranks"],
+        ["BAD: cannot be read: it is a directory", "missing ranks"],
     ),
     "code": (
         lambda p: change(p, lambda c: c.update(args=Namespace(lr=1))),

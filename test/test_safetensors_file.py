@@ -1,4 +1,4 @@
-"""Safetensors files: what is planned loads elsewhere; what others wrote is read; damage is named."""
+"""Safetensors files: what is planned loads elsewhere; others' files are read; damage is named."""
 
 from __future__ import annotations
 

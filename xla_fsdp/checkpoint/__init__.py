@@ -2,8 +2,11 @@
 
 from xla_fsdp.checkpoint.checks import find_problems
 from xla_fsdp.checkpoint.consolidate import (
+    MergeOptions,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
+    merge_files,
+    read_shards,
 )
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
@@ -14,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "GroupRecord",
     "MemberRecord",
+    "MergeOptions",
     "OptimizerRecord",
     "ParamRecord",
     "Shard",
@@ -22,5 +26,7 @@ __all__ = [
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "find_problems",
+    "merge_files",
     "open_shard",
+    "read_shards",
 ]

@@ -28,6 +28,8 @@ from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name, refuse_rep
 METADATA_KEY = "xla_fsdp"
 """Where in a shard file's metadata the ``ShardMetadata`` is."""
 
+OWN_METADATA = ("format", METADATA_KEY)
+
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""
 

@@ -70,3 +70,21 @@ def refuse_repeated(what: str, names: Iterable[str]) -> None:
         if name in seen:
             raise CheckpointError(f"{what} {name} appears twice")
         seen.add(name)
+
+
+def one_line(text: str) -> str:
+    """A message whose parts come out of files, fit to be one line of a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refuse_bad_names(names: Iterable[str]) -> list[str]:
+    """One line for each name that no module tree can give a tensor.
+
+    Such as ``../../x`` or ``a..b``: every part between dots is the name of a module or a parameter,
+    so none is empty. Programs that make paths of names are safe from these.
+    """
+    return [
+        f"{name[:80]!r} is not the name of a tensor of a model"
+        for name in names
+        if not all(name.split(".")) or not name.isprintable() or name.startswith("/")
+    ]

@@ -199,9 +199,9 @@ def load_checkpoint(
         write_optimizer(optimizer, params, state)
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(loaded.values["lr_scheduler"])
+    xla_ops.sync()
     if loaded.same_ranks:
         _set_rng_state(model, loaded.values.get("rng"), ranks)
-    xla_ops.sync()
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
 
 

@@ -9,9 +9,10 @@ started on CPU by ``launcher`` and ``cpu_ranks``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -131,7 +132,8 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
-    sync()
+    with _same_random_numbers():
+        sync()
     lazy = [t.detach() for t in tensors if t.device.type == "xla"]
     copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
     return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
@@ -140,13 +142,25 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def exchange(data: bytes) -> list[bytes]:
     """The ``data`` of every rank of the job, in order. All ranks must call it; what is traced is
     computed first."""
-    sync()
     slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
-    if slot is not None and slot.run is not None:
-        return slot.run.exchange(_index(device()), data)
-    if world_size() == 1:
-        return [data]
-    return list(xm.rendezvous("xla_fsdp.exchange", data))
+    with _same_random_numbers():
+        sync()
+        if slot is not None and slot.run is not None:
+            return slot.run.exchange(_index(device()), data)
+        if world_size() == 1:
+            return [data]
+        return list(xm.rendezvous("xla_fsdp.exchange", data))
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A sync moves the device's random number chain on; a job that is saved now and then would not
+    draw the numbers of one that is not."""
+    before = get_rng_state(device())
+    try:
+        yield
+    finally:
+        set_rng_state(before, device())
 
 
 # ---------------------------------------------------------------- random numbers

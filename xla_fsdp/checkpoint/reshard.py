@@ -292,7 +292,7 @@ class _OptimizerCutter:
                 f"the checkpoint has optimizer state of {name}, which is in no group of the "
                 f"optimizer"
                 for name in self._group_of
-                if name not in used
+                if name not in used and self._saved.record(self._saved.key_of[name])
             ]
 
     def _names(self, key: str) -> list[str]:

@@ -29,15 +29,16 @@ from xla_fsdp.checkpoint.consolidate import (
     read_shards,
 )
 from xla_fsdp.checkpoint.copying import Progress, default_threads
+from xla_fsdp.checkpoint.jobs import Job
 from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, parse_size
-from xla_fsdp.checkpoint.outputs import WriteOptions, find_output_problems, write_outputs
-from xla_fsdp.checkpoint.report import describe_files, describe_shards, size_line, verify_shards
-from xla_fsdp.checkpoint.reshard_files import plan_reshard
+from xla_fsdp.checkpoint.outputs import WriteOptions
+from xla_fsdp.checkpoint.report import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.transform import DTYPES, parse_rule
 from xla_fsdp.checkpoint.validate import CheckpointError, one_line
 
-FORMATS = ("pth", "safetensors")
+FORMATS = ("pth", "safetensors", "dcp")
 PROGRAM = "consolidate_sharded_ckpts"
 
 
@@ -79,8 +80,9 @@ def _add_inputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt_prefix",
         required=True,
-        help="what the paths of all shard files start with, or a directory that save_checkpoint "
-        "wrote (its newest complete step is taken), or one of its steps",
+        help="what the paths of all shard files start with, or a directory: one that "
+        "save_checkpoint wrote (its newest complete step is taken), one of its steps, or one of "
+        "torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--ckpt_suffix",
@@ -122,6 +124,7 @@ def _add_outputs(parser: ArgumentParser) -> None:
         type=int,
         help="write shard files for this many ranks instead, into a directory",
     )
+    parser.add_argument("--step", type=int, help="number for that step (default: the old one)")
     parser.add_argument("--dry_run", action="store_true", help="say what would be written")
 
 
@@ -159,24 +162,28 @@ def _consolidate(args: Namespace) -> None:
         kind=kind,
     )
     print(f"found {len(shards)} checkpoint files in {args.ckpt_prefix}{args.ckpt_suffix}")
-    if args.to_world_size is not None:
-        outputs, watched = plan_reshard(
-            shards, output, args.to_world_size, optimizer=options.optimizer
-        )
-    else:
-        outputs, watched = plan_merge(shards, output, options)
-    problems = find_output_problems(
-        outputs, overwrite=args.overwrite, make_directories=kind is Kind.DIRECTORY
-    )
-    if problems:
+    job = _job(args, shards, output, options)
+    if problems := job.find_problems(overwrite=args.overwrite):
         raise CheckpointError(problems)
     if args.dry_run:
-        for line in describe_files(outputs):
+        for line in job.describe():
             print(line)
         return
-    with _progress_bar("copying", sum(each.nbytes for each in outputs)) as progress:
-        write_outputs(outputs, replace(options.write, progress=progress), watched)
+    with _progress_bar("copying", job.nbytes) as progress:
+        job.write(replace(options.write, progress=progress))
     print(_summary(args, shards, output))
+
+
+def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
+    if args.to_world_size is None:
+        return plan_merge(shards, output, options)
+    return plan_reshard(
+        shards,
+        output,
+        args.to_world_size,
+        optimizer=options.optimizer,
+        step=step_of(shards[0]) if args.step is None else args.step,
+    )
 
 
 def _options(args: Namespace, kind: Kind) -> MergeOptions:
@@ -195,8 +202,8 @@ def _kind(args: Namespace, output: str) -> Kind:
         return Kind.DIRECTORY
     if args.format is None:
         return kind_of(output)
-    if args.format == "pth":
-        return Kind.TORCH
+    if args.format in ("pth", "dcp"):
+        return Kind.TORCH if args.format == "pth" else Kind.DCP
     return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
 
 

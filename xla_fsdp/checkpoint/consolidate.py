@@ -23,10 +23,10 @@ from torch import Tensor
 from xla_fsdp.checkpoint.checks import find_problems
 from xla_fsdp.checkpoint.copying import Watched, find_damage
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
+from xla_fsdp.checkpoint.jobs import DcpJob, FilesJob, Job
 from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, model_outputs
 from xla_fsdp.checkpoint.outputs import (
     BytesOutput,
-    Output,
     TorchOutput,
     WriteOptions,
     find_output_problems,
@@ -138,7 +138,7 @@ def consolidate_sharded_model_checkpoints(
     return model, output
 
 
-def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> list[str]:
+def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> None:
     """Merge shards into files, with a bounded amount of memory.
 
     Args:
@@ -146,21 +146,10 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
         save_path: what kind of files this makes: see ``model_files``.
         options: see there.
 
-    Returns:
-        The paths of the files.
-
     Raises:
         CheckpointError: with every problem found; nothing has been written then.
     """
-    outputs, watched = plan_merge(shards, save_path, options)
-    problems = find_output_problems(
-        outputs,
-        overwrite=options.write.overwrite,
-        make_directories=(options.kind or kind_of(save_path)) is Kind.DIRECTORY,
-    )
-    _raise_if(problems)
-    write_outputs(outputs, options.write, watched)
-    return [output.path for output in outputs]
+    plan_merge(shards, save_path, options).run(options.write)
 
 
 # ---------------------------------------------------------------- phases
@@ -224,10 +213,8 @@ def merge_shards(
     return full_checkpoint(plan, same), all_watched
 
 
-def plan_merge(
-    shards: Sequence[Shard], save_path: str, options: MergeOptions
-) -> tuple[list[Output], list[Watched]]:
-    """The files that ``merge_files`` would write.
+def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
+    """What ``merge_files`` would do.
 
     Raises:
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
@@ -238,7 +225,10 @@ def plan_merge(
     if options.dtype is not None:
         full = in_dtype(full, options.dtype)
     kind = options.kind or kind_of(save_path)
-    return model_outputs(full, save_path, kind, options.layout), watched
+    if kind is Kind.DCP:
+        return DcpJob(full, save_path, watched)
+    outputs = model_outputs(full, save_path, kind, options.layout)
+    return FilesJob(outputs, watched, make_directories=kind is Kind.DIRECTORY)
 
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
@@ -275,6 +265,8 @@ def find_path_problems(
     """Why nothing could be written at a path, as far as that can be told without a plan."""
     if os.path.realpath(output) in {os.path.realpath(shard.source) for shard in shards}:
         return [f"{output}: is one of the shard files; choose another save_path"]
+    if kind is Kind.DCP:
+        return DcpJob(FullCheckpoint({}, {}, None), output, ()).find_problems(overwrite=overwrite)
     if kind is Kind.DIRECTORY:  # whose files are not known yet
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)

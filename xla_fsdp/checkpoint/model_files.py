@@ -46,6 +46,7 @@ class Kind(Enum):
     TORCH = "one torch file"
     SAFETENSORS = "one safetensors file"
     DIRECTORY = "a directory of safetensors files"
+    DCP = "a directory of torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True)

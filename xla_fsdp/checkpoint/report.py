@@ -1,4 +1,4 @@
-"""What shards and outputs hold, in lines for people; and whether shards are as they were saved.
+"""What shards hold, in lines for people; and whether shards are as they were saved.
 
 Always true: nothing but headers is read, unless fingerprints are to be computed again.
 """
@@ -11,7 +11,6 @@ from typing import Any
 from xla_fsdp.checkpoint.copying import Progress, checksums
 from xla_fsdp.checkpoint.fingerprint import written
 from xla_fsdp.checkpoint.full_tensors import Plan
-from xla_fsdp.checkpoint.outputs import Output, SafetensorsOutput
 from xla_fsdp.checkpoint.plan import identify, make_plan
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource
@@ -41,15 +40,6 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
         )
     if readable:
         yield from _contents(readable[0])
-
-
-def describe_files(outputs: Sequence[Output]) -> Iterator[str]:
-    """The files that would be written."""
-    for output in outputs:
-        tensors = (
-            f", {len(output.tensors)} tensors" if isinstance(output, SafetensorsOutput) else ""
-        )
-        yield f"would write {output.path} (about {output.nbytes:,} bytes{tensors})"
 
 
 def verify_shards(

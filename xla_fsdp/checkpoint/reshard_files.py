@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from xla_fsdp.checkpoint.copying import Watched
 from xla_fsdp.checkpoint.format import (
     FORMAT,
     VERSION,
@@ -25,11 +24,12 @@ from xla_fsdp.checkpoint.format import (
     state_name,
 )
 from xla_fsdp.checkpoint.full_tensors import Plan, joined_members
+from xla_fsdp.checkpoint.jobs import FilesJob, Job
 from xla_fsdp.checkpoint.outputs import BytesOutput, Fingerprints, Output, SafetensorsOutput
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import slice_of
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.shard_files import Shard, watch_shards
+from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, watch_shards
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, Marker, rank_file_name
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
@@ -52,8 +52,8 @@ def plan_reshard(
     *,
     optimizer: bool = True,
     step: int = 0,
-) -> tuple[list[Output], list[Watched]]:
-    """The files of ``world_size`` ranks, and what to look at for damage after they were written.
+) -> Job:
+    """The files of ``world_size`` ranks.
 
     Args:
         shards: of every rank, checked, in rank order.
@@ -67,6 +67,8 @@ def plan_reshard(
     """
     if not 1 <= world_size <= 1_000_000:
         raise CheckpointError(f"--to_world_size {world_size} must be from 1 to 1,000,000")
+    if not 0 <= step <= 10**15:
+        raise CheckpointError(f"--step {step} must be from 0 to 10^15")
     same, watched = watch_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
     old = _Old(plan, same, _metadata_of(plan, same[0].metadata))
@@ -77,7 +79,16 @@ def plan_reshard(
     ]
     sizes = {os.path.basename(output.path): output.nbytes for output in outputs}
     marker = Marker(step, world_size, sizes)
-    return [*outputs, BytesOutput(os.path.join(folder, MARKER), marker.to_bytes())], watched
+    outputs.append(BytesOutput(os.path.join(folder, MARKER), marker.to_bytes()))
+    return FilesJob(outputs, watched, make_directories=True)
+
+
+def step_of(shard: Shard) -> int:
+    """The step that a shard was saved as; 0 if it is not in a step's directory."""
+    folder = os.path.dirname(os.path.abspath(shard.source))
+    if not os.path.exists(os.path.join(folder, MARKER)):
+        return 0
+    return read_marker_file(folder).step
 
 
 def _rank_output(old: _Old, folder: str, rank: int, world_size: int) -> SafetensorsOutput:

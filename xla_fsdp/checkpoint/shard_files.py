@@ -30,6 +30,9 @@ from xla_fsdp.checkpoint.validate import CheckpointError
 OUTPUT_MARK = "_consolidated"
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
+DCP_METADATA = ".metadata"
+"""The file that tells a directory of torch.distributed.checkpoint."""
+
 _MODEL, _OPTIMIZER = model_name(""), state_name("", "").rstrip("/") + "/"
 
 
@@ -75,7 +78,8 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
 
     Args:
         ckpt_prefix: what their paths start with; or a directory: one that ``save_checkpoint`` wrote
-            (its newest complete step is taken), a step's, or any other.
+            (its newest complete step is taken), a step's, one of torch.distributed.checkpoint
+            (which counts as one file), or any other.
         ckpt_suffix: pattern for the rest of their paths; in a directory, only one that is not
             ``DEFAULT_SUFFIX`` counts, and otherwise files of both kinds do.
 
@@ -84,6 +88,8 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     """
     if not os.path.isdir(ckpt_prefix) or ckpt_suffix != DEFAULT_SUFFIX:
         return matching_files(ckpt_prefix, ckpt_suffix)
+    if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
+        return [ckpt_prefix]
     if attempts := complete_attempts(open_storage(ckpt_prefix)):
         return _files_of_step(os.path.join(ckpt_prefix, attempts[-1].folder))
     if os.path.exists(os.path.join(ckpt_prefix, MARKER)):
@@ -92,14 +98,22 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
 
 
-def _files_of_step(folder: str) -> list[str]:
-    """Those that the marker lists: others there are not part of the checkpoint."""
+def read_marker_file(folder: str) -> Marker:
+    """What a step's directory says of itself; ``CheckpointError`` if that makes no sense."""
     path = os.path.join(folder, MARKER)
     data = bytearray((file := LocalFile(path)).nbytes)
     file.read_into(0, memoryview(data))
-    files = Marker.from_bytes(bytes(data), path).files
+    return Marker.from_bytes(bytes(data), path)
+
+
+def _files_of_step(folder: str) -> list[str]:
+    """Those that the marker lists: others there are not part of the checkpoint."""
+    files = read_marker_file(folder).files
     if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
-        raise CheckpointError(f"{path}: {strange[0]!r} is not the name of a file in its directory")
+        raise CheckpointError(
+            f"{os.path.join(folder, MARKER)}: {strange[0]!r} is not the name of a file in its "
+            f"directory"
+        )
     return [os.path.join(folder, name) for name in sorted(files)]
 
 
@@ -125,9 +139,14 @@ def open_shard(path: str) -> Shard:
     """One rank's shard; its tensors are read from the file when they are used.
 
     Raises:
-        CheckpointError: one line that names the file: it cannot be read, is neither a safetensors
-            nor a torch file, would have to run code, or is foreign.
+        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
+            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
+            is foreign.
     """
+    if os.path.exists(os.path.join(path, DCP_METADATA)):
+        from xla_fsdp.checkpoint.dcp_import import import_dcp  # takes a second to load
+
+        return import_dcp(path)
     return _from_safetensors(path) if path.endswith(SAFETENSORS) else _from_torch(path)
 
 

@@ -7,6 +7,7 @@ uninterrupted run on 2 ranks says what the others must come to.
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +203,13 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
     before = host_bits(model)
     extra = {"fine": 1, "lambda": print} if rank == 1 else None
     found = {
-        "wrapped": message(lambda: save_checkpoint(folder, nn.Linear(1, 1))),  # type: ignore
+        "wrapped": message(lambda: save_checkpoint(folder, nn.Linear(1, 1), step=1)),  # type: ignore
         "step": message(lambda: save_checkpoint(folder, model, step=-1)),
-        "keep": message(lambda: save_checkpoint(folder, model, keep_last=0)),
-        "format": message(lambda: save_checkpoint(folder, model, file_format="zip")),
-        "extra": message(lambda: save_checkpoint(folder / "x", model, extra=extra)),
-        "foreign": message(lambda: save_checkpoint(folder / "x", model, other)),
+        "no number": message(lambda: save_checkpoint(folder, model)),
+        "keep": message(lambda: save_checkpoint(folder, model, step=1, keep_last=0)),
+        "format": message(lambda: save_checkpoint(folder, model, step=1, file_format="zip")),
+        "extra": message(lambda: save_checkpoint(folder / "x", model, extra=extra, step=1)),
+        "foreign": message(lambda: save_checkpoint(folder / "x", model, other, step=1)),
         "nothing": message(lambda: load_checkpoint(folder / "x", model)),
         "no step": message(lambda: load_checkpoint(folder / "adamw", model, step=7)),
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
@@ -230,26 +232,34 @@ def host_bits(model: Any) -> list[bytes]:
 
 
 def random_numbers(directory: Path) -> dict[str, bool]:
-    """Draws on the device and on the host after loading are those after saving."""
+    """Draws on the device after loading are those after saving, and those without either."""
     import torch_xla
 
-    from xla_fsdp import load_checkpoint, one_rank_at_a_time, save_checkpoint
+    from xla_fsdp import load_checkpoint, save_checkpoint
 
     def draw() -> list[float]:
         return torch.rand(3, device=torch_xla.device()).tolist()
 
+    def start() -> None:
+        torch_xla.manual_seed(7)
+        torch_xla.sync()
+
     model = fsdp(make(TiedNet))
-    draw()
-    save_checkpoint(directory, model, step=5)
+    start()
     expected = draw()
-    with one_rank_at_a_time():
-        torch.manual_seed(99)
+    start()
+    save_checkpoint(directory, model, step=5)
+    saved = draw() == expected
     load_checkpoint(directory, model)
-    return {"device": draw() == expected}
+    return {"saved": saved, "loaded": draw() == expected}
+
+
+may_write = threading.Event()
 
 
 def make_steps_fail() -> None:
-    """From now on, writing steps 102 and 104 fails, on all ranks: they share the module."""
+    """From now on, writing steps 102 and 104 fails, and 105 waits, on all ranks: they share the
+    module."""
     from xla_fsdp import one_rank_at_a_time, save_load
     from xla_fsdp.checkpoint import CheckpointError
 
@@ -261,6 +271,8 @@ def make_steps_fail() -> None:
         def failing(sink: Any, name: str, content: Any) -> Any:
             if name.startswith(("step_00000102", "step_00000104")):
                 raise CheckpointError("no room")
+            if name.startswith("step_00000105"):
+                may_write.wait(60)
             return original(sink, name, content)
 
         save_load.write_rank_file = failing
@@ -268,7 +280,7 @@ def make_steps_fail() -> None:
 
 def asynchronous(directory: Path) -> dict[str, Any]:
     """A save that fails says so at the next one, or when it is waited for."""
-    from xla_fsdp import latest_step, load_checkpoint, save_checkpoint
+    from xla_fsdp import latest_step, load_checkpoint, save_checkpoint, xla_ops
 
     make_steps_fail()
     model = fsdp(make(TiedNet))
@@ -287,6 +299,10 @@ def asynchronous(directory: Path) -> dict[str, Any]:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()  # what is saved has been copied
+    meanwhile = model(rows()).abs().sum().item()
+    unfinished = latest_step(directory)
+    xla_ops.exchange(b"")  # until all have looked
+    may_write.set()
     pending.wait()
     load = message(lambda: load_checkpoint(directory, model))
     changed = all(not param.any().item() for param in model.parameters())
@@ -297,6 +313,7 @@ def asynchronous(directory: Path) -> dict[str, Any]:
         "latest": (after_errors, latest_step(directory)),
         "load": load,
         "zero": changed,
+        "meanwhile": (meanwhile, unfinished),
     }
 
 
@@ -407,6 +424,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found == outcomes()[2][1]["errors"]
     assert found["wrapped"].startswith("TypeError: model is a Linear; expected the outermost")
     assert found["step"] == "ValueError: step=-1; expected a whole number, 0 or more"
+    assert found["no number"] == "ValueError: step=None; expected a whole number, 0 or more"
     assert found["keep"] == "ValueError: keep_last=0; expected None or a whole number, 1 or more"
     assert found["format"] == "ValueError: file_format='zip'; expected one of safetensors, pth"
     assert "rank 1: extra.lambda is a builtin_function_or_method, which" in found["extra"]
@@ -422,7 +440,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
 
 def test_random_numbers_go_on() -> None:
     for rank in range(2):
-        assert outcomes()[2][rank]["random"] == {"device": True}
+        assert outcomes()[2][rank]["random"] == {"saved": True, "loaded": True}
 
 
 def test_errors_of_asynchronous_saves_surface() -> None:
@@ -432,6 +450,7 @@ def test_errors_of_asynchronous_saves_surface() -> None:
         assert found["at wait"] == "CheckpointError: ranks 0, 1: no room"
         assert found["again"] == "nothing was raised"
         assert found["latest"] == (101, 105)
+        assert found["meanwhile"] == (0.0, 101)
         assert found["load"] == "nothing was raised"
         assert found["zero"] == (rank == 1)  # which holds nothing but padding
 

@@ -80,7 +80,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     lr_scheduler: LRScheduler | None = None,
     extra: Any = None,
-    step: int = 0,
+    step: int | None = None,
     *,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -99,8 +99,8 @@ def save_checkpoint(
         lr_scheduler: anything with ``state_dict``.
         extra: this rank's own: numbers, strings, tensors, numpy arrays, and lists, tuples, sets
             and dicts of them.
-        step: not below one that is complete in ``directory``. A step that is there already is
-            replaced once the new one is complete.
+        step: required; not below one that is complete in ``directory``. A step that is there
+            already is replaced once the new one is complete.
         keep_last: delete all but so many complete steps when this one is complete; None keeps all.
             What attempts that were cut short have left is deleted in any case.
         asynchronous: copy everything to host memory and return; a thread writes it. The next save,
@@ -116,12 +116,15 @@ def save_checkpoint(
         CheckpointError: on all ranks, with every problem of every rank, also of an earlier
             asynchronous save.
     """
-    _check_arguments(model, step, keep_last, file_format)
+    number = _checked_step(step)
+    _check_arguments(model, keep_last, file_format)
     if earlier := _pending.pop(model, None):
         earlier.wait()
     ranks = _ranks()
     metadata = _metadata(model, ranks)
-    save = Save(open_storage(directory), ranks, _file_place(metadata, file_format), step, keep_last)
+    save = Save(
+        open_storage(directory), ranks, _file_place(metadata, file_format), number, keep_last
+    )
     values = {"extra": extra, "rng": _rng_state(model)}
     if lr_scheduler is not None:
         values["lr_scheduler"] = lr_scheduler.state_dict()
@@ -208,10 +211,14 @@ def load_checkpoint(
 # ---------------------------------------------------------------- ranks and places
 
 
-def _check_arguments(model: Any, step: Any, keep_last: Any, file_format: str) -> None:
-    _check_wrapped(model)
+def _checked_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step={step!r}; expected a whole number, 0 or more")
+    return step
+
+
+def _check_arguments(model: Any, keep_last: Any, file_format: str) -> None:
+    _check_wrapped(model)
     if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
         raise ValueError(f"keep_last={keep_last!r}; expected None or a whole number, 1 or more")
     if file_format not in SUFFIXES:

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,10 +201,13 @@ class Save:
         while time.monotonic() < last_look and not self._waited_for.wait(LOOK_EVERY):
             if last_look == math.inf and not threading.main_thread().is_alive():
                 last_look = time.monotonic() + PATIENCE
-            if set(expected) <= set(self._storage.names(self._attempt.folder)):
-                files = {n: self._storage.source(self._attempt.file(n)).nbytes for n in expected}
-                self._mark(files)
-                return
+            with suppress(CheckpointError):  # there is another look, and there is wait()
+                if set(expected) <= set(self._storage.names(self._attempt.folder)):
+                    self._mark({name: self._size(name) for name in expected})
+                    return
+
+    def _size(self, name: str) -> int:
+        return self._storage.source(self._attempt.file(name)).nbytes
 
     def _collect(self) -> dict[str, int]:
         """Every file's size, once all are written and replicas are seen to agree."""

@@ -315,7 +315,7 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
 
         save.start(write)
         before = latest_step(tmp_path)
-        ranks.share(None)  # both have looked
+        ranks.agree([])  # both have looked
         slow.set()
         if ranks.rank == 0:
             for _ in range(6000):

@@ -257,8 +257,7 @@ def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt
         own = complete_attempts(storage)
     except CheckpointError as error:
         problems = error.problems
-    ranks.agree(problems)
-    seen = [{Attempt(*pair) for pair in pairs} for pairs in ranks.share(own)]
+    seen = [{Attempt(*pair) for pair in pairs} for pairs in ranks.agree(problems, own)]
     common = sorted(set.intersection(*seen))
     found = [attempt for attempt in common if step in (None, attempt.step)]
     if not found:

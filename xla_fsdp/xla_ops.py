@@ -129,6 +129,8 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
 
 # ---------------------------------------------------------------- host values
 
+EXCHANGE_MULTIPLE = 4096
+
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
@@ -149,7 +151,11 @@ def exchange(data: bytes) -> list[bytes]:
             return slot.run.exchange(_index(device()), data)
         if world_size() == 1:
             return [data]
-        return list(xm.rendezvous("xla_fsdp.exchange", data))
+        # Few lengths, as every other one is compiled anew.
+        length = len(data).to_bytes(8, "little")
+        padding = bytes(-(len(length) + len(data)) % EXCHANGE_MULTIPLE)
+        said = xm.rendezvous("xla_fsdp.exchange", length + data + padding)
+        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in said]
 
 
 @contextlib.contextmanager

@@ -58,18 +58,21 @@ class Ranks:
     count: int
     exchange: Callable[[bytes], list[bytes]]
 
-    def share(self, value: Any) -> list[Any]:
-        """The JSON value that every rank gave."""
-        return [json.loads(data) for data in self.exchange(json.dumps(value).encode())]
+    def agree(self, problems: Sequence[str], value: Any = None) -> list[Any]:
+        """The JSON value that every rank gave, unless a rank has problems.
 
-    def agree(self, problems: Sequence[str]) -> None:
-        """Raise the same ``CheckpointError`` on every rank if any rank has a problem."""
+        Raises:
+            CheckpointError: the same on every rank, with the problems of all.
+        """
+        own = json.dumps([list(problems), value]).encode()
+        said = [json.loads(data) for data in self.exchange(own)]
         ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, lines in enumerate(self.share(list(problems))):
+        for rank, (lines, _) in enumerate(said):
             for line in dict.fromkeys(lines):
                 ranks_of[line].append(rank)
         if ranks_of:
             raise CheckpointError([f"{_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()])
+        return [given for _, given in said]
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,7 @@ class Save:
                 f"{self._storage.where} holds step {latest}, so step {self._step} would never be "
                 f"the latest one. Save to another directory, or delete the later steps"
             )
-        self._ranks.agree(found)
-        self._attempt = Attempt(self._step, max(self._ranks.share(number)))
+        self._attempt = Attempt(self._step, max(self._ranks.agree(found, number)))
         self._find_leaders()
 
     def start(self, write: Callable[[Sink, str], Written]) -> None:
@@ -174,8 +176,7 @@ class Save:
             first = self._storage.claim(self._attempt.file(CLAIM))
         except CheckpointError as error:
             problems = error.problems
-        self._ranks.agree(problems)
-        leaders = [rank for rank, leads in enumerate(self._ranks.share(first)) if leads]
+        leaders = [rank for rank, leads in enumerate(self._ranks.agree(problems, first)) if leads]
         self._shared = len(leaders) <= 1
         self._leads = self._ranks.rank == 0 if self._shared else first
 
@@ -211,13 +212,12 @@ class Save:
 
     def _collect(self) -> dict[str, int]:
         """Every file's size, once all are written and replicas are seen to agree."""
-        self._ranks.agree([] if self._error is None else _lines(self._error))
-        assert self._written is not None
-        own = (self._place.shard, self._written.nbytes, self._written.digest)
+        failure = [] if self._error is None else _lines(self._error)
+        own = self._written and (self._place.shard, self._written.nbytes, self._written.digest)
         files: dict[int, int] = {}
         digests: dict[int, tuple[int, str]] = {}
         problems = []
-        for rank, (shard, nbytes, digest) in enumerate(self._ranks.share(own)):
+        for rank, (shard, nbytes, digest) in enumerate(self._ranks.agree(failure, own)):
             files[shard] = max(nbytes, files.get(shard, 0))
             first, expected = digests.setdefault(shard, (rank, digest))
             if digest != expected:

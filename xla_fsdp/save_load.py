@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,7 @@ from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.plain_values import Packed, pack
 from xla_fsdp.checkpoint.rank_file import SUFFIXES, RankContent, write_rank_file
 from xla_fsdp.checkpoint.reshard import Target
-from xla_fsdp.checkpoint.step_directory import Attempt, complete_attempts
+from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.cpu_ranks import current_rank_thread
@@ -43,6 +44,9 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
+
+LOOKED_AT = 16
+"""Complete attempts that a rank tells the others about."""
 
 # The saves that training has not waited for yet. Keys are each rank's own model, so ranks that are
 # threads of one process never meet here.
@@ -254,19 +258,23 @@ def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt
     own: list[Attempt] = []
     problems: list[str] = []
     try:
-        own = complete_attempts(storage)
+        # Ranks on different hosts are at most one attempt apart.
+        own = list(islice(newest_complete(storage, step), LOOKED_AT))
+        if not own:
+            steps = sorted({each.step for each in islice(newest_complete(storage), LOOKED_AT)})
+            wanted = "no complete step" if step is None else f"no complete step {step}"
+            hint = f"; there is {', '.join(map(str, steps))}" if steps else ""
+            problems = [f"{storage.where} holds {wanted}{hint}"]
     except CheckpointError as error:
         problems = error.problems
     seen = [{Attempt(*pair) for pair in pairs} for pairs in ranks.agree(problems, own)]
-    common = sorted(set.intersection(*seen))
-    found = [attempt for attempt in common if step in (None, attempt.step)]
-    if not found:
-        wanted = "no complete step" if step is None else f"no complete step {step}"
-        steps = ", ".join(str(s) for s in sorted({each.step for each in common})[-8:])
-        hint = f"; there is {steps}" if steps else ""
-        elsewhere = " that all ranks see" if any(seen) and not common else ""
-        raise CheckpointError(f"{storage.where} holds {wanted}{elsewhere}{hint}")
-    return found[-1]
+    common = set.intersection(*seen)
+    if not common:
+        raise CheckpointError(
+            f"{storage.where} holds no complete step that all ranks see; rank 0 sees "
+            f"{', '.join(each.folder for each in sorted(seen[0]))}"
+        )
+    return max(common)
 
 
 # ---------------------------------------------------------------- model

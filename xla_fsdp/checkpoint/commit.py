@@ -28,7 +28,7 @@ from xla_fsdp.checkpoint.step_directory import (
     Attempt,
     Marker,
     all_attempts,
-    complete_attempts,
+    newest_complete,
     rank_file_name,
     remove,
     tidy,
@@ -132,7 +132,8 @@ class Save:
         found, number, latest = list(problems), 0, -1
         try:
             number = max((a.number + 1 for a in self._own_attempts()), default=0)
-            latest = max((a.step for a in complete_attempts(self._storage)), default=-1)
+            newest = next(newest_complete(self._storage), None)
+            latest = -1 if newest is None else newest.step
         except CheckpointError as error:
             found += error.problems
         if latest > self._step:

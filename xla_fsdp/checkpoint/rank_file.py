@@ -258,14 +258,17 @@ def checked_source(storage: Storage, name: str, size: int) -> ByteSource:
     Raises:
         CheckpointError: if that is not so.
     """
-    folder, _, base = name.rpartition("/")
-    if base not in storage.names(folder):
+    try:
+        source = storage.source(name)
+    except CheckpointError as error:
+        folder, _, base = name.rpartition("/")
+        if base in storage.names(folder):
+            raise
         raise CheckpointError(
             f"{path_of(storage, name)}: is not here. Hosts that do not share a file system have "
             f"only the files of their own ranks: load with the same ranks on the same hosts, or "
             f"bring all files to a place that all hosts see"
-        )
-    source = storage.source(name)
+        ) from error
     if source.nbytes != size:
         raise CheckpointError(
             f"{path_of(storage, name)}: has {source.nbytes} bytes, but {size} were written"

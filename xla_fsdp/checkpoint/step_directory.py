@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,8 +94,8 @@ def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The greatest step that is completely saved in ``directory``, or None."""
-    attempts = complete_attempts(open_storage(directory))
-    return attempts[-1].step if attempts else None
+    newest = next(newest_complete(open_storage(directory)), None)
+    return None if newest is None else newest.step
 
 
 def all_attempts(storage: Storage) -> list[Attempt]:
@@ -106,7 +106,15 @@ def all_attempts(storage: Storage) -> list[Attempt]:
 
 def complete_attempts(storage: Storage) -> list[Attempt]:
     """The attempts that may be read, in order."""
-    return [each for each in all_attempts(storage) if MARKER in storage.names(each.folder)]
+    return sorted(newest_complete(storage))
+
+
+def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attempt]:
+    """The attempts that may be read, the newest first, perhaps of one step only. One request for
+    all, and one for each that is looked at."""
+    for attempt in reversed(all_attempts(storage)):
+        if step in (None, attempt.step) and MARKER in storage.names(attempt.folder):
+            yield attempt
 
 
 def write_marker(storage: Storage, attempt: Attempt, marker: Marker) -> None:

@@ -69,8 +69,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read what was written again from disk and compare; with inspect: compute all "
-        "fingerprints of the shard files again",
+        help="compute all fingerprints of the shard files again, also of what is not needed, and "
+        "read what was written again from disk and compare",
     )
     parser.add_argument("--threads", type=int, help="that copy at the same time")
     return parser

@@ -168,9 +168,10 @@ class Watched:
         self._source.data.read_into(start, buffer)
         self._read[start, start + len(buffer)] = zlib.crc32(buffer)
 
-    def problem(self) -> str | None:
-        """What is wrong with the bytes, if anything was read of them."""
-        if not self._read:
+    def problem(self, *, unread: bool) -> str | None:
+        """What is wrong with the bytes; of a tensor of which nothing was read, only if ``unread``
+        (padding alone, or another rank's copy of what is the same on all)."""
+        if not self._read and not unread:
             return None
         found = written(self._checksum())
         if found == self._source.fingerprint:
@@ -221,6 +222,11 @@ def watch(
     return same, all_watched
 
 
-def find_damage(watched: Iterable[Watched]) -> list[str]:
-    """One line for every watched tensor of which something else was read than was saved."""
-    return [problem for each in watched if (problem := each.problem())]
+def find_damage(watched: Iterable[Watched], *, unread: bool = False) -> list[str]:
+    """One line for every watched tensor of which something else was read than was saved.
+
+    Args:
+        watched: from ``watch``.
+        unread: whether to read those now that nobody needed.
+    """
+    return [problem for each in watched if (problem := each.problem(unread=unread))]

@@ -56,7 +56,7 @@ def export_dcp(
     Args:
         full: from ``full_checkpoint``.
         directory: to make, in one that exists; see ``find_directory_problems``.
-        options: as for other outputs; ``verify`` has no meaning here.
+        options: as for other outputs; what was written is not read again.
         watched: tensors of ``full`` to hold against their fingerprints.
 
     Raises:
@@ -66,7 +66,7 @@ def export_dcp(
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         _save(full, temporary, options)
-        if damage := find_damage(watched):
+        if damage := find_damage(watched, unread=options.verify):
             raise CheckpointError(damage)
         with writing(path):
             _replace(temporary, path)

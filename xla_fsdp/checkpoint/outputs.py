@@ -43,7 +43,8 @@ class WriteOptions:
 
     Args:
         overwrite: whether existing files may be replaced.
-        verify: whether to read everything again from disk and compare.
+        verify: whether to read everything again from disk and compare, and to look for damage also
+            in what is not needed of the shards.
         threads: that copy at the same time; None for as many as suit this machine.
         progress: called with a number of bytes, each time that many more are copied.
     """
@@ -232,7 +233,7 @@ def _copy(
     """The CRC-32 of everything that was copied, by file and offset."""
     threads = options.threads or default_threads()
     copied = copy(placements, threads=threads, progress=options.progress)
-    if damage := find_damage(watched):
+    if damage := find_damage(watched, unread=options.verify):
         raise CheckpointError(damage)
     if options.verify:
         _verify(placements, copied, threads)

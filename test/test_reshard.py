@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 from test.saving import Picture, differences, read, same_bits, save_step
 from xla_fsdp.checkpoint import CheckpointError, consolidate_sharded_model_checkpoints
 from xla_fsdp.checkpoint.byte_source import ByteSource
-from xla_fsdp.checkpoint.step_directory import complete_attempts
+from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
 from xla_fsdp.checkpoint.storage import LocalStorage, open_storage
 
 NAMES = ["a", "b.weight", "b.bias", "c", "d"]
@@ -252,3 +254,52 @@ def test_an_ignored_parameter_may_become_a_sharded_one(tmp_path: Path) -> None:
         shards = [read(open_storage(tmp_path), second, rank, 3, strict=False) for rank in range(3)]
         joined = torch.cat([each.model["w"] for each in shards])
         assert same_bits(joined[:300] if second is new else shards[0].model["w"], w)
+
+
+# ---------------------------------------------------------------- damaged files
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything in a JSON value."""
+    parts: Any = ()
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path, *(found for key, part in parts for found in leaves(part, (*path, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with something else at a path; without it if ``new`` is None."""
+    if not path:
+        return new
+    copy = value.copy()
+    if new is None and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(copy[path[0]], path[1:], new)
+    return copy
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_damaged_metadata_is_refused_or_harmless(data: st.DataObject) -> None:
+    shown = Picture(tensors(), {"flat_param_0": ["b.weight", "b.bias"]}, whole={"i": torch.ones(2)})
+    new_ranks = data.draw(st.sampled_from([2, 3]))
+    with tempfile.TemporaryDirectory() as directory:
+        save_step(directory, 1, 2, shown=shown)
+        path = Path(directory, "step_00000001", "rank-00000-of-00002.safetensors")
+        content = path.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        own = json.loads(header["__metadata__"]["xla_fsdp"])
+        where = data.draw(st.sampled_from(leaves(own)[1:]))
+        odd = st.sampled_from([None, 0, -1, 3, 10**15, "a", "b.bias", [], {}, [1], {"a": 1}, 0.5])
+        header["__metadata__"]["xla_fsdp"] = json.dumps(changed(own, where, data.draw(odd)))
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+        marker = Path(directory, "step_00000001", MARKER)
+        listed = json.loads(marker.read_text())
+        listed["files"][path.name] = path.stat().st_size
+        marker.write_text(json.dumps(listed))
+        with contextlib.suppress(CheckpointError):
+            read(open_storage(directory), shown, 0, new_ranks)

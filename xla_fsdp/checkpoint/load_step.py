@@ -9,6 +9,7 @@ Which step is read is decided by the caller, for all ranks together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from xla_fsdp.checkpoint.byte_source import bytes_of
 from xla_fsdp.checkpoint.fingerprint import fingerprint
+from xla_fsdp.checkpoint.format import state_name
+from xla_fsdp.checkpoint.full_tensors import Plan
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.rank_file import SUFFIXES, RankFiles, TorchRankFiles
 from xla_fsdp.checkpoint.reshard import Cut, CutState, Saved, Target, cut
+from xla_fsdp.checkpoint.safetensors_file import TensorSpec
+from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.step_directory import Attempt, Marker, rank_file_name, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSource
@@ -69,6 +74,7 @@ def load_step(
     files = _open(storage, attempt, marker, own)
     shards = files.shards()
     plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
     found = cut(Saved(plan, shards, own), target, strict=strict)
     if found.problems:
         raise CheckpointError([f"{storage.where}/{attempt.folder}: {p}" for p in found.problems])
@@ -91,6 +97,35 @@ def _open(
     if suffix == "pth":
         return TorchRankFiles(storage, sizes)
     return RankFiles(storage, sizes, first=own)
+
+
+def _check(plan: Plan, shards: Iterable[Shard]) -> None:
+    """That the shards have the tensors that the plan speaks of; nothing of them is read."""
+    problems = [
+        f"{shard.source}: {problem}" for shard in shards for problem in _shard_problems(plan, shard)
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _shard_problems(plan: Plan, shard: Shard) -> Iterator[str]:
+    specs = {key: TensorSpec(p.dtype, p.shard_shape) for key, p in plan.pieces.items()}
+    for key, expected in specs.items():
+        source = shard.state_dict.get(key)
+        if not isinstance(source, TensorSource) or source.spec != expected:
+            yield f"{key} is {getattr(source, 'spec', source)}, expected {expected}"
+    if plan.optimizer is None:
+        return
+    for key in (*plan.optimizer.states, *(k for g in plan.optimizer.groups for k in g.params)):
+        if key not in specs and key not in plan.whole:
+            yield f"the optimizer has {key}, which the model has not"
+    for key, state in plan.optimizer.states.items():
+        for name in (*state.sharded, *state.whole):
+            source = shard.optimizer.get(state_name(key, name))
+            shape = specs[key].shape if name in state.sharded else None
+            if source is None or shape not in (None, source.shape):
+                found = "missing" if source is None else f"of shape {source.shape}"
+                yield f"optimizer state {name} of {key} is {found}"
 
 
 # ---------------------------------------------------------------- reading

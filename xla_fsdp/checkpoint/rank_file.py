@@ -218,33 +218,47 @@ class RankFiles:
 
     def shards(self) -> list[Shard]:
         """Every rank's shard; the files other than the first stay closed."""
-        return [self._shard(rank) for rank in range(len(self._names))]
+        prefix = model_name("")
+        names = list(self._opened[self._first].header.entries)
+        model = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        others = {name: name for name in names if not name.startswith(prefix)}
+        return [self._shard(rank, model, others) for rank in range(len(self._names))]
 
     def values(self, rank: int) -> Any:
         """What a rank saved beside its tensors."""
         return self.open(rank).values()
 
-    def _shard(self, rank: int) -> Shard:
+    def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
+        return Shard(
+            source=path_of(self._storage, self._names[rank]),
+            state_dict=_Tensors(self, rank, model),
+            metadata={**self._opened[self._first].metadata, "rank": rank, "global_rank": None},
+            optimizer=_Tensors(self, rank, others),
+        )
+
+    def tensor(self, rank: int, name: str) -> TensorSource:
+        """A tensor of a rank's file, which is taken to be as in the first one."""
         first = self._opened[self._first]
         prints = first.metadata.get("fingerprints") if rank == self._first else None
-        known = prints if isinstance(prints, dict) else {}
-        sources = {
-            name: TensorSource(
-                entry.spec, _Elements(self, rank, name, entry.spec), fingerprint=known.get(name)
-            )
-            for name, entry in first.header.entries.items()
-        }
-        prefix = model_name("")
-        return Shard(
-            source=self._names[rank],
-            state_dict={
-                name.removeprefix(prefix): source
-                for name, source in sources.items()
-                if name.startswith(prefix)
-            },
-            metadata={**first.metadata, "rank": rank, "global_rank": None},
-            optimizer={n: s for n, s in sources.items() if not n.startswith(prefix)},
-        )
+        known = prints.get(name) if isinstance(prints, dict) else None
+        spec = first.header.entries[name].spec
+        return TensorSource(spec, _Elements(self, rank, name, spec), fingerprint=known)
+
+
+class _Tensors(Mapping[str, TensorSource]):
+    """Tensors of a rank's file, made when they are asked for: of most ranks, none ever is."""
+
+    def __init__(self, files: RankFiles, rank: int, names: Mapping[str, str]) -> None:
+        self._files, self._rank, self._names = files, rank, names
+
+    def __getitem__(self, key: str) -> TensorSource:
+        return self._files.tensor(self._rank, self._names[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def path_of(storage: Storage, name: str) -> str:

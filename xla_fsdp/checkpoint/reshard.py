@@ -94,15 +94,27 @@ class Saved:
         self.rank = own
         self.own = shards[own]
         self._shards = shards
-        self.tensors: dict[str, TensorSource] = {}
         self.key_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for key, piece in plan.pieces.items():
-            found = joined_members(piece, [shard.state_dict[key] for shard in shards])
-            self._add(key, found)
+            for member in piece.members:
+                self.key_of[member.name], self.shapes[member.name] = key, member.shape
         for key, name in plan.whole.items():
             if isinstance(value := self.own.state_dict[key], TensorSource):
-                self._add(key, [(name, value)])
+                self.key_of[name], self.shapes[name] = key, value.shape
+        # Joined when they are asked for: a full tensor is as many parts as there are ranks.
+        self._full: dict[str, dict[str, TensorSource]] = {}
         self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
+
+    def full(self, name: str) -> TensorSource:
+        """The tensor saved as ``name``."""
+        key = self.key_of[name]
+        if key not in self.plan.pieces:
+            return self.own.state_dict[key]
+        if key not in self._full:
+            sources = [shard.state_dict[key] for shard in self._shards]
+            self._full[key] = dict(joined_members(self.plan.pieces[key], sources))
+        return self._full[key][name]
 
     def resolve(self, name: str) -> str:
         """The name under which the tensor ``name`` is saved; other tied names are aliases."""
@@ -143,13 +155,8 @@ class Saved:
             name = self.plan.whole[key]
             for state in record.whole:
                 source = self.own.optimizer[state_name(key, state)]
-                if source.shape == self.tensors[name].shape and source.shape not in ((), (1,)):
+                if source.shape == self.shapes[name] and source.shape not in ((), (1,)):
                     yield state, {name: source}
-
-    def _add(self, key: str, found: Iterable[tuple[str, TensorSource]]) -> None:
-        for name, source in found:
-            self.tensors[name] = source
-            self.key_of[name] = key
 
 
 def cut(saved: Saved, target: Target, *, strict: bool = True) -> Cut:
@@ -202,53 +209,52 @@ def slice_of(
 
 def _cut_model(saved: Saved, target: Target, result: Cut, strict: bool) -> None:
     used: set[str] = set()
-    for record in target.metadata.params:
-        dtype = dtype_named(record.dtype)
-        sources = _members(saved, record.key, record.members, used, result, strict)
-        if not sources:
+    metadata = target.metadata
+    for record in metadata.params:
+        names = _names(saved, record.key, record.members, used, result, strict)
+        if not names:
             continue
-        if old := saved.same_shard(record, target.metadata):
+        if old := saved.same_shard(record, metadata):
             result.model[record.key] = saved.own.state_dict[old]
             continue
-        cast = [source.cast(dtype) for source in sources]
-        metadata = target.metadata
-        result.model[record.key] = slice_of(record, cast, metadata.rank, metadata.world_size)
+        dtype = dtype_named(record.dtype)
+        full = [saved.full(name).cast(dtype) for name in names]
+        result.model[record.key] = slice_of(record, full, metadata.rank, metadata.world_size)
     for name, shape in target.whole.items():
-        sources = _members(saved, name, (MemberRecord(name, shape),), used, result, strict)
-        if sources:
-            result.model[name] = sources[0]
+        for found in _names(saved, name, (MemberRecord(name, shape),), used, result, strict):
+            result.model[name] = saved.full(found)
     if strict:
         result.problems += [
             f"{name} is in the checkpoint, but not in the model"
-            for name in saved.tensors
+            for name in saved.key_of
             if name not in used
         ]
 
 
-def _members(
+def _names(
     saved: Saved,
     key: str,
     members: Sequence[MemberRecord],
     used: set[str],
     result: Cut,
     strict: bool,
-) -> list[TensorSource]:
-    """The saved tensors of these members; [] if they cannot be had."""
+) -> list[str]:
+    """Under which names these members are saved; [] if not all can be had."""
     found, missing = [], []
     for member in members:
         name = saved.resolve(member.name)
-        source = saved.tensors.get(name)
-        if source is None:
+        shape = saved.shapes.get(name)
+        if shape is None:
             missing.append(member.name)
-        elif source.shape != member.shape:
-            used.add(name)
-            result.problems.append(
-                f"{member.name} has shape {source.shape} in the checkpoint, "
-                f"but {member.shape} in the model"
-            )
+            continue
+        used.add(name)
+        if shape == member.shape:
+            found.append(name)
         else:
-            used.add(name)
-            found.append(source)
+            result.problems.append(
+                f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
+                f"model"
+            )
     if strict or found:  # a part of a flat parameter cannot be left as it is
         part = f" (a part of {key})" if len(members) > 1 else ""
         result.problems += [
@@ -286,7 +292,8 @@ class _OptimizerCutter:
             used.update(names)
             self._result.groups.append(GroupRecord(tuple(keys), self._options(index, names)))
             for key in keys:
-                self._cut_key(key)
+                if key in self._result.model:  # else it has been reported, or is passed over
+                    self._cut_key(key)
         if self._strict:
             self._result.problems += [
                 f"the checkpoint has optimizer state of {name}, which is in no group of the "
@@ -325,7 +332,7 @@ class _OptimizerCutter:
         return found[0]
 
     def _cut_key(self, key: str) -> None:
-        names = [name for name in self._names(key) if name in self._saved.key_of]
+        names = self._names(key)
         old_keys = list(dict.fromkeys(self._saved.key_of[name] for name in names))
         if not any(self._saved.record(old) for old in old_keys):
             return
@@ -337,8 +344,6 @@ class _OptimizerCutter:
 
     def _cut_sharded(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, CutState]]:
         record, saved = self._records.get(key), self._saved
-        if record is not None and len(names) != len(record.members):
-            return  # reported with the model
         old = None if record is None else saved.same_shard(record, self._metadata)
         state_record = None if old is None else saved.record(old)
         if old is not None and state_record is not None:

@@ -133,11 +133,7 @@ def read_marker(storage: Storage, attempt: Attempt) -> Marker:
         CheckpointError: if it says nothing that makes sense.
     """
     name = f"{storage.where}/{attempt.file(MARKER)}"
-    try:
-        data = storage.read(attempt.file(MARKER))
-    except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
-    return Marker.from_bytes(data, name)
+    return Marker.from_bytes(storage.read(attempt.file(MARKER)), name)
 
 
 def remove(storage: Storage, attempt: Attempt) -> None:

@@ -35,7 +35,11 @@ class Storage(Protocol):
         """What is directly in a folder, sorted; without hidden files; [] if it does not exist."""
 
     def read(self, name: str) -> bytes:
-        """A whole file; FileNotFoundError if there is none."""
+        """A whole file.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+        """
 
     def source(self, name: str) -> ByteSource:
         """A file, to be read in parts."""
@@ -88,7 +92,10 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         """See ``Storage``."""
-        return (self._root / name).read_bytes()
+        try:
+            return (self._root / name).read_bytes()
+        except OSError as error:
+            raise _failure(self._root / name, "cannot be read", error) from error
 
     def source(self, name: str) -> ByteSource:
         """See ``Storage``."""
@@ -172,7 +179,10 @@ class RemoteStorage:
 
     def read(self, name: str) -> bytes:
         """See ``Storage``."""
-        return self._fs.cat_file(self._path(name))
+        try:
+            return self._fs.cat_file(self._path(name))
+        except Exception as error:
+            raise _failure(self._url(name), "cannot be read", error) from error
 
     def source(self, name: str) -> ByteSource:
         """See ``Storage``."""

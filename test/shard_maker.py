@@ -6,15 +6,25 @@ Always true: no code of ``xla_fsdp.checkpoint.merge`` takes part, only the layou
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from xla_fsdp.checkpoint import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint import (
+    GroupRecord,
+    MemberRecord,
+    OptimizerRecord,
+    ParamRecord,
+    ShardMetadata,
+    StateRecord,
+)
 from xla_fsdp.layout import ShardLayout
 
 Bits = tuple[torch.dtype, tuple[int, ...], bytes]
@@ -23,7 +33,8 @@ Bits = tuple[torch.dtype, tuple[int, ...], bytes]
 @dataclass
 class FullModel:
     """Full tensors by name; ``flat`` maps a key to the parameters joined under it; ``casts`` maps
-    a whole tensor to the dtype it is saved in."""
+    a whole tensor to the dtype it is saved in; ``rows`` are sharded by rows; ``states`` are the
+    optimizer's tensors of a parameter's shape, and ``steps`` a number it keeps by key."""
 
     params: dict[str, Tensor]
     flat: dict[str, list[str]] = field(default_factory=dict)
@@ -31,6 +42,9 @@ class FullModel:
     whole: dict[str, Tensor] = field(default_factory=dict)
     casts: dict[str, torch.dtype] = field(default_factory=dict)
     multiple: int = 128
+    rows: frozenset[str] = frozenset()
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    steps: dict[str, Tensor] = field(default_factory=dict)
 
     def groups(self) -> dict[str, list[str]]:
         """State dict key to the names of its members."""
@@ -43,20 +57,62 @@ class FullModel:
         state_dict: dict[str, Tensor] = {}
         records = []
         for key, names in self.groups().items():
-            joined = torch.cat([self.params[name].reshape(-1) for name in names])
-            layout = ShardLayout(tuple(joined.shape), world_size, self.multiple)
-            state_dict[key] = slice_of(joined, layout, rank)
+            state_dict[key] = self._cut(names, self.params, rank, world_size)
             members = tuple(MemberRecord(n, tuple(self.params[n].shape)) for n in names)
-            dtype = str(joined.dtype).removeprefix("torch.")
-            records.append(ParamRecord(key, dtype, self.multiple, members))
+            by_rows = names[0] in self.rows
+            multiple = max(1, self.params[names[0]][:1].numel()) if by_rows else self.multiple
+            records.append(ParamRecord(key, _name(state_dict[key]), multiple, members, by_rows))
         for alias, canonical in self.ties.items():
             if canonical in state_dict:
                 state_dict[alias] = state_dict[canonical]
         for name, value in self.whole.items():
             state_dict[name] = value.to(self.casts.get(name, value.dtype))
-        buffers = {n: str(self.whole[n].dtype).removeprefix("torch.") for n in self.casts}
-        metadata = ShardMetadata(rank, world_size, tuple(records), dict(self.ties), buffers)
-        return {"model": state_dict, "shard_metadata": metadata.to_dict()}
+        buffers = {n: _name(self.whole[n]) for n in self.casts}
+        optimizer = self._optimizer(rank, world_size)
+        metadata = ShardMetadata(
+            rank,
+            world_size,
+            tuple(records),
+            dict(self.ties),
+            buffers,
+            optimizer=self._record() if self.states or self.steps else None,
+        )
+        content = {"model": state_dict, "shard_metadata": metadata.to_dict()}
+        return {**content, "optimizer": {"state": optimizer}} if optimizer else content
+
+    def _cut(
+        self, names: list[str], full: Mapping[str, Tensor], rank: int, world_size: int
+    ) -> Tensor:
+        if names[0] in self.rows:
+            tensor = full[names[0]]
+            layout = ShardLayout(tuple(tensor.shape[:1]), world_size, multiple=1)
+            return slice_of(tensor, layout, rank)
+        joined = torch.cat([full[name].reshape(-1) for name in names])
+        return slice_of(joined, ShardLayout(tuple(joined.shape), world_size, self.multiple), rank)
+
+    def _optimizer(self, rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, names in self.groups().items():
+            for what in self.states.get(names[0], {}):
+                full = {name: self.states[name][what] for name in names}
+                states.setdefault(key, {})[what] = self._cut(names, full, rank, world_size)
+        for key, step in self.steps.items():
+            states.setdefault(key, {})["step"] = step
+        return states
+
+    def _record(self) -> OptimizerRecord:
+        keys = {key: names[0] for key, names in self.groups().items()}
+        keys |= {key: key for key in self.steps if key not in keys}
+        records = {
+            key: StateRecord(
+                tuple(self.states.get(name, ())),
+                ("step",) if key in self.steps else (),
+                {"scale": 1.5},
+            )
+            for key, name in keys.items()
+        }
+        options = {"lr": 0.1, "betas": [0.9, 0.99]}
+        return OptimizerRecord((GroupRecord(tuple(keys), options),), records)
 
     def expected(self) -> dict[str, Tensor]:
         """The full state dict that merging must give."""
@@ -71,6 +127,31 @@ class FullModel:
             torch.save({**self.shard(rank, world_size), **other}, path)
         return paths
 
+    def save_safetensors(self, directory: Path, world_size: int) -> list[Path]:
+        """As ``save``, in the default format; written by the safetensors library itself."""
+        paths = [
+            file_of(directory, rank, world_size).with_suffix(".safetensors")
+            for rank in range(world_size)
+        ]
+        for rank, path in enumerate(paths):
+            content = self.shard(rank, world_size)
+            model = {k: v for k, v in content["model"].items() if k not in self.ties}
+            tensors = {f"model/{key}": tensor for key, tensor in model.items()}
+            for key, states in content.get("optimizer", {"state": {}})["state"].items():
+                tensors |= {f"optim/{key}/{name}": each for name, each in states.items()}
+            prints = {name: f"crc32:{_crc(tensor):08x}" for name, tensor in tensors.items()}
+            metadata = {**content["shard_metadata"], "fingerprints": prints}
+            save_file(tensors, path, {"format": "pt", "xla_fsdp": json.dumps(metadata)})
+        return paths
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(bits({"": tensor})[""][2])
+
 
 def file_of(directory: Path, rank: int, world_size: int) -> Path:
     """The usual name of a shard file."""
@@ -78,10 +159,10 @@ def file_of(directory: Path, rank: int, world_size: int) -> Path:
 
 
 def slice_of(joined: Tensor, layout: ShardLayout, rank: int) -> Tensor:
-    """A rank's slice, padded with a value that must never come out of a merge."""
+    """A rank's slice of dim 0, padded with a value that must never come out of a merge."""
     held = joined[layout.slice_for(rank)]
-    shard = torch.full((layout.shard_numel,), 77, dtype=joined.dtype)
-    shard[: held.numel()] = held
+    shard = torch.full((layout.shard_numel, *joined.shape[1:]), 77, dtype=joined.dtype)
+    shard[: held.shape[0]] = held
     return shard
 
 
@@ -111,6 +192,20 @@ def every_kind() -> FullModel:
         },
         casts={"bn.running_mean": torch.bfloat16},
     )
+
+
+def with_optimizer() -> FullModel:
+    """``every_kind`` and one parameter sharded by rows, with optimizer state of all."""
+    generator = torch.Generator().manual_seed(2)
+    model = every_kind()
+    model.params["rows"] = torch.randn((7, 3), generator=generator)
+    model.rows = frozenset({"rows"})
+    model.states = {
+        name: {what: torch.randn(value.shape, generator=generator) for what in ("m", "v")}
+        for name, value in model.params.items()
+    }
+    model.steps = {key: torch.tensor(3.0) for key in (*model.groups(), "ignored")}
+    return model
 
 
 def bits(state_dict: Mapping[str, Any]) -> dict[str, Bits]:

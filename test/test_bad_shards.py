@@ -64,7 +64,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "text": (lambda p: p.write_text("hello"), ["BAD: truncated, or not", "missing ranks"]),
     "unreadable": (
         become_directory,
-        ["BAD: cannot be read: Is a directory", "missing ranks"],
+        ["BAD: cannot be read: it is a directory", "missing ranks"],
     ),
     "code": (
         lambda p: change(p, lambda c: c.update(args=Namespace(lr=1))),
@@ -95,8 +95,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["BAD: shard_metadata is of neither xla_fsdp nor torch_xla; expected", "missing ranks"],
     ),
     "newer version": (
-        set_metadata("version", 2),
-        [r"BAD: format version 2 is not known; this xla_fsdp reads version 1\. Upgrade", "missin"],
+        set_metadata("version", 3),
+        [r"BAD: format version 3 is not known; this xla_fsdp reads version 1, 2\. Upgra", "missin"],
     ),
     "duplicate": (
         set_metadata("rank", 0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +13,104 @@ import torch
 
 from xla_fsdp.checkpoint import (
     CheckpointError,
+    GroupRecord,
     MemberRecord,
+    OptimizerRecord,
     ParamRecord,
     ShardMetadata,
+    StateRecord,
 )
+from xla_fsdp.checkpoint.format import model_name, state_name
+
+FIRST_VERSION = {
+    "format": "xla_fsdp",
+    "version": 1,
+    "rank": 1,
+    "world_size": 4,
+    "params": [
+        {
+            "key": "w",
+            "dtype": "float32",
+            "multiple": 128,
+            "by_rows": False,
+            "members": [{"name": "w", "shape": [2, 3]}],
+        }
+    ],
+    "ties": {"v": "w"},
+    "buffers": {"b": "float64"},
+}
+SECOND_VERSION = {
+    **FIRST_VERSION,
+    "version": 2,
+    "groups": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "global_rank": 3,
+    "optimizer": {
+        "groups": [
+            {"params": ["w"], "options": {"lr": 0.1, "betas": [0.9, 0.99], "foreach": None}}
+        ],
+        "states": {
+            "w": {
+                "sharded": ["exp_avg"],
+                "whole": ["step"],
+                "values": {"scale": 1.5},
+                "host": ["step"],
+            }
+        },
+    },
+    "fingerprints": {"model/w": "crc32:0012abcd"},
+}
 
 
-def test_metadata_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
-    metadata = ShardMetadata(
+def some_metadata(**changes: Any) -> ShardMetadata:
+    """What ``SECOND_VERSION`` describes, as an object, with some fields replaced."""
+    usual = ShardMetadata(
         rank=1,
         world_size=4,
         params=(ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3)),)),),
         ties={"v": "w"},
         buffers={"b": "float64"},
+        groups=((0, 2, 4, 6), (1, 3, 5, 7)),
+        global_rank=3,
+        optimizer=OptimizerRecord(
+            (GroupRecord(("w",), {"lr": 0.1, "betas": [0.9, 0.99], "foreach": None}),),
+            {"w": StateRecord(("exp_avg",), ("step",), {"scale": 1.5}, ("step",))},
+        ),
+        fingerprints={"model/w": "crc32:0012abcd"},
     )
+    return replace(usual, **changes)
+
+
+def test_metadata_survives_a_round_trip_through_files(tmp_path: Path) -> None:
+    metadata = some_metadata()
+    assert metadata.to_dict() == SECOND_VERSION
     torch.save(metadata.to_dict(), tmp_path / "m.pth")
     assert ShardMetadata.from_dict(torch.load(tmp_path / "m.pth", weights_only=True)) == metadata
-    assert metadata.to_dict() == {
-        "format": "xla_fsdp",
-        "version": 1,
-        "rank": 1,
-        "world_size": 4,
-        "params": [
-            {
-                "key": "w",
-                "dtype": "float32",
-                "multiple": 128,
-                "by_rows": False,
-                "members": [{"name": "w", "shape": [2, 3]}],
-            }
-        ],
-        "ties": {"v": "w"},
-        "buffers": {"b": "float64"},
-    }
+    assert ShardMetadata.from_dict(json.loads(json.dumps(metadata.to_dict()))) == metadata
+
+
+def test_the_first_version_is_still_read_and_written() -> None:
+    metadata = ShardMetadata.from_dict(FIRST_VERSION)
+    assert metadata == some_metadata(
+        version=1, groups=None, global_rank=None, optimizer=None, fingerprints={}
+    )
+    assert metadata.to_dict() == FIRST_VERSION
+
+
+def test_hyperparameters_are_written_as_json_values() -> None:
+    tuples = OptimizerRecord((GroupRecord(("w",), {"betas": (0.9, 0.99)}),), {})
+    assert tuples.to_dict()["groups"][0]["options"] == {"betas": [0.9, 0.99]}
+    tensor = OptimizerRecord((GroupRecord(("w",), {"lr": torch.ones(())}),), {})
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.groups\.0\.options\.lr is Tensor; expec"
+    ):
+        tensor.to_dict()
+
+
+def test_names_in_a_file_never_meet() -> None:
+    pairs = [("a/b", "c"), ("a", "b/c"), ("a%2Fb", "c"), ("a%2fb", "c"), ("a", "b%2Fc")]
+    assert len({state_name(*pair) for pair in pairs}) == len(pairs)
+    assert model_name("w") == "model/w"
+    assert state_name("layer.w", "exp_avg") == "optim/layer.w/exp_avg"
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -56,6 +123,22 @@ def record(**changes: Any) -> dict[str, Any]:
 def member(name: Any, shape: Any) -> dict[str, Any]:
     """A record with this one member."""
     return record(members=[{"name": name, "shape": shape}])
+
+
+def groups(*params: list[str]) -> dict[str, Any]:
+    """An optimizer's record with these groups."""
+    return {"groups": [{"params": each, "options": {}} for each in params], "states": {}}
+
+
+def states(**by_key: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's record with these states."""
+    empty: dict[str, Any] = {"sharded": [], "whole": [], "values": {}}
+    return {"groups": [], "states": {key: {**empty, **state} for key, state in by_key.items()}}
+
+
+def deep(levels: int) -> list[Any]:
+    """A list in a list in a list."""
+    return [deep(levels - 1)] if levels else []
 
 
 @pytest.mark.parametrize(
@@ -88,17 +171,42 @@ def member(name: Any, shape: Any) -> dict[str, Any]:
         ({"ties": {"w": "v"}}, "ties: w -> v must lead from an alias"),
         ({"ties": {"a": "b", "b": "w"}}, "ties: a -> b must lead from an alias"),
         ({"buffers": {"b": "float33"}}, "buffers: b 'float33' is not a torch dtype"),
+        ({"version": 3}, "format version 3 is not known; this xla_fsdp reads version 1, 2. Upgr"),
+        ({"groups": [[0, 1], [1, 2]]}, "groups: rank 1 appears twice"),
+        ({"groups": [[0, 1, 2]]}, "groups: ((0, 1, 2),) must all have 2 ranks"),
+        ({"groups": [0]}, "groups.0 is int, expected list"),
+        ({"groups": [[0, 1]], "global_rank": 1}, "global_rank 1 is not at place 0"),
+        ({"global_rank": "0"}, "global_rank is str, expected int"),
+        ({"fingerprints": {"model/w": "crc32:12"}}, "model/w 'crc32:12' is not 'crc32:' and"),
+        ({"optimizer": 3}, "optimizer is int, expected dict"),
+        ({"optimizer": {"groups": [{}], "states": {}}}, "optimizer.groups.0.params is missing"),
+        ({"optimizer": groups(["w"], ["w"])}, "optimizer key w appears twice"),
+        ({"optimizer": states(v={"sharded": ["m"]})}, "optimizer.states.v: m is sharded, but par"),
+        ({"optimizer": states(w={"whole": ["m", "m"]})}, "optimizer state of w: m appears twice"),
+        ({"optimizer": states(w={"whole": [1]})}, "optimizer.states.w.whole.0 is int, expected"),
+        (
+            {"optimizer": states(w={"whole": ["m"], "values": {"m": 1}})},
+            "optimizer state of w: m appears twice",
+        ),
+        (
+            {"optimizer": states(w={"values": {"m": deep(30)}})},
+            "is nested more than 20 deep",
+        ),
     ],
 )
 def test_broken_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
-    good = {
+    good: dict[str, Any] = {
         "format": "xla_fsdp",
-        "version": 1,
+        "version": 2,
         "rank": 0,
         "world_size": 2,
         "params": [record()],
         "ties": {},
         "buffers": {},
+        "groups": None,
+        "global_rank": None,
+        "optimizer": None,
+        "fingerprints": {},
     }
     ShardMetadata.from_dict(good)
     with pytest.raises(CheckpointError, match=re.escape(message)):

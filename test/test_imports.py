@@ -6,7 +6,13 @@ import pytest
 
 from test.ranks import run_python
 
-LIGHT = ["xla_fsdp", "xla_fsdp.checkpoint", "xla_fsdp.launcher", "xla_fsdp.wrap", "xla_fsdp.config"]
+LIGHT = [
+    "xla_fsdp",
+    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.commit, xla_fsdp.checkpoint.load_step",
+    "xla_fsdp.launcher",
+    "xla_fsdp.wrap",
+    "xla_fsdp.config",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

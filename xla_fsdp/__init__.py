@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         consolidate_sharded_model_checkpoints,
         consolidate_sharded_state_dicts,
     )
+    from xla_fsdp.checkpoint.step_directory import latest_step
     from xla_fsdp.collectives import LocalCollectives
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
     from xla_fsdp.grad_scaler import ShardedGradScaler
     from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
+    from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
     from xla_fsdp.state_dicts import (
         full_state_dict,
         load_full_state_dict,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "LocalCollectives",
+    "PendingSave",
     "RankError",
     "ShardedGradScaler",
     "SyncBatchNorm",
@@ -44,17 +47,21 @@ __all__ = [
     "consolidate_sharded_state_dicts",
     "full_state_dict",
     "init_from_checkpoint",
+    "latest_step",
     "launch",
+    "load_checkpoint",
     "load_full_state_dict",
     "load_optim_state_dict",
     "one_rank_at_a_time",
     "optim_state_dict",
     "register_fsdp_forward_method",
+    "save_checkpoint",
 ]
 
 _HOMES = {
     "CheckpointError": "checkpoint",
     "LocalCollectives": "collectives",
+    "PendingSave": "save_load",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
     "SyncBatchNorm": "sync_batch_norm",
@@ -65,12 +72,15 @@ _HOMES = {
     "consolidate_sharded_state_dicts": "checkpoint",
     "full_state_dict": "state_dicts",
     "init_from_checkpoint": "init_source",
+    "latest_step": "checkpoint.step_directory",
     "launch": "launcher",
+    "load_checkpoint": "save_load",
     "load_full_state_dict": "state_dicts",
     "load_optim_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
     "register_fsdp_forward_method": "unit_module",
+    "save_checkpoint": "save_load",
 }
 
 

@@ -1,31 +1,44 @@
-"""Command line: merge the shard files of all ranks into one model file.
+"""Command line: merge, convert, inspect or reshard the shard files of all ranks.
 
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
+    python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run --save_path hf/ --dtype bf16
+    python -m xla_fsdp.consolidate_sharded_ckpts inspect --ckpt_prefix run --verify
 
 Also installed as ``consolidate_sharded_ckpts`` and reachable from a checkout as
-``python tools/consolidate_ckpts.py``. Flags are those of torch_xla's command of the same name, plus
-``--overwrite``. Exit code 0 if the file was saved; 2 if anything is wrong, with one line for each
-problem on stderr and nothing written.
-Only talks: the work is done by ``checkpoint.consolidate``.
+``python tools/consolidate_ckpts.py``. ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are
+those of torch_xla's command of the same name. Exit code 0 if all is well; 2 if anything is wrong,
+with one line for each problem on stderr and nothing written.
+Only talks: the work is done by ``checkpoint``.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from xla_fsdp.checkpoint.consolidate import (
+    MergeOptions,
+    look_at_shards,
     merge_shards,
     output_path,
+    plan_merge,
     read_shards,
-    save_model_file,
 )
-from xla_fsdp.checkpoint.validate import CheckpointError
+from xla_fsdp.checkpoint.copying import Progress, default_threads
+from xla_fsdp.checkpoint.jobs import Job
+from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, parse_size
+from xla_fsdp.checkpoint.outputs import WriteOptions
+from xla_fsdp.checkpoint.report import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
+from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.transform import DTYPES, parse_rule
+from xla_fsdp.checkpoint.validate import CheckpointError, one_line
 
+FORMATS = ("pth", "safetensors", "dcp")
 PROGRAM = "consolidate_sharded_ckpts"
 
 
@@ -33,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: the process's) and return its exit code."""
     args = _parser().parse_args(argv)
     try:
+        if args.command == "inspect":
+            return _inspect(args)
         _consolidate(args)
     except CheckpointError as error:
-        for problem in error.problems:
-            print(f"{PROGRAM}: {problem}", file=sys.stderr)
+        _complain(error.problems)
         return 2
     return 0
 
@@ -44,42 +58,189 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog=PROGRAM, description="Merge the shard files of all ranks.")
     parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("merge", "inspect"),
+        default="merge",
+        help="merge (default), or inspect: list ranks, names, shapes and problems",
+    )
+    _add_inputs(parser)
+    _add_outputs(parser)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compute all fingerprints of the shard files again, also of what is not needed, and "
+        "read what was written again from disk and compare",
+    )
+    parser.add_argument("--threads", type=int, help="that copy at the same time")
+    return parser
+
+
+def _add_inputs(parser: ArgumentParser) -> None:
+    parser.add_argument(
         "--ckpt_prefix",
         required=True,
-        help="what the paths of all shard files start with",
+        help="what the paths of all shard files start with, or a directory: one that "
+        "save_checkpoint wrote (its newest complete step is taken), one of its steps, or one of "
+        "torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--ckpt_suffix",
         default="*.pth",
         help="pattern for the rest of their paths; quote it (default: '*.pth')",
     )
+    parser.add_argument("--model_only", action="store_true", help="leave optimizer state out")
+
+
+def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--save_path",
         default="",
-        help="path of the merged file (default: ckpt_prefix + '_consolidated.pth')",
+        help="path of the merged file (default: ckpt_prefix + '_consolidated.pth'); a name that "
+        "ends in .safetensors, or a directory as Hugging Face loads it, make what they say",
     )
     parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the merged file if it exists",
+        "--format", choices=FORMATS, help="what to write, whatever save_path is called"
     )
-    return parser
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="of files in a directory (default: 5GB)"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the model in the merged file")
+    parser.add_argument(
+        "--key_map",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="names that begin with OLD begin with NEW instead; NEW may be empty; repeatable",
+    )
+    parser.add_argument(
+        "--copy_ties",
+        action="store_true",
+        help="give every name of a tied tensor a copy in safetensors files",
+    )
+    parser.add_argument(
+        "--to_world_size",
+        type=int,
+        help="write shard files for this many ranks instead, into a directory",
+    )
+    parser.add_argument("--step", type=int, help="number for that step (default: the old one)")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be written")
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _inspect(args: Namespace) -> int:
+    shards, problems = look_at_shards(
+        args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
+    )
+    for line in describe_shards(shards):
+        print(one_line(line))
+    if args.verify:
+        size = sum(tensor.spec.nbytes for shard in shards for _, tensor in shard.tensors())
+        with _progress_bar("verifying", size) as progress:
+            damage, known, unknown = verify_shards(
+                shards, args.threads or default_threads(), progress
+            )
+        problems += damage
+        print(f"verified {known} tensors; {unknown} have no fingerprint")
+    _complain(problems)
+    return 2 if problems else 0
 
 
 def _consolidate(args: Namespace) -> None:
     output = output_path(args.ckpt_prefix, args.save_path)
-    shards = read_shards(args.ckpt_prefix, args.ckpt_suffix, output, overwrite=args.overwrite)
+    kind = _kind(args, output)
+    options = _options(args, kind)
+    shards = read_shards(
+        args.ckpt_prefix,
+        args.ckpt_suffix,
+        output,
+        overwrite=args.overwrite,
+        optimizer=options.optimizer,
+        kind=kind,
+    )
     print(f"found {len(shards)} checkpoint files in {args.ckpt_prefix}{args.ckpt_suffix}")
-    model = merge_shards(shards)
-    save_model_file(model, output, overwrite=args.overwrite)
-    print(f"saved consolidated model to {output} ({_size(model)})")
+    job = _job(args, shards, output, options)
+    if problems := job.find_problems(overwrite=args.overwrite):
+        raise CheckpointError(problems)
+    if args.dry_run:
+        for line in job.describe():
+            print(line)
+        return
+    with _progress_bar("copying", job.nbytes) as progress:
+        job.write(replace(options.write, progress=progress))
+    print(_summary(args, shards, output))
 
 
-def _size(model: Mapping[str, Any]) -> str:
-    """Tensors and their elements, those of tied names once."""
-    tensors = {id(value): value for value in model.values() if isinstance(value, Tensor)}
-    elements = sum(tensor.numel() for tensor in tensors.values())
-    return f"{len(tensors)} parameters and buffers, {elements:,} elements"
+def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
+    if args.to_world_size is None:
+        return plan_merge(shards, output, options)
+    return plan_reshard(
+        shards,
+        output,
+        args.to_world_size,
+        optimizer=options.optimizer,
+        step=step_of(shards[0]) if args.step is None else args.step,
+    )
+
+
+def _options(args: Namespace, kind: Kind) -> MergeOptions:
+    return MergeOptions(
+        optimizer=not args.model_only,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        rules=tuple(parse_rule(text) for text in args.key_map),
+        kind=kind,
+        layout=Layout(parse_size(args.max_shard_size), args.copy_ties),
+        write=WriteOptions(args.overwrite, args.verify, args.threads),
+    )
+
+
+def _kind(args: Namespace, output: str) -> Kind:
+    if args.to_world_size is not None:
+        return Kind.DIRECTORY
+    if args.format is None:
+        return kind_of(output)
+    if args.format in ("pth", "dcp"):
+        return Kind.TORCH if args.format == "pth" else Kind.DCP
+    return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
+
+
+# ---------------------------------------------------------------- talking
+
+
+def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
+    if args.to_world_size is not None:
+        return f"saved shards of {args.to_world_size} ranks to {output}"
+    full, _ = merge_shards(shards, optimizer=not args.model_only)
+    states = f", optimizer state of {len(full.optimizer.states)}" if full.optimizer else ""
+    return f"saved consolidated model to {output} ({size_line(full.model)}{states})"
+
+
+@contextmanager
+def _progress_bar(what: str, size: int) -> Iterator[Progress]:
+    """A bar on a terminal that has tqdm to draw it, and nothing elsewhere."""
+    tqdm = _tqdm() if sys.stderr.isatty() else None
+    if tqdm is None:
+        yield lambda _: None
+        return
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _tqdm() -> Any:
+    """tqdm's class; None where only torch is installed, which is all that this command needs."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm
+
+
+def _complain(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(f"{PROGRAM}: {one_line(problem)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class Run:
         self._gates_opened = 0
         self._turn = Turn()
         self._random_states: dict[int, Tensor] = {}
+        self._exchanges = [0] * self.num_ranks
+        self._exchanged: dict[int, dict[int, bytes]] = {}
 
     # ------------------------------------------------------------ called by the ranks
 
@@ -122,6 +124,21 @@ class Run:
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
             if self._gates_opened == opened_before:
                 raise Unwind
+
+    def exchange(self, rank: int, data: bytes) -> list[bytes]:
+        """Give every rank the ``data`` of every rank, in order. All ranks call it, with nothing
+        traced and not yet computed; raises Unwind if the run fails."""
+        with self._changed:
+            number = self._exchanges[rank]
+            self._exchanges[rank] += 1
+            self._exchanged.setdefault(number, {})[rank] = data
+        self.record(rank, "exchange of host data")
+        self.pass_gate(rank)
+        with self._changed:
+            # Whoever is here has read all earlier ones.
+            self._exchanged.pop(number - 1, None)
+            found = self._exchanged[number]
+            return [found[each] for each in range(self.num_ranks)]
 
     def _check_may_wait(self, rank: int) -> None:
         if self.failures:

@@ -301,7 +301,10 @@ class XlaFullyShardedDataParallel(UnitModule):
             UnitContent(name, wrapper._unit.group.params, wrapper._cast_buffers)
             for name, wrapper in named_units(self, remove_duplicate=False)
         ]
-        return describe(units, self.rank, self.world_size).to_dict()
+        groups = self._options.sharding_groups
+        if self._options.sharding_world_size != self.world_size:
+            groups = None  # other collectives were passed
+        return describe(units, self.rank, self.world_size, groups).to_dict()
 
     def _sharded_params(self) -> Iterator[tuple[str, ShardedParam]]:
         for prefix, wrapper in self._named_wrappers():

@@ -110,6 +110,14 @@ def find_problems(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[st
     return problems
 
 
+def find_write_problems(
+    optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
+) -> list[str]:
+    """Why ``state`` cannot be written to this optimizer, one line each."""
+    problems = find_problems(optimizer, params)
+    return problems or list(_mismatches(optimizer, params, state))
+
+
 def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
     """All that ``optimizer`` holds; the tensors are its own, detached, not copies.
 
@@ -148,8 +156,7 @@ def write_optimizer(
     Raises:
         ValueError: with every problem found; nothing has been changed then.
     """
-    problems = find_problems(optimizer, params)
-    _raise_if(problems or list(_mismatches(optimizer, params, state)))
+    _raise_if(find_write_problems(optimizer, params, state))
     keys = {id(param): key for key, param in params.items()}
     placed = {
         key: {name: _placed(entry, params[key]) for name, entry in entries.items()}

@@ -25,8 +25,20 @@ class UnitContent:
     cast_buffers: Mapping[str, torch.dtype]
 
 
-def describe(units: Sequence[UnitContent], rank: int, world_size: int) -> ShardMetadata:
-    """The metadata of one rank's shards of all ``units``."""
+def describe(
+    units: Sequence[UnitContent],
+    rank: int,
+    world_size: int,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> ShardMetadata:
+    """The metadata of one rank's shards of all ``units``.
+
+    Args:
+        units: of the whole model.
+        rank: among those that share the model.
+        world_size: how many these are.
+        groups: all sharding groups, if there are several.
+    """
     records: dict[int, ParamRecord] = {}  # by the shard's id: a tied one is recorded once
     ties: dict[str, str] = {}
     for unit in units:
@@ -39,7 +51,14 @@ def describe(units: Sequence[UnitContent], rank: int, world_size: int) -> ShardM
         for unit in units
         for name, dtype in unit.cast_buffers.items()
     }
-    return ShardMetadata(rank, world_size, tuple(records.values()), ties, buffers)
+    return ShardMetadata(
+        rank,
+        world_size,
+        tuple(records.values()),
+        ties,
+        buffers,
+        groups=None if groups is None else tuple(tuple(group) for group in groups),
+    )
 
 
 def _record(unit: str, param: ShardedParam) -> ParamRecord:

@@ -9,9 +9,10 @@ started on CPU by ``launcher`` and ``cpu_ranks``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -92,12 +93,6 @@ def is_pending(tensor: Tensor) -> bool:
     return torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, computed in one program."""
-    compute(tensors)
-    return [tensor.cpu() for tensor in tensors]
-
-
 def compute(tensors: Sequence[Tensor]) -> None:
     """Run now what computes ``tensors``, and wait for it."""
     lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
@@ -137,6 +132,48 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
+
+
+# ---------------------------------------------------------------- host values
+
+EXCHANGE_MULTIPLE = 4096
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
+    with _same_random_numbers():
+        sync()
+    lazy = [t.detach() for t in tensors if t.device.type == "xla"]
+    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
+    return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
+
+
+def exchange(data: bytes) -> list[bytes]:
+    """The ``data`` of every rank of the job, in order. All ranks must call it; what is traced is
+    computed first."""
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    with _same_random_numbers():
+        sync()
+        if slot is not None and slot.run is not None:
+            return slot.run.exchange(_index(device()), data)
+        if world_size() == 1:
+            return [data]
+        # Few lengths, as every other one is compiled anew.
+        length = len(data).to_bytes(8, "little")
+        padding = bytes(-(len(length) + len(data)) % EXCHANGE_MULTIPLE)
+        said = xm.rendezvous("xla_fsdp.exchange", length + data + padding)
+        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in said]
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A sync moves the device's random number chain on; a job that is saved now and then would not
+    draw the numbers of one that is not."""
+    before = get_rng_state(device())
+    try:
+        yield
+    finally:
+        set_rng_state(before, device())
 
 
 # ---------------------------------------------------------------- random numbers

@@ -2,21 +2,31 @@
 
 from xla_fsdp.checkpoint.checks import find_problems
 from xla_fsdp.checkpoint.consolidate import (
+    MergeOptions,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
+    merge_files,
+    read_shards,
 )
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.shard_files import Shard, open_shard
 from xla_fsdp.checkpoint.validate import CheckpointError
 
 __all__ = [
     "CheckpointError",
+    "GroupRecord",
     "MemberRecord",
+    "MergeOptions",
+    "OptimizerRecord",
     "ParamRecord",
     "Shard",
     "ShardMetadata",
+    "StateRecord",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "find_problems",
+    "merge_files",
     "open_shard",
+    "read_shards",
 ]

@@ -15,22 +15,27 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from xla_fsdp.checkpoint.merge import Plan
+from xla_fsdp.checkpoint.format import state_name
+from xla_fsdp.checkpoint.full_tensors import Plan
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
 
 SHOWN = 8
 """How many of a long list of ranks or files a message names."""
 
+COMPARED = 1 << 24
+"""How many bytes of two tensors are compared at a time."""
 
-def find_problems(shards: Sequence[Shard]) -> list[str]:
+
+def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[str]:
     """Everything that is wrong with these shards, one line each; empty if they can be merged.
 
     Args:
         shards: in any order; all ranks of one model are expected.
+        optimizer: whether to look at optimizer state, too.
     """
     problems: list[str] = []
     known: list[tuple[Shard, Identity]] = []
@@ -42,7 +47,7 @@ def find_problems(shards: Sequence[Shard]) -> list[str]:
     mixed = _mixed_problems(known)
     if mixed or not known:
         return problems + mixed  # without knowing which belong together, the rest is noise
-    return problems + _rank_problems(known) + _content_problems([shard for shard, _ in known])
+    return problems + _rank_problems(known) + _content_problems(known, optimizer)
 
 
 # ---------------------------------------------------------------- which shards are there
@@ -67,10 +72,12 @@ def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
     holders: dict[int, list[str]] = defaultdict(list)
     for shard, identity in known:
         holders[identity.rank].append(shard.source)
+    copies = len(known[0][0].metadata.get("groups") or [None])
     problems = [
-        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep one."
+        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep "
+        + ("one." if copies == 1 else f"at most {copies}, one for each sharding group.")
         for rank, sources in sorted(holders.items())
-        if len(sources) > 1
+        if len(sources) > copies
     ]
     absent = (str(rank) for rank in range(world_size) if rank not in holders)
     if len(holders) < world_size:
@@ -85,17 +92,32 @@ def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
 # ---------------------------------------------------------------- what is in them
 
 
-def _content_problems(shards: Sequence[Shard]) -> list[str]:
+def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) -> list[str]:
+    shards = [shard for shard, _ in known]
     reference = shards[0]
     try:
-        plan = make_plan(reference.metadata, reference.state_dict)
+        plan = make_plan(reference.metadata, reference.state_dict, optimizer=optimizer)
     except CheckpointError as error:
         return [f"{reference.source}: {problem}" for problem in error.problems]
     return [
         f"{shard.source}: {problem}"
         for shard in shards
         for problem in _shard_problems(plan, shard, reference)
-    ]
+    ] + list(_replica_problems(known))
+
+
+def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
+    """Shards of the same rank in several groups have to be the same."""
+    if known[0][0].metadata.get("groups") is None:
+        return
+    first: dict[int, Shard] = {}
+    for shard, identity in known:
+        other = first.setdefault(identity.rank, shard)
+        prints = {name: tensor.fingerprint for name, tensor in other.tensors()}
+        for name, tensor in shard.tensors() if other is not shard else ():
+            known_both = None not in (tensor.fingerprint, prints.get(name))
+            if known_both and tensor.fingerprint != prints[name]:
+                yield f"{shard.source}: {name} differs from that in its replica {other.source}"
 
 
 def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
@@ -113,6 +135,8 @@ def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]
     yield from _piece_problems(plan, shard.state_dict)
     yield from _whole_problems(plan, shard.state_dict, reference)
     yield from _tie_problems(plan, shard.state_dict)
+    if plan.optimizer is not None:
+        yield from _optimizer_problems(plan, shard, reference)
 
 
 def _piece_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
@@ -139,25 +163,65 @@ def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{alias} and {canonical} are tied, but their shards differ"
 
 
+def _optimizer_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
+    assert plan.optimizer is not None
+    listed = set()
+    for key, state in plan.optimizer.states.items():
+        for what in state.sharded + state.whole:
+            listed.add(name := state_name(key, what))
+            found, model = shard.optimizer.get(name), reference.optimizer.get(name)
+            where = f"optimizer state {what} of {key}"
+            if found is None:
+                yield f"has no {where}, which shard_metadata lists"
+            elif what in state.sharded and found.shape != plan.pieces[key].shard_shape:
+                expected = plan.pieces[key].shard_shape
+                yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
+            elif model is not None and _kind(found) != _kind(model):
+                yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
+            elif model is not None and what in state.whole:
+                yield from _whole_state_problems(plan, key, where, (found, model), reference)
+    strange = [name for name in shard.optimizer if name not in listed]
+    if strange:
+        yield f"holds {_shown(strange)}, which shard_metadata does not list"
+
+
+def _whole_state_problems(
+    plan: Plan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
+) -> Iterator[str]:
+    """Such a state becomes that of the full parameter, so there has to be one value of it."""
+    found, model = pair
+    hint = "Leave optimizer state out (--model_only)."
+    if found is not model and not _same_bits(found, model):
+        yield f"{where} differs from that in {reference.source}, so there is no full one. {hint}"
+    members = len(plan.names_of(key))
+    if members > 1 and found.shape not in ((), (1,)):
+        yield f"{where} has shape {found.shape} for {members} parameters in one. {hint}"
+
+
 def _same_bits(first: Any, second: Any) -> bool:
     """Equality that also holds for not-a-number."""
-    if not isinstance(first, Tensor):
+    if not isinstance(first, TensorSource):
         return True
-    if first.data_ptr() == second.data_ptr() != 0:  # an XLA tensor's address is 0
+    if first.identity is not None and first.identity == second.identity:
         return True
-    return torch.equal(_bytes(first), _bytes(second))
+    return all(
+        _bytes(first, start) == _bytes(second, start)
+        for start in range(0, first.spec.nbytes, COMPARED)
+    )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def _bytes(source: TensorSource, start: int) -> bytearray:
+    buffer = bytearray(min(COMPARED, source.spec.nbytes - start))
+    source.data.read_into(start, memoryview(buffer))
+    return buffer
 
 
 # ---------------------------------------------------------------- words for messages
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return _kind_named(tuple(value.shape), value.dtype)
+    if isinstance(value, TensorSource):
+        return _kind_named(value.shape, value.dtype)
     return f"a {type(value).__name__}"
 
 

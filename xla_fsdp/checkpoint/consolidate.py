@@ -1,10 +1,11 @@
-"""Merges the shard files of all ranks into one ordinary model file.
+"""Merges the shard files of all ranks into ordinary model files.
 
-Words: to *consolidate* is to check, merge and save. The two public functions have upstream's names,
-arguments and results; three phases (``read_shards``, ``merge_shards``, ``save_model``) serve
-callers who want to report in between.
-Always true: everything is checked before anything is merged, and everything found is reported at
-once, as one ``CheckpointError``; an existing file is replaced only on request.
+Words: to *consolidate* is to check, merge and save. The two functions with upstream's names have
+upstream's arguments and results, a state dict in memory; ``merge_files`` never has the model in
+memory and takes what the two do not: optimizer state, other kinds of files, names and dtypes.
+Always true: everything is checked before anything is written, and everything found is reported at
+once, as one ``CheckpointError``; an existing file is replaced only on request; damage is found
+while tensors are read, and nothing has got its final name then.
 Runs anywhere: no XLA device and no torch_xla is needed.
 """
 
@@ -13,14 +14,56 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.atomic import EXISTS, save_atomically
+import torch
+from torch import Tensor
+
 from xla_fsdp.checkpoint.checks import find_problems
-from xla_fsdp.checkpoint.merge import merge
+from xla_fsdp.checkpoint.copying import Watched, find_damage
+from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
+from xla_fsdp.checkpoint.jobs import DcpJob, FilesJob, Job
+from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, model_outputs
+from xla_fsdp.checkpoint.outputs import (
+    BytesOutput,
+    TorchOutput,
+    WriteOptions,
+    find_output_problems,
+    write_outputs,
+)
 from xla_fsdp.checkpoint.plan import identify, make_plan
-from xla_fsdp.checkpoint.shard_files import OUTPUT_MARK, Shard, matching_files, open_shards
+from xla_fsdp.checkpoint.shard_files import (
+    OUTPUT_MARK,
+    Shard,
+    find_files,
+    open_shards,
+    watch_shards,
+)
+from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
+from xla_fsdp.checkpoint.transform import Rule, in_dtype, renamed
 from xla_fsdp.checkpoint.validate import CheckpointError
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What is merged, and into what.
+
+    Args:
+        optimizer: whether to merge optimizer state too, if the shards hold any.
+        dtype: of the model's floating-point tensors; None for those they are saved in.
+        rules: for names; see ``transform``.
+        kind: what is written; None for what ``save_path`` asks for.
+        layout: of files.
+        write: how they are written.
+    """
+
+    optimizer: bool = True
+    dtype: torch.dtype | None = None
+    rules: tuple[Rule, ...] = ()
+    kind: Kind | None = None
+    layout: Layout = field(default_factory=Layout)
+    write: WriteOptions = field(default_factory=WriteOptions)
 
 
 def consolidate_sharded_state_dicts(
@@ -46,11 +89,12 @@ def consolidate_sharded_state_dicts(
             f"world_size {world_size}; pass one for every rank, in rank order"
         )
     shards = [
-        Shard(f"state_dict_list[{rank}]", state_dict, {**shard_metadata, "rank": rank})
+        Shard(f"state_dict_list[{rank}]", _sources(state_dict), {**shard_metadata, "rank": rank})
         for rank, state_dict in enumerate(state_dict_list)
     ]
-    _raise_if(find_problems(shards))
-    return merge_shards(shards)
+    _raise_if(find_problems(shards, optimizer=False))
+    full, _ = merge_shards(shards, optimizer=False)
+    return load_model(full)
 
 
 def consolidate_sharded_model_checkpoints(
@@ -77,11 +121,35 @@ def consolidate_sharded_model_checkpoints(
         CheckpointError: with every problem found; nothing has been written then.
     """
     output = output_path(ckpt_prefix, save_path) if save_model else None
-    shards = read_shards(ckpt_prefix, ckpt_suffix, output, overwrite=overwrite)
-    full_state_dict = merge_shards(shards)
+    shards = read_shards(
+        ckpt_prefix,
+        ckpt_suffix,
+        output,
+        overwrite=overwrite,
+        optimizer=False,
+        kind=Kind.TORCH,
+    )
+    full, watched = merge_shards(shards, optimizer=False)
+    model = load_model(full)
+    _raise_if(find_damage(watched))
     if output is not None:
-        save_model_file(full_state_dict, output, overwrite=overwrite)
-    return full_state_dict, output
+        content = {"model": OrderedDict(_sources(model))}
+        write_outputs([TorchOutput(output, content)], WriteOptions(overwrite=overwrite))
+    return model, output
+
+
+def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> None:
+    """Merge shards into files, with a bounded amount of memory.
+
+    Args:
+        shards: from ``read_shards``.
+        save_path: what kind of files this makes: see ``model_files``.
+        options: see there.
+
+    Raises:
+        CheckpointError: with every problem found; nothing has been written then.
+    """
+    plan_merge(shards, save_path, options).run(options.write)
 
 
 # ---------------------------------------------------------------- phases
@@ -93,46 +161,117 @@ def output_path(ckpt_prefix: str, save_path: str) -> str:
 
 
 def read_shards(
-    ckpt_prefix: str, ckpt_suffix: str, output: str | None, *, overwrite: bool
+    ckpt_prefix: str,
+    ckpt_suffix: str,
+    output: str | None,
+    *,
+    overwrite: bool,
+    optimizer: bool = True,
+    kind: Kind | None = None,
 ) -> list[Shard]:
     """The shards of all ranks, in rank order, checked. ``output`` is None to save nothing.
 
     Raises:
         CheckpointError: with every problem of the files and of the output.
     """
-    paths = matching_files(ckpt_prefix, ckpt_suffix)
+    shards, problems = look_at_shards(ckpt_prefix, ckpt_suffix, output, optimizer=optimizer)
+    if output is not None:
+        problems += find_path_problems(output, shards, kind or kind_of(output), overwrite=overwrite)
+    _raise_if(problems)
+    return one_per_rank(shards)
+
+
+def look_at_shards(
+    ckpt_prefix: str, ckpt_suffix: str, output: str | None, *, optimizer: bool
+) -> tuple[list[Shard], list[str]]:
+    """All shards that can be opened, and all problems of the files."""
+    try:
+        paths = find_files(ckpt_prefix, ckpt_suffix)
+    except CheckpointError as error:
+        return [], error.problems
     shards, problems = open_shards(paths, output or output_path(ckpt_prefix, ""))
     if not shards and not problems:
         problems = [f"no shard file matches {ckpt_prefix}{ckpt_suffix}"]
-    problems += find_problems(shards)
-    if output is not None:
-        problems += _output_problems(output, shards, overwrite)
-    _raise_if(problems)
-    return sorted(shards, key=lambda shard: identify(shard.metadata).rank)
+    return shards, problems + find_problems(shards, optimizer=optimizer)
 
 
-def merge_shards(shards: Sequence[Shard]) -> OrderedDict[str, Any]:
-    """The full state dict of shards that are checked and in rank order."""
-    plan = make_plan(shards[0].metadata, shards[0].state_dict)
-    return merge(plan, [shard.state_dict for shard in shards])
+def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
+    """Checked shards in rank order; of those that several sharding groups saved, the first."""
+    by_rank: dict[int, Shard] = {}
+    for shard in shards:
+        by_rank.setdefault(identify(shard.metadata).rank, shard)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def save_model_file(state_dict: Mapping[str, Any], output: str, *, overwrite: bool) -> None:
-    """Save ``{"model": state_dict}`` completely or not at all; ``CheckpointError`` if it fails."""
-    save_atomically({"model": state_dict}, output, overwrite=overwrite)
+def merge_shards(
+    shards: Sequence[Shard], *, optimizer: bool
+) -> tuple[FullCheckpoint, list[Watched]]:
+    """The full checkpoint of shards that are checked and in rank order, and what to look at for
+    damage after it was read."""
+    same, all_watched = watch_shards(shards)
+    plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
+    return full_checkpoint(plan, same), all_watched
 
 
-def _output_problems(output: str, shards: Sequence[Shard], overwrite: bool) -> list[str]:
-    directory = os.path.dirname(output) or "."
+def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
+    """What ``merge_files`` would do.
+
+    Raises:
+        CheckpointError: if names, dtypes or the kind of file do not fit the model.
+    """
+    full, watched = merge_shards(shards, optimizer=options.optimizer)
+    if options.rules:
+        full = renamed(full, options.rules)
+    if options.dtype is not None:
+        full = in_dtype(full, options.dtype)
+    kind = options.kind or kind_of(save_path)
+    if kind is Kind.DCP:
+        return DcpJob(full, save_path, watched)
+    outputs = model_outputs(full, save_path, kind, options.layout)
+    return FilesJob(outputs, watched, make_directories=kind is Kind.DIRECTORY)
+
+
+def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
+    """The full state dict, in memory of its own; tied names share it."""
+    loaded: dict[int, Tensor] = {}
+
+    def load(value: Any) -> Any:
+        if not isinstance(value, TensorSource):
+            return value
+        if id(value) not in loaded:
+            loaded[id(value)] = value.load()
+        return loaded[id(value)]
+
+    return OrderedDict((name, load(value)) for name, value in full.model.items())
+
+
+def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with sources; tied tensors, which are one object, become one source."""
+    known: dict[int, TensorSource] = {}
+
+    def source(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            known[id(value)] = source_of(value)
+        return known[id(value)]
+
+    return {key: source(value) for key, value in state_dict.items()}
+
+
+def find_path_problems(
+    output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
+) -> list[str]:
+    """Why nothing could be written at a path, as far as that can be told without a plan."""
     if os.path.realpath(output) in {os.path.realpath(shard.source) for shard in shards}:
         return [f"{output}: is one of the shard files; choose another save_path"]
-    if os.path.isdir(output):
-        return [f"{output}: is a directory; save_path must name a file"]
-    if os.path.lexists(output) and not overwrite:
-        return [f"{output}: {EXISTS}"]
-    if not os.path.isdir(directory):
-        return [f"{output}: cannot be written, there is no directory {directory}"]
-    return []
+    if kind is Kind.DCP:
+        return DcpJob(FullCheckpoint({}, {}, None), output, ()).find_problems(overwrite=overwrite)
+    if kind is Kind.DIRECTORY:  # whose files are not known yet
+        inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
+        return find_output_problems([inside], overwrite=True, make_directories=True)
+    file = BytesOutput(output, b"")
+    return find_output_problems([file], overwrite=overwrite, make_directories=False)
 
 
 def _raise_if(problems: list[str]) -> None:

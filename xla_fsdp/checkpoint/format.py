@@ -11,16 +11,27 @@ Where the elements of a shard lie is ``layout``'s business; files are ``shard_fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.validate import CheckpointError, check_rank, dtype_named, item, typed
+from xla_fsdp.checkpoint.fingerprint import is_fingerprint
+from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
+from xla_fsdp.checkpoint.validate import (
+    CheckpointError,
+    check_rank,
+    dtype_named,
+    item,
+    refuse_repeated,
+    typed,
+)
 from xla_fsdp.layout import ShardLayout
 
 FORMAT = "xla_fsdp"
-VERSION = 1
-READABLE_VERSIONS = (1,)
+VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 2 added groups, global_rank, optimizer and fingerprints; all else is as in version 1."""
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,13 @@ class ShardMetadata:
             the state dict too, with the same shard.
         buffers: original dtype of each buffer that is saved in another one.
         version: of this format.
+        groups: the sharding groups, if the ranks are divided into several: each group shares a
+            whole model, so shards of the same ``rank`` in different groups are equal. None if all
+            ranks share one.
+        global_rank: of the saving process among all groups; None if there is one group.
+        optimizer: what is saved of the optimizer; None for nothing.
+        fingerprints: of tensors in the file, by their names in it (``model_name``,
+            ``state_name``); those that are not listed cannot be verified.
     """
 
     rank: int
@@ -93,13 +111,17 @@ class ShardMetadata:
     ties: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
+    groups: Groups | None = None
+    global_rank: int | None = None
+    optimizer: OptimizerRecord | None = None
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_version(self.version)
         check_rank(self.rank, self.world_size)
-        _refuse_repeated("key", (p.key for p in self.params))
+        refuse_repeated("key", (p.key for p in self.params))
         names = [m.name for p in self.params for m in p.members]
-        _refuse_repeated("parameter name", names)
+        refuse_repeated("parameter name", names)
         for alias, canonical in self.ties.items():
             if alias in names or canonical in self.ties:
                 raise CheckpointError(
@@ -108,9 +130,25 @@ class ShardMetadata:
                 )
         for name, dtype in self.buffers.items():
             dtype_named(dtype, f"buffers: {name}")
+        _check_groups(self)
+        _check_states(self)
+        for name, text in self.fingerprints.items():
+            if not is_fingerprint(text):
+                raise CheckpointError(
+                    f"fingerprints: {name} {text!r} is not 'crc32:' and 8 digits of 0-9, a-f"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, to be saved under the key ``shard_metadata``."""
+        own = {
+            "groups": None if self.groups is None else [list(group) for group in self.groups],
+            "global_rank": self.global_rank,
+            "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
+            "fingerprints": dict(self.fingerprints),
+        }
+        return {**self._first_version(), **(own if self.version > 1 else {})}
+
+    def _first_version(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "version": self.version,
@@ -132,7 +170,9 @@ class ShardMetadata:
         if typed(data, dict, "shard_metadata").get("format") != FORMAT:
             raise CheckpointError(f"format is {data.get('format')!r}, expected {FORMAT!r}")
         # The version decides what the other keys mean: nothing else is looked at before it.
-        _check_version(item(data, "version", int, ""))
+        version = item(data, "version", int, "")
+        _check_version(version)
+        own = _second_version(data) if version > 1 else {}
         return cls(
             rank=item(data, "rank", int, ""),
             world_size=item(data, "world_size", int, ""),
@@ -142,11 +182,52 @@ class ShardMetadata:
             ),
             ties=_strings(item(data, "ties", dict, ""), "ties"),
             buffers=_strings(item(data, "buffers", dict, ""), "buffers"),
-            version=data["version"],
+            version=version,
+            **own,
         )
 
 
+# ---------------------------------------------------------------- names in a file
+
+
+def model_name(key: str) -> str:
+    """Where the state dict's ``key`` lies among a file's tensors."""
+    return f"model/{key}"
+
+
+def state_name(key: str, state: str) -> str:
+    """Where one optimizer state of ``key`` lies among a file's tensors.
+
+    A slash in ``key`` or ``state`` is written as ``%2F``, so that two names never meet.
+    """
+    return f"optim/{_escaped(key)}/{_escaped(state)}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
 # ---------------------------------------------------------------- plain values
+
+
+def _second_version(data: dict[str, Any]) -> dict[str, Any]:
+    """What version 2 has more than version 1."""
+    groups, global_rank, optimizer = (
+        item(data, key, object, "") for key in ("groups", "global_rank", "optimizer")
+    )
+    return {
+        "groups": None if groups is None else _groups(groups),
+        "global_rank": None if global_rank is None else typed(global_rank, int, "global_rank"),
+        "optimizer": None if optimizer is None else OptimizerRecord.from_dict(optimizer),
+        "fingerprints": _strings(item(data, "fingerprints", dict, ""), "fingerprints"),
+    }
+
+
+def _groups(data: Any) -> Groups:
+    return tuple(
+        tuple(typed(rank, int, f"groups.{i}") for rank in typed(group, list, f"groups.{i}"))
+        for i, group in enumerate(typed(data, list, "groups"))
+    )
 
 
 def _record_to_dict(record: ParamRecord) -> dict[str, Any]:
@@ -204,9 +285,29 @@ def _check_rows(record: ParamRecord) -> None:
         )
 
 
-def _refuse_repeated(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise CheckpointError(f"{what} {name} appears twice")
-        seen.add(name)
+def _check_groups(metadata: ShardMetadata) -> None:
+    if metadata.groups is None:
+        return
+    refuse_repeated("groups: rank", (str(rank) for group in metadata.groups for rank in group))
+    if {len(group) for group in metadata.groups} != {metadata.world_size}:
+        raise CheckpointError(
+            f"groups: {metadata.groups} must all have {metadata.world_size} ranks, the world_size"
+        )
+    at = metadata.global_rank
+    if at is not None and not any(group[metadata.rank] == at for group in metadata.groups):
+        raise CheckpointError(
+            f"global_rank {at} is not at place {metadata.rank} (the rank) of one of the groups "
+            f"{metadata.groups}"
+        )
+
+
+def _check_states(metadata: ShardMetadata) -> None:
+    """A state that is sharded has to be like a shard."""
+    if metadata.optimizer is None:
+        return
+    keys = {record.key for record in metadata.params}
+    for key, state in metadata.optimizer.states.items():
+        if state.sharded and key not in keys:
+            raise CheckpointError(
+                f"optimizer.states.{key}: {state.sharded[0]} is sharded, but params has no {key}"
+            )

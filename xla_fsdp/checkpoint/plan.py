@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from xla_fsdp.checkpoint.format import FORMAT, ParamRecord, ShardMetadata
-from xla_fsdp.checkpoint.merge import Piece, Plan
+from xla_fsdp.checkpoint.full_tensors import Piece, Plan
 from xla_fsdp.checkpoint.upstream_format import is_upstream, upstream_identity, upstream_plan
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_named, typed
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_named, refuse_bad_names, typed
 from xla_fsdp.layout import ShardLayout
 
-OWN_KEYS = ("version", "params", "ties", "buffers")
+OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer")
 UPSTREAM_KEYS = ("shard_info", "flatten_info", "buffer_info")
 
 
@@ -54,12 +55,15 @@ def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: metadata[key] for key in keys if key in metadata}
 
 
-def make_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> Plan:
+def make_plan(
+    metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
+) -> Plan:
     """How to merge this shard with those of the other ranks.
 
     Args:
         metadata: what ``model.get_shard_metadata()`` returned, of either format.
         state_dict: of the same rank. Upstream's metadata leaves lengths and dtypes to it.
+        optimizer: whether to merge optimizer state, too.
 
     Raises:
         CheckpointError: if a key is missing or names collide; every problem is listed.
@@ -70,6 +74,8 @@ def make_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> Plan:
         if is_upstream(metadata)
         else _own_plan(ShardMetadata.from_dict(metadata), state_dict)
     )
+    if not optimizer:
+        plan = replace(plan, optimizer=None)
     problems = _name_problems(plan)
     if problems:
         raise CheckpointError(problems)
@@ -85,7 +91,7 @@ def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> Plan:
         )
     whole = {key: key for key in state_dict if key not in pieces and key not in metadata.ties}
     dtypes = {key: dtype_named(name) for key, name in metadata.buffers.items() if key in whole}
-    return Plan(metadata.world_size, pieces, whole, dtypes, metadata.ties)
+    return Plan(metadata.world_size, pieces, whole, dtypes, metadata.ties, metadata.optimizer)
 
 
 def _own_piece(record: ParamRecord, world_size: int) -> Piece:
@@ -101,8 +107,24 @@ def _name_problems(plan: Plan) -> list[str]:
     names = [member.name for piece in plan.pieces.values() for member in piece.members]
     names += plan.whole.values()
     known = Counter(names)
-    return [f"{name} would be in the merged model twice" for name in known if known[name] > 1] + [
-        f"ties: {alias} is tied to {canonical}, which is not in the model"
-        for alias, canonical in plan.ties.items()
-        if canonical not in known
+    return [
+        *refuse_bad_names([*plan.pieces, *known, *plan.ties]),
+        *(f"{name} would be in the merged model twice" for name in known if known[name] > 1),
+        *(
+            f"ties: {alias} is tied to {canonical}, which is not in the model"
+            for alias, canonical in plan.ties.items()
+            if canonical not in known
+        ),
+        *(
+            f"optimizer: {key} is not in the model"
+            for key in _optimizer_keys(plan)
+            if key not in plan.pieces and key not in plan.whole
+        ),
     ]
+
+
+def _optimizer_keys(plan: Plan) -> list[str]:
+    if plan.optimizer is None:
+        return []
+    in_groups = [key for group in plan.optimizer.groups for key in group.params]
+    return list(dict.fromkeys([*in_groups, *plan.optimizer.states]))

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from xla_fsdp.checkpoint.format import MemberRecord
-from xla_fsdp.checkpoint.merge import Piece, Plan
+from xla_fsdp.checkpoint.full_tensors import Piece, Plan
+from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.checkpoint.validate import CheckpointError, check_rank, item, typed
 from xla_fsdp.layout import ShardLayout
 from xla_fsdp.names import join_name
@@ -53,7 +53,7 @@ def upstream_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> Pl
     problems = [
         f"model has no tensor {key}, which shard_metadata lists"
         for key in members
-        if not isinstance(state_dict.get(key), Tensor)
+        if not isinstance(state_dict.get(key), TensorSource)
     ] + [
         f"model has {key}, which shard_metadata does not list"
         for key in state_dict
@@ -137,14 +137,14 @@ def _names_a_shard(key: str) -> bool:
 # ---------------------------------------------------------------- what the shard says
 
 
-def _piece(members: tuple[MemberRecord, ...], shard: Tensor, world_size: int) -> Piece:
+def _piece(members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int) -> Piece:
     """The shard's own length serves as the multiple: it gives the same slices as the unknown one.
 
     A shard of more than one dim was made with ``shard_param_on_dim_0``.
     """
-    by_rows = shard.dim() > 1 and len(members) == 1
+    by_rows = len(shard.shape) > 1 and len(members) == 1
     size = members[0].shape[0] if by_rows and members[0].shape else sum(m.numel for m in members)
-    multiple = max(shard.shape[0] if shard.dim() else 1, 1)
+    multiple = max(shard.shape[0] if shard.shape else 1, 1)
     return Piece(
         members=members,
         layout=ShardLayout((size,), world_size, multiple),

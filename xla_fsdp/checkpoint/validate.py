@@ -8,7 +8,7 @@ What the values mean is up to ``format`` and ``upstream_format``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,3 +61,30 @@ def dtype_named(name: str, where: str = "dtype") -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where} {name!r} is not a torch dtype")
     return dtype
+
+
+def refuse_repeated(what: str, names: Iterable[str]) -> None:
+    """Raise ``CheckpointError`` if a name is there more than once."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{what} {name} appears twice")
+        seen.add(name)
+
+
+def one_line(text: str) -> str:
+    """A message whose parts come out of files, fit to be one line of a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refuse_bad_names(names: Iterable[str]) -> list[str]:
+    """One line for each name that no module tree can give a tensor.
+
+    Such as ``../../x`` or ``a..b``: every part between dots is the name of a module or a parameter,
+    so none is empty. Programs that make paths of names are safe from these.
+    """
+    return [
+        f"{name[:80]!r} is not the name of a tensor of a model"
+        for name in names
+        if not all(name.split(".")) or not name.isprintable() or name.startswith("/")
+    ]

@@ -1,0 +1,344 @@
+"""Time and peak memory of merging shard files: ours against torch_xla's, on the same files.
+
+    python benchmarks/consolidate.py --gigabytes 1 4 10 --ranks 16
+
+For every size it writes the files of all ranks (fp32 weights and two AdamW states each; a third of
+the bytes is the model) in the form of ``torch_xla.distributed.fsdp`` and in ours, and then merges
+them, each way in a child process of its own and with cold caches:
+
+    upstream        torch_xla's files into one .pth, by torch_xla          (model)
+    same files      torch_xla's files into one .pth, by xla_fsdp           (model)
+    with optimizer  our safetensors files into a Hugging Face directory    (model and optimizer)
+    copy            our files, copied: what the disk can do at best
+
+The merged files are compared tensor by tensor. A child may use ``--memory_limit`` bytes; where
+torch_xla needs more, that is what is reported. Temporary files need about five times the largest
+size; they go to ``--directory`` and are removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from xla_fsdp.checkpoint.consolidate import MergeOptions, merge_files, read_shards
+from xla_fsdp.checkpoint.copying import checksums, default_threads
+from xla_fsdp.checkpoint.format import (
+    MemberRecord,
+    ParamRecord,
+    ShardMetadata,
+    model_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
+from xla_fsdp.checkpoint.outputs import Fingerprints, SafetensorsOutput, WriteOptions, write_outputs
+from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
+from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
+from xla_fsdp.checkpoint.torch_file import read_torch_file
+from xla_fsdp.layout import ShardLayout
+
+STATES = ("exp_avg", "exp_avg_sq")
+WIDTH = 4096
+MIB = 1 << 20
+DOES_NOT_FIT = 3
+"""Exit code of a child that ran out of the memory it may use."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The files of one size.
+
+    Args:
+        directory: where they are.
+        gigabytes: of 10^9 bytes, of all ranks' files together.
+        ranks: how many files.
+    """
+
+    directory: Path
+    gigabytes: float
+    ranks: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """A stack of square layers with biases whose length is no multiple of anything."""
+        per_layer = 4 * (WIDTH * WIDTH + WIDTH + 3) * (1 + len(STATES))
+        layers = max(1, round(self.gigabytes * 1e9 / per_layer))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i in range(layers):
+            shapes[f"layers.{i}.weight"] = (WIDTH, WIDTH)
+            shapes[f"layers.{i}.bias"] = (WIDTH + 3,)
+        return shapes
+
+    def path(self, rank: int, ending: str) -> Path:
+        """A rank's file."""
+        return self.directory / f"rank-{rank:05d}-of-{self.ranks:05d}.{ending}"
+
+    def paths(self, ending: str) -> list[Path]:
+        """All ranks' files."""
+        return [self.path(rank, ending) for rank in range(self.ranks)]
+
+
+# ---------------------------------------------------------------- files to merge
+
+
+def write_files(case: Case) -> None:
+    """Both kinds of files of all ranks, one rank in memory at a time."""
+    noise = torch.randn(ShardLayout((WIDTH * WIDTH,), case.ranks).shard_numel)
+    for rank in range(case.ranks):
+        model = {name: _shard(case, name, rank, 0, noise) for name in case.shapes}
+        states = {
+            name: {what: _shard(case, name, rank, i + 1, noise) for i, what in enumerate(STATES)}
+            for name in case.shapes
+        }
+        _write_upstream(case, rank, model, states)
+        _write_own(case, rank, model, states)
+
+
+def _shard(case: Case, name: str, rank: int, salt: int, noise: torch.Tensor) -> torch.Tensor:
+    """Different in every tensor and rank, so that a mix-up shows."""
+    length = ShardLayout((_numel(case.shapes[name]),), case.ranks).shard_numel
+    shard = noise[:length].clone()
+    shard[0], shard[length // 2] = rank + salt * 1000, hash(name) % 1000
+    return shard
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _write_upstream(case: Case, rank: int, model: dict, states: dict) -> None:
+    keys = {name: ".".join(_upstream_key(name)) for name in model}
+    shard_info: dict[str, dict] = {}
+    for name, shape in case.shapes.items():
+        prefix, suffix = _upstream_key(name)
+        entry = {"_orig_name": name.rpartition(".")[2], "_orig_size": torch.Size(shape)}
+        shard_info.setdefault(prefix, {})[suffix] = entry
+    content = {
+        "model": {keys[name]: shard for name, shard in model.items()},
+        "shard_metadata": {
+            "shard_info": shard_info,
+            "flatten_info": {},
+            "buffer_info": {},
+            "rank": rank,
+            "world_size": case.ranks,
+        },
+        "optimizer": {"state": dict(enumerate(states.values())), "param_groups": []},
+    }
+    with open(case.path(rank, "pth"), "wb") as file:
+        torch.save(content, file)
+        os.fsync(file.fileno())
+
+
+def _upstream_key(name: str) -> tuple[str, str]:
+    module, _, parameter = name.rpartition(".")
+    return f"_fsdp_wrapped_module.{module}", f"_fsdp_shard.{parameter}"
+
+
+def _write_own(case: Case, rank: int, model: dict, states: dict) -> None:
+    metadata = ShardMetadata(
+        rank,
+        case.ranks,
+        tuple(
+            ParamRecord(name, "float32", 128, (MemberRecord(name, shape),))
+            for name, shape in case.shapes.items()
+        ),
+        optimizer=OptimizerRecord(
+            (GroupRecord(tuple(model), {"lr": 0.1}),), dict.fromkeys(model, StateRecord(STATES))
+        ),
+    )
+    tensors = {model_name(name): source_of(shard) for name, shard in model.items()}
+    for name, by_state in states.items():
+        tensors |= {state_name(name, what): source_of(s) for what, s in by_state.items()}
+    path = str(case.path(rank, "safetensors"))
+    write_outputs([SafetensorsOutput(path, tensors, partial(_header, metadata))], WriteOptions())
+
+
+def _header(metadata: ShardMetadata, fingerprints: Fingerprints) -> dict[str, str]:
+    known = ShardMetadata(**{**vars(metadata), "fingerprints": dict(fingerprints)})
+    return shard_file_metadata(known, {})
+
+
+# ---------------------------------------------------------------- ways to merge (in children)
+
+
+def merge_upstream(case: Case) -> None:
+    """torch_xla's function."""
+    from torch_xla.distributed.fsdp import consolidate_sharded_model_checkpoints
+
+    out = str(case.directory / "upstream.pth")
+    consolidate_sharded_model_checkpoints(f"{case.directory}/rank-", "*.pth", out)
+
+
+def merge_same_files(case: Case) -> None:
+    """Ours, on the same files."""
+    _merge(case, "*.pth", str(case.directory / "ours.pth"))
+
+
+def merge_with_optimizer(case: Case) -> None:
+    """Ours, model and optimizer."""
+    _merge(case, "*.safetensors", f"{case.directory}/merged/")
+
+
+def copy_files(case: Case) -> None:
+    """No merge at all."""
+    target = case.directory / "copy"
+    target.mkdir()
+    for path in case.paths("safetensors"):
+        shutil.copyfile(path, target / path.name)
+        with open(target / path.name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _merge(case: Case, suffix: str, output: str) -> None:
+    shards = read_shards(f"{case.directory}/rank-", suffix, output, overwrite=False)
+    merge_files(shards, output, MergeOptions())
+
+
+WAYS = {
+    "upstream": merge_upstream,
+    "same files": merge_same_files,
+    "with optimizer": merge_with_optimizer,
+    "copy": copy_files,
+}
+
+
+def run_child(way: str, case: Case, memory_limit: int) -> int:
+    """One way, in this process; prints what it took."""
+    if way == "upstream":
+        import torch_xla.distributed.fsdp  # noqa: F401 (loading it takes seconds, merging or not)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    start = time.perf_counter()
+    try:
+        WAYS[way](case)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        return DOES_NOT_FIT
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "peak": _peak()}))
+    return 0
+
+
+def _peak() -> int:
+    """Bytes of this program's peak memory; getrusage's begins with that of the parent process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds, and bytes of peak resident memory."""
+
+    seconds: float
+    peak: int
+
+
+def measure(way: str, case: Case, memory_limit: int) -> Result | None:
+    """Run one way in a child; None if it does not fit into the limit."""
+    _forget([*case.paths("pth"), *case.paths("safetensors")])
+    command = [sys.executable, __file__, "--child", way, "--directory", str(case.directory)]
+    command += ["--gigabytes", str(case.gigabytes), "--ranks", str(case.ranks)]
+    command += ["--memory_limit", str(memory_limit)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode == DOES_NOT_FIT:
+        return None
+    if child.returncode:
+        raise RuntimeError(f"{way} failed:\n{child.stderr}")
+    return Result(**json.loads(child.stdout.splitlines()[-1]))
+
+
+def _forget(paths: Sequence[Path]) -> None:
+    """Have the next one read from the disk."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def check_equal(case: Case) -> None:
+    """Both merged files hold the same tensors."""
+    theirs = read_torch_file(str(case.directory / "upstream.pth"))["model"]
+    ours = read_torch_file(str(case.directory / "ours.pth"))["model"]
+    if theirs.keys() != ours.keys():
+        raise RuntimeError("the merged files have different names")
+    if [_bits(theirs, name) for name in ours] != [_bits(ours, name) for name in ours]:
+        raise RuntimeError("the merged files have different tensors")
+
+
+def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, int]:
+    (checksum,) = checksums([model[name].data], threads=default_threads())
+    return model[name].spec, checksum
+
+
+def run_case(case: Case, memory_limit: int) -> Iterator[str]:
+    """All ways; a table's lines."""
+    write_files(case)
+    size = sum(path.stat().st_size for path in case.paths("safetensors"))
+    yield f"\n{case.ranks} files, {size / 1e9:.2f} GB in all"
+    yield f"{'':16}{'seconds':>9}{'peak MiB':>10}{'GB/s':>7}{'time':>7}{'memory':>8}"
+    upstream = None
+    for way in WAYS:
+        result = measure(way, case, memory_limit)
+        upstream = result if way == "upstream" else upstream
+        yield _line(way, result, upstream, size, memory_limit)
+        if way == "same files" and upstream is not None:
+            check_equal(case)
+        _remove_outputs(case, keep="upstream.pth" if way == "upstream" else "")
+
+
+def _line(
+    way: str, result: Result | None, upstream: Result | None, size: int, memory_limit: int
+) -> str:
+    if result is None:
+        return f"{way:16}does not fit into {memory_limit // MIB:,} MiB"
+    seconds, peak = result.seconds, result.peak / MIB
+    text = f"{way:16}{seconds:9.2f}{peak:10.0f}{size / 1e9 / seconds:7.2f}"
+    if upstream is None:
+        return text
+    return f"{text}{seconds / upstream.seconds:7.2f}{result.peak / upstream.peak:8.3f}"
+
+
+def _remove_outputs(case: Case, keep: str) -> None:
+    for path in case.directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif not path.name.startswith("rank-") and path.name != keep:
+            path.unlink()
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 10])
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    parser.add_argument("--memory_limit", type=int, default=12 << 30, help="bytes for each child")
+    parser.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        case = Case(Path(args.directory), args.gigabytes[0], args.ranks)
+        return run_child(args.child, case, args.memory_limit)
+    for gigabytes in args.gigabytes:
+        with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+            for line in run_case(Case(Path(directory), gigabytes, args.ranks), args.memory_limit):
+                print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

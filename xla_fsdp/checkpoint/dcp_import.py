@@ -1,0 +1,336 @@
+"""Reads directories of ``torch.distributed.checkpoint`` (DCP), such as FSDP2 writes.
+
+Words: an *entry* is one tensor or value of a directory, by its flattened name.
+Always true: DCP's ``.metadata`` is a pickle, and DCP loads it without a check: here only what DCP
+itself puts there is accepted, and no path leads out of the directory; values are loaded with
+``weights_only``. Tensors are read when they are used, whole, one at a time.
+What comes out is a checkpoint of one rank: merge it into other files, or reshard it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from xla_fsdp.checkpoint.byte_source import TensorBytes
+from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata, state_name
+from xla_fsdp.checkpoint.optimizer_format import (
+    GroupRecord,
+    OptimizerRecord,
+    StateRecord,
+    json_value,
+)
+from xla_fsdp.checkpoint.reshard import slice_of
+from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
+from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
+from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
+from xla_fsdp.layout import LANES
+
+_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "Path"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+} | {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
+
+
+def import_dcp(directory: str) -> Shard:
+    """What is in a DCP directory, as the shard of one rank.
+
+    Args:
+        directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
+            from a model's state dict alone.
+
+    Raises:
+        CheckpointError: with every problem found.
+    """
+    reader = _Reader(directory)
+    entries = dict(_entries(reader))
+    model = {name: source for (kind, name, _), source in entries.items() if kind == "model"}
+    if not model:
+        raise CheckpointError(
+            f"{directory}: holds no model; expected names that begin with 'model.', found "
+            f"{shown(sorted(reader.metadata.state_dict_metadata)[:5])}"
+        )
+    optimizer = _Optimizer(reader, entries)
+    return _shard(directory, model, optimizer)
+
+
+# ---------------------------------------------------------------- names
+
+
+Name = tuple[str, str, str]
+"""``("model", name, "")``, or ``("optim", parameter, state)``."""
+
+
+def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
+    for entry, where in reader.metadata.state_dict_metadata.items():
+        name = _name(reader.path_of(entry))
+        if isinstance(where, TensorStorageMetadata) and name is not None:
+            yield name, reader.source(entry, where)
+
+
+def _name(path: tuple[Any, ...]) -> Name | None:
+    if path[0] == "model" and len(path) == 2:
+        return "model", str(path[1]), ""
+    if path[:2] == ("optim", "state") and len(path) == 4:
+        return "optim", str(path[2]), str(path[3])
+    if path[0] == "optim" and len(path) == 2 and str(path[1]).startswith("state."):
+        # As with flatten_optimizer_state_dict=True: states have no dots in their names.
+        parameter, _, state = str(path[1]).removeprefix("state.").rpartition(".")
+        return "optim", parameter, state
+    return None if len(path) > 1 else ("model", str(path[0]), "")
+
+
+class _Optimizer:
+    """Groups and values of the optimizer: what is no tensor in a DCP directory."""
+
+    def __init__(self, reader: _Reader, entries: Mapping[Name, TensorSource]) -> None:
+        self.tensors = {
+            (name, state): source
+            for (kind, name, state), source in entries.items()
+            if kind == "optim"
+        }
+        self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.values: dict[str, dict[str, Any]] = defaultdict(dict)
+        for entry, where in reader.metadata.state_dict_metadata.items():
+            path = reader.path_of(entry)
+            if not isinstance(where, BytesStorageMetadata) or path[0] != "optim":
+                continue
+            if path[1:2] == ("param_groups",) and len(path) == 4:
+                self.groups[path[2]][path[3]] = reader.value(entry)
+            elif (name := _name(path)) is not None and name[0] == "optim":
+                self.values[name[1]][name[2]] = reader.value(entry)
+
+    def record(self, sharded: Set[tuple[str, str]]) -> OptimizerRecord | None:
+        """In our words; None if there is nothing."""
+        if not self.tensors and not self.groups:
+            return None
+        by_name: dict[str, list[str]] = defaultdict(list)
+        for name, state in self.tensors:
+            by_name[name].append(state)
+        states = {name: self._state(name, all_of, sharded) for name, all_of in by_name.items()}
+        groups = tuple(self._group(i) for i in sorted(self.groups))
+        return OptimizerRecord(groups or (GroupRecord(tuple(states), {}),), states)
+
+    def _state(self, name: str, states: list[str], sharded: Set[tuple[str, str]]) -> StateRecord:
+        cut = tuple(state for state in states if (name, state) in sharded)
+        whole = tuple(state for state in states if (name, state) not in sharded)
+        return StateRecord(cut, whole, json_value(self.values.get(name, {}), f"optim.{name}"))
+
+    def _group(self, index: int) -> GroupRecord:
+        options = dict(self.groups[index])
+        params = options.pop("params", [])
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise CheckpointError(f"optim.param_groups.{index}.params is not a list of names")
+        return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
+
+
+def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimizer) -> Shard:
+    trained = {name for name, _ in optimizer.tensors} & model.keys()
+    params = trained or {name for name, t in model.items() if t.dtype.is_floating_point}
+    cut = {
+        (name, state)
+        for (name, state), source in optimizer.tensors.items()
+        if name in params and source.shape == model[name].shape
+    }
+    records = {
+        name: ParamRecord(name, dtype_name(t.dtype), LANES, (MemberRecord(name, t.shape),))
+        for name, t in model.items()
+        if name in params
+    }
+    metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=optimizer.record(cut))
+    return Shard(
+        directory,
+        {n: slice_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
+        metadata.to_dict(),
+        {
+            state_name(name, state): slice_of(records[name], [t], 0, 1)
+            if (name, state) in cut
+            else t
+            for (name, state), t in optimizer.tensors.items()
+        },
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, with metadata that was looked at."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self.metadata = _checked_metadata(directory)
+        self._lock = Lock()
+        self._last: tuple[str, Tensor] | None = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Without reading the pickle again for every tensor."""
+        return self.metadata
+
+    def path_of(self, entry: str) -> tuple[Any, ...]:
+        """The keys that lead to an entry in what was saved."""
+        known = self.metadata.planner_data
+        path = known.get(entry) if isinstance(known, Mapping) else None
+        return path if isinstance(path, tuple) and path else tuple(entry.split(".", 1))
+
+    def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
+        """A tensor that is read when it is used."""
+        spec = TensorSpec(where.properties.dtype, tuple(where.size))
+        return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
+
+    def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
+        """A whole tensor; the last one is remembered, since it is used in chunks."""
+        with self._lock:
+            if self._last is None or self._last[0] != entry:
+                self._last = None
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                self._load({entry: tensor})
+                self._last = entry, tensor
+            return self._last[1]
+
+    def value(self, entry: str) -> Any:
+        """What is no tensor."""
+        state_dict: dict[str, Any] = {entry: None}
+        self._load(state_dict)
+        return state_dict[entry]
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        try:
+            with warnings.catch_warnings():  # that there is no process group
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.load(state_dict, storage_reader=self, planner=_Planner(), no_dist=True)
+        # Whatever a damaged file makes torch raise; DCP wraps most of it, in a BaseException.
+        except (Exception, dcp.CheckpointException) as error:
+            name = next(iter(state_dict))
+            raise CheckpointError(
+                f"{self.directory}: {name} cannot be read: its file is damaged, or not DCP's"
+            ) from error
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Loads values without running code."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """One value."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The bytes of one entry; see ``ByteSource``."""
+
+    reader: _Reader
+    entry: str
+    spec: TensorSpec
+
+    @property
+    def nbytes(self) -> int:
+        """See ``ByteSource``."""
+        return self.spec.nbytes
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """See ``ByteSource``."""
+        TensorBytes(self.reader.tensor(self.entry, self.spec)).read_into(start, buffer)
+
+
+# ---------------------------------------------------------------- metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what DCP's metadata consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one of these."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _CLASSES:
+            raise CheckpointError(
+                f"refused: it holds a {module}.{name}, and loading that would run code from the "
+                f"file"
+            )
+        return super().find_class(module, name)
+
+
+def _checked_metadata(directory: str) -> Metadata:
+    path = os.path.join(directory, DCP_METADATA)
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        problems = list(_problems(metadata, directory))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    # Whatever a damaged pickle makes Python raise.
+    except Exception as error:
+        raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
+    if problems:
+        raise CheckpointError([f"{path}: {problem}" for problem in problems])
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
+
+
+def _problems(metadata: Any, directory: str) -> Iterator[str]:
+    """What would lead out of the directory, or make us believe absurd sizes."""
+    if not isinstance(metadata, Metadata):
+        yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
+        return
+    room: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        name = place.relative_path
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            yield f"{index.fqn} is in {name!r}, which is not the name of a file in the directory"
+            continue
+        if name not in sizes:
+            file = os.path.join(directory, name)
+            sizes[name] = os.path.getsize(file) if os.path.isfile(file) else -1
+            if sizes[name] < 0:
+                yield f"the file {name} is missing"
+        if 0 <= sizes[name] < place.offset + place.length or min(place.offset, place.length) < 0:
+            yield f"{index.fqn} is not in {name}, which has {sizes[name]:,} bytes: truncated"
+        room[index.fqn] += place.length
+    for name, where in metadata.state_dict_metadata.items():
+        if isinstance(where, TensorStorageMetadata):
+            nbytes = TensorSpec(where.properties.dtype, tuple(where.size)).nbytes
+            if nbytes > room[name] or min(where.size, default=0) < 0:
+                yield f"{name} of shape {shown(tuple(where.size))} is larger than what is saved"

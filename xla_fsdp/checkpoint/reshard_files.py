@@ -1,0 +1,192 @@
+"""Shard files for another number of ranks, made from those there are.
+
+Words: see ``reshard``, which cuts what one rank takes; here all ranks' files are written. What is
+saved beside model and optimizer (*values*) is copied from rank 0's file.
+Always true: the new files hold the same tensors under the same keys, so that the same wrapping
+loads them; files of ``torch_xla.distributed.fsdp`` become ours, with one key per parameter.
+A new directory is one that ``load_checkpoint`` reads: a step with its marker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from xla_fsdp.checkpoint.format import (
+    FORMAT,
+    VERSION,
+    ParamRecord,
+    ShardMetadata,
+    model_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.full_tensors import Plan, joined_members
+from xla_fsdp.checkpoint.jobs import FilesJob, Job
+from xla_fsdp.checkpoint.outputs import BytesOutput, Fingerprints, Output, SafetensorsOutput
+from xla_fsdp.checkpoint.plan import make_plan
+from xla_fsdp.checkpoint.reshard import slice_of
+from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
+from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, watch_shards
+from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, Marker, rank_file_name
+from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
+from xla_fsdp.layout import LANES
+
+
+@dataclass(frozen=True)
+class _Old:
+    """The shards there are."""
+
+    plan: Plan
+    shards: Sequence[Shard]
+    metadata: ShardMetadata  # of rank 0, in our form
+
+
+def plan_reshard(
+    shards: Sequence[Shard],
+    directory: str,
+    world_size: int,
+    *,
+    optimizer: bool = True,
+    step: int = 0,
+) -> Job:
+    """The files of ``world_size`` ranks.
+
+    Args:
+        shards: of every rank, checked, in rank order.
+        directory: to make a step in.
+        world_size: number of ranks that will share the model.
+        optimizer: whether to take optimizer state along.
+        step: to save it as.
+
+    Raises:
+        CheckpointError: if something cannot be in such files, or ``world_size`` is impossible.
+    """
+    if not 1 <= world_size <= 1_000_000:
+        raise CheckpointError(f"--to_world_size {world_size} must be from 1 to 1,000,000")
+    if not 0 <= step <= 10**15:
+        raise CheckpointError(f"--step {step} must be from 0 to 10^15")
+    same, watched = watch_shards(shards)
+    plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
+    old = _Old(plan, same, _metadata_of(plan, same[0].metadata))
+    _refuse_values_that_are_no_tensors(old)
+    folder = os.path.join(directory, Attempt(step).folder)
+    outputs: list[Output] = [
+        _rank_output(old, folder, rank, world_size) for rank in range(world_size)
+    ]
+    sizes = {os.path.basename(output.path): output.nbytes for output in outputs}
+    marker = Marker(step, world_size, sizes)
+    outputs.append(BytesOutput(os.path.join(folder, MARKER), marker.to_bytes()))
+    return FilesJob(outputs, watched, make_directories=True)
+
+
+def step_of(shard: Shard) -> int:
+    """The step that a shard was saved as; 0 if it is not in a step's directory."""
+    folder = os.path.dirname(os.path.abspath(shard.source))
+    if not os.path.exists(os.path.join(folder, MARKER)):
+        return 0
+    return read_marker_file(folder).step
+
+
+def _rank_output(old: _Old, folder: str, rank: int, world_size: int) -> SafetensorsOutput:
+    metadata = replace(old.metadata, rank=rank, world_size=world_size)
+    tensors = {
+        **{model_name(key): source for key, source in _model(old, rank, world_size)},
+        **dict(_states(old, rank, world_size)),
+        **old.shards[0].others,
+    }
+    return SafetensorsOutput(
+        path=os.path.join(folder, rank_file_name(rank, world_size, "safetensors")),
+        tensors=tensors,
+        metadata=partial(_header_metadata, metadata, old.shards[0].notes),
+    )
+
+
+def _header_metadata(
+    metadata: ShardMetadata, notes: Mapping[str, str], fingerprints: Fingerprints
+) -> dict[str, str]:
+    return shard_file_metadata(replace(metadata, fingerprints=dict(fingerprints)), notes)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _model(old: _Old, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
+    state_dicts = [shard.state_dict for shard in old.shards]
+    by_name = {
+        name: source
+        for key, piece in old.plan.pieces.items()
+        for name, source in joined_members(piece, [each[key] for each in state_dicts])
+    }
+    for record in old.metadata.params:
+        sources = [by_name[member.name] for member in record.members]
+        yield record.key, _shard_of(record, sources, rank, world_size)
+    for key, name in old.plan.whole.items():
+        yield name, state_dicts[0][key]
+
+
+def _states(old: _Old, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
+    if old.metadata.optimizer is None:
+        return
+    records = {record.key: record for record in old.metadata.params}
+    for key, state in old.metadata.optimizer.states.items():
+        for what in state.sharded:
+            name = state_name(key, what)
+            shards = [shard.optimizer[name] for shard in old.shards]
+            members = [source for _, source in joined_members(old.plan.pieces[key], shards)]
+            yield name, _shard_of(records[key], members, rank, world_size)
+        for what in state.whole:
+            name = state_name(key, what)
+            yield name, old.shards[0].optimizer[name]
+
+
+def _shard_of(
+    record: ParamRecord, sources: Sequence[TensorSource], rank: int, world_size: int
+) -> TensorSource:
+    vector = slice_of(record, sources, rank, world_size)
+    if not record.by_rows:
+        return vector
+    row = record.members[0].shape[1:]
+    rows = record.layout(world_size).shard_numel // record.multiple
+    return replace(vector, spec=replace(vector.spec, shape=(rows, *row)))
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def _metadata_of(plan: Plan, metadata: Mapping[str, Any]) -> ShardMetadata:
+    if metadata.get("format") == FORMAT:
+        own = ShardMetadata.from_dict(metadata)
+        return replace(
+            own, version=VERSION, groups=None, global_rank=None, optimizer=plan.optimizer
+        )
+    names = plan.whole
+    return ShardMetadata(
+        rank=0,
+        world_size=plan.world_size,
+        params=tuple(_records(plan)),
+        buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
+    )
+
+
+def _records(plan: Plan) -> Iterator[ParamRecord]:
+    for piece in plan.pieces.values():
+        for member in piece.members:
+            multiple = max(1, piece.row_numel) if piece.row_shape else LANES
+            yield ParamRecord(
+                member.name, dtype_name(piece.dtype), multiple, (member,), bool(piece.row_shape)
+            )
+
+
+def _refuse_values_that_are_no_tensors(old: _Old) -> None:
+    problems = [
+        f"{name} is a {type(old.shards[0].state_dict[key]).__name__}, no tensor: such files "
+        f"cannot hold it"
+        for key, name in old.plan.whole.items()
+        if not isinstance(old.shards[0].state_dict[key], TensorSource)
+    ]
+    if problems:
+        raise CheckpointError(problems)

@@ -1,0 +1,330 @@
+"""Safetensors files: where in a file each tensor lies, read and planned without the tensors.
+
+Words: a *header* is a file's first part: names, dtypes, shapes and places of its tensors, and
+*metadata*, a dict of strings; an *entry* is one tensor's line in it. In a shard file the metadata
+holds the ``ShardMetadata`` as JSON.
+Always true: a header that was read has entries that fill the rest of the file exactly, without
+holes or overlaps; nothing is allocated on a file's word alone (``MAX_HEADER`` bounds the header,
+the file's own size all else); nothing is executed. Every file planned here loads with
+``safetensors.torch.load_file``.
+Bytes are read through ``byte_source``; what is written in which order is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.checkpoint.byte_source import ByteSource, bytes_of
+from xla_fsdp.checkpoint.format import ShardMetadata
+from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name, refuse_repeated
+
+METADATA_KEY = "xla_fsdp"
+"""Where in a shard file's metadata the ``ShardMetadata`` is."""
+
+OWN_METADATA = ("format", METADATA_KEY)
+
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library itself."""
+
+MAX_DIMS = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: what it is, and the offset of its first byte in the file."""
+
+    spec: TensorSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The offset behind its last byte."""
+        return self.start + self.spec.nbytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file without its tensors.
+
+    Args:
+        entries: by name, in the order in which they lie in the file.
+        metadata: strings by string.
+        data_start: offset of the first tensor; what is before it is ``to_bytes``.
+    """
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole file."""
+        return max((entry.stop for entry in self.entries.values()), default=self.data_start)
+
+    def to_bytes(self) -> bytes:
+        """The first ``data_start`` bytes of the file."""
+        return _encoded(self.metadata, {name: e.spec for name, e in self.entries.items()})
+
+
+def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Header:
+    """Where tensors come to lie in a file that holds them.
+
+    Raises:
+        CheckpointError: if safetensors has no such dtype, or the header gets too long.
+    """
+    problems = [
+        f"{name} is {dtype_name(spec.dtype)}, which safetensors does not have; "
+        f"write a .pth file instead"
+        for name, spec in tensors.items()
+        if spec.dtype not in _NAMES
+    ]
+    if problems:
+        raise CheckpointError(problems)
+    # The widest first, so that all are aligned; otherwise in the order given.
+    ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
+    start = data_start = len(_encoded(dict(metadata), ordered))
+    if data_start - 8 > MAX_HEADER:
+        raise CheckpointError(
+            f"the header would be {data_start:,} bytes long; safetensors allows {MAX_HEADER:,}"
+        )
+    entries = {}
+    for name, spec in ordered.items():
+        entries[name] = Entry(spec, start)
+        start += spec.nbytes
+    return Header(entries, dict(metadata), data_start)
+
+
+def read_header(source: ByteSource, name: str) -> Header:
+    """The header of a safetensors file.
+
+    Args:
+        source: the file's bytes; only the header's are read.
+        name: of the file, for messages.
+
+    Raises:
+        CheckpointError: one line that names the file, for anything that a sound file has not.
+    """
+    try:
+        return _parsed(source)
+    except CheckpointError as error:
+        lines = (problem.removeprefix(f"{name}: ") for problem in error.problems)
+        raise CheckpointError([f"{name}: {line}" for line in lines]) from error
+
+
+def shard_metadata_of(header: Header) -> dict[str, Any]:
+    """The plain dict in a shard file's header; see ``ShardMetadata.from_dict``.
+
+    Raises:
+        CheckpointError: if this is not a shard file.
+    """
+    text = header.metadata.get(METADATA_KEY)
+    if text is None:
+        raise CheckpointError(
+            f"not a shard file: its header's metadata has no {METADATA_KEY!r}. Narrow ckpt_prefix "
+            f"or ckpt_suffix if it does not belong here."
+        )
+    return _json_dict(text, f"metadata {METADATA_KEY!r}")
+
+
+def shard_file_metadata(metadata: ShardMetadata, extra: Mapping[str, str]) -> dict[str, str]:
+    """What a shard file's header holds beside its tensors; ``extra`` may not be our own keys."""
+    own = {"format": "pt", METADATA_KEY: json.dumps(metadata.to_dict(), separators=(",", ":"))}
+    if both := own.keys() & extra.keys():
+        raise ValueError(f"extra metadata may not be called {sorted(both)}: these are the format's")
+    return {**own, **extra}
+
+
+def read_tensor(
+    source: ByteSource, entry: Entry, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Elements ``start`` to ``stop`` of the flattened tensor (all of it by default, in its shape).
+
+    Only these elements are read.
+    """
+    numel = math.prod(entry.spec.shape)
+    last = numel if stop is None else stop
+    if not 0 <= start <= last <= numel:
+        raise ValueError(f"elements {start} to {last} are not in a tensor of {numel}")
+    elements = torch.empty(last - start, dtype=entry.spec.dtype)
+    if last > start:
+        source.read_into(entry.start + start * entry.spec.dtype.itemsize, bytes_of(elements))
+    return elements.view(entry.spec.shape) if stop is None and start == 0 else elements
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes:
+    lines: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name, spec in specs.items():
+        stop = start + spec.nbytes
+        lines[name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(lines, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _parsed(source: ByteSource) -> Header:
+    if source.nbytes < 8:
+        raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
+    length = int.from_bytes(_read(source, 0, 8), "little")
+    if length > MAX_HEADER:
+        raise CheckpointError(
+            f"not a safetensors file: its header would be {length:,} bytes long, and at most "
+            f"{MAX_HEADER:,} are allowed"
+        )
+    if 8 + length > source.nbytes:
+        raise CheckpointError(
+            f"truncated: its header ends at byte {8 + length:,} of {source.nbytes:,}"
+        )
+    lines = _json_dict(_text(_read(source, 8, length)), "header")
+    metadata = _metadata(lines.pop("__metadata__", {}))
+    entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
+    header = Header(_in_file_order(entries), metadata, 8 + length)
+    _check_filled(header, source.nbytes)
+    return header
+
+
+def _read(source: ByteSource, start: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    source.read_into(start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"header is not UTF-8 text: {error.reason}") from error
+
+
+def _json_dict(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repetition)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    # Besides syntax: nesting too deep, and numbers of more digits than Python converts.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is a JSON {type(value).__name__}, expected a dict")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    refuse_repeated("the name", (name for name, _ in pairs))
+    return dict(pairs)
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise CheckpointError("header: __metadata__ is not a dict of strings")
+    return value
+
+
+def _entry(line: Any, name: str, data_start: int) -> Entry:
+    where = f"header: {shown(name)}"
+    if not isinstance(line, dict) or line.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} is not a dict of dtype, shape and data_offsets")
+    dtype, shape, places = line["dtype"], line["shape"], line["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(
+            f"{where}: dtype {shown(dtype)} is not known; expected one of {', '.join(DTYPES)}"
+        )
+    if not _sizes(shape) or len(shape) > MAX_DIMS:
+        raise CheckpointError(
+            f"{where}: shape is {shown(shape)}, expected at most {MAX_DIMS} sizes from 0 to 2^63"
+        )
+    if not _sizes(places) or len(places) != 2:
+        raise CheckpointError(f"{where}: data_offsets are {shown(places)}, expected two offsets")
+    spec = TensorSpec(DTYPES[dtype], tuple(shape))
+    if places[1] - places[0] != spec.nbytes:
+        raise CheckpointError(
+            f"{where}: data_offsets {places} hold {places[1] - places[0]:,} bytes, but "
+            f"{dtype} of shape {shown(shape)} takes {shown(spec.nbytes)}"
+        )
+    return Entry(spec, data_start + places[0])
+
+
+def _sizes(value: Any) -> bool:
+    """Whether these are integers that fit a file."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _in_file_order(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    return dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
+
+
+def _check_filled(header: Header, file_size: int) -> None:
+    at = header.data_start
+    for name, entry in header.entries.items():
+        if entry.start != at:
+            what = "overlap" if entry.start < at else "a hole"
+            raise CheckpointError(f"header: data_offsets leave {what} before {shown(name)}")
+        at = entry.stop
+    if at > file_size:
+        raise CheckpointError(
+            f"truncated: its tensors end at byte {at:,}, but the file has {file_size:,}"
+        )
+    if at < file_size:
+        raise CheckpointError(f"{file_size - at:,} bytes follow its last tensor: not as written")
+
+
+def shown(value: Any) -> str:
+    """A value of a file's for a message: on one line, and short whatever it is."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def specs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorSpec]:
+    """What ``plan_file`` wants to know of these tensors."""
+    return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}

@@ -1,0 +1,294 @@
+"""Files of ``torch.save``, read and written without their tensors in memory.
+
+Words: a file is a zip archive of *records*: one is a pickle of the content, in which a tensor is a
+reference to a record with its bytes.
+Always true: no code of a file's is ever run (``weights_only``); what a pickle claims is believed
+only where a record of that size is there; a record's CRC-32, which is of the same kind as our
+fingerprints, is handed on as the tensor's.
+Files from before torch 1.6 are no archives: they are loaded whole.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from xla_fsdp.checkpoint.byte_source import LocalFile
+from xla_fsdp.checkpoint.fingerprint import written
+from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
+from xla_fsdp.checkpoint.tensor_source import Loaded, Part, TensorSource, source_of
+from xla_fsdp.checkpoint.validate import CheckpointError
+
+ZIP_MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_CENTRAL_MAGIC = b"PK\x01\x02"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Bytes in an archive: where they begin, how many there are, their CRC-32 (0: not written)."""
+
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def read_torch_file(path: str) -> Any:
+    """The content of a file, with a ``TensorSource`` in place of every tensor.
+
+    Raises:
+        CheckpointError: one line that names the file: it cannot be read, is no torch file, or
+            would have to run code.
+    """
+    file = LocalFile(path)
+    try:
+        is_zip = _is_zip(file)
+        records = {record.start: record for record in _records(path, file)} if is_zip else {}
+        with FakeTensorMode():
+            content = _load(path)
+        if not is_zip:
+            _check_old(content, file.nbytes)
+            return _map_tensors(_load(path), source_of)
+        return _map_tensors(content, lambda tensor: _source(tensor, file, records))
+    except CheckpointError as error:
+        lines = (problem.removeprefix(f"{path}: ") for problem in error.problems)
+        raise CheckpointError([f"{path}: {line}" for line in lines]) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    # Whatever a damaged pickle or archive makes torch or zipfile raise.
+    except Exception as error:
+        raise CheckpointError(f"{path}: {_why_not_loaded(error)}") from error
+
+
+def _load(path: str) -> Any:
+    with warnings.catch_warnings():
+        # A file saved with a newer pickle protocol than torch's default is fine.
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _why_not_loaded(error: Exception) -> str:
+    """torch's own messages run over many lines and advise to load with ``weights_only=False``."""
+    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, UnpicklingError) and refused:
+        return (
+            f"refused: it holds a {refused[1]}, and loading that would run code from the file. "
+            f"Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
+        )
+    return "truncated, or not a file written by torch.save or xm.save"
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _is_zip(file: LocalFile) -> bool:
+    magic = bytearray(min(len(ZIP_MAGIC), file.nbytes))
+    file.read_into(0, memoryview(magic))
+    return magic == ZIP_MAGIC
+
+
+def _check_old(content: Any, file_size: int) -> None:
+    """Before 1.6, room for tensors is made on the word of the pickle."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        size = storages[storage._cdata] = storage.nbytes()
+        if tensor.numel() * tensor.dtype.itemsize > size:
+            raise CheckpointError(f"a tensor of shape {shown(tuple(tensor.shape))} repeats itself")
+
+    _map_tensors(content, note)
+    if sum(storages.values()) > file_size:
+        raise CheckpointError("truncated: its tensors are larger than the file")
+
+
+def _records(path: str, file: LocalFile) -> list[Record]:
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise CheckpointError("refused: its records are compressed, as torch.save never does")
+    records = []
+    for info in infos:
+        start = _data_start(file, info)
+        if start + info.file_size > file.nbytes:
+            raise CheckpointError("truncated, or not a file written by torch.save or xm.save")
+        records.append(Record(start, info.file_size, info.CRC))
+    # Empty records lie where the next one begins, and nobody looks for them.
+    return [record for record in records if record.nbytes]
+
+
+def _source(tensor: Tensor, file: LocalFile, records: Mapping[int, Record]) -> TensorSource:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"it holds a tensor that is {tensor.layout}; only dense ones merge")
+    spec = TensorSpec(tensor.dtype, tuple(int(size) for size in tensor.shape))
+    if spec.nbytes == 0:
+        return TensorSource(spec, Loaded(0, torch.empty(spec.shape, dtype=spec.dtype)))
+    # Set by torch.load under FakeTensorMode: https://docs.pytorch.org/docs/stable/notes/serialization.html
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    record = None if start is None else records.get(start)
+    first, strides = int(tensor.storage_offset()), tuple(int(step) for step in tensor.stride())
+    last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
+    if record is None or (last + 1) * spec.dtype.itemsize > record.nbytes or first < 0:
+        raise CheckpointError(
+            f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it names"
+        )
+    storage = Part(file, record.start, record.nbytes)
+    if not tensor.is_contiguous():
+        return _strided(file.path, spec, storage, record, first, strides)
+    start_byte = first * spec.dtype.itemsize
+    own = record.checksum and spec.nbytes == record.nbytes
+    return TensorSource(
+        spec,
+        Part(storage, start_byte, spec.nbytes),
+        identity=(file.path, record.start + start_byte, spec),
+        fingerprint=written(record.checksum) if own else None,
+    )
+
+
+def _strided(
+    name: str, spec: TensorSpec, storage: Part, record: Record, first: int, strides: Sequence[int]
+) -> TensorSource:
+    """A tensor whose elements are not in order: it is loaded whole when it is used."""
+    if spec.nbytes > record.nbytes:  # an expanded one: its few bytes may claim any size
+        raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
+    numel = record.nbytes // spec.dtype.itemsize
+    flat = TensorSource(
+        TensorSpec(spec.dtype, (numel,)), Part(storage, 0, numel * spec.dtype.itemsize)
+    )
+    data = Deferred(spec.nbytes, lambda: flat.load().as_strided(spec.shape, strides, first))
+    return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))
+
+
+class Deferred:
+    """Bytes of a tensor that is made again for every read; see ``ByteSource``."""
+
+    def __init__(self, nbytes: int, make: Callable[[], Tensor]) -> None:
+        self.nbytes = nbytes
+        self._make = make
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """See ``ByteSource``."""
+        Loaded(self.nbytes, self._make()).read_into(start, buffer)
+
+
+def _map_tensors(content: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """``content`` with tensors converted, in dicts, lists and tuples at any depth."""
+    known: dict[int, Any] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return convert(value)
+        if isinstance(value, dict):
+            if id(value) not in known:  # a pickle may hold itself
+                copy: OrderedDict[Any, Any] = OrderedDict()
+                known[id(value)] = copy
+                copy.update((key, walk(each)) for key, each in value.items())
+            return known[id(value)]
+        if isinstance(value, list):
+            if id(value) not in known:
+                items: list[Any] = []
+                known[id(value)] = items
+                items += [walk(each) for each in value]
+            return known[id(value)]
+        if type(value) is tuple:
+            return tuple(walk(each) for each in value)
+        return value
+
+    return walk(content)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
+    """Write a whole file but for the bytes of its tensors, for which room is left.
+
+    Args:
+        content: plain values with ``TensorSource`` in place of tensors; the same object twice is
+            one tensor twice.
+        path: of the file, which is created.
+
+    Returns:
+        Every tensor that has bytes, and where in the file these belong.
+    """
+    sources: dict[int, TensorSource] = {}
+    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+        torch.save(_with_fakes(content, sources), path)
+    file = LocalFile(path)
+    with zipfile.ZipFile(path) as archive:
+        names = {info.filename.partition("/data/")[2]: info for info in archive.infolist()}
+    places = []
+    for i, source in enumerate(sources.values()):  # torch numbers tensors as it meets them
+        info = names[str(i)]
+        assert info.file_size == source.spec.nbytes, (info, source.spec)
+        if source.spec.nbytes:
+            places.append((source, _data_start(file, info)))
+    return places
+
+
+def _with_fakes(content: Any, sources: dict[int, TensorSource]) -> Any:
+    """``content`` with fake tensors, and the sources that they stand for, in order."""
+    fakes: dict[int, Tensor] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, TensorSource):
+            if id(value) not in fakes:
+                sources[id(value)] = value
+                fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
+            return fakes[id(value)]
+        if isinstance(value, Mapping):
+            return type(value)((key, walk(each)) for key, each in value.items())  # type: ignore[call-arg]
+        if isinstance(value, list):
+            return [walk(each) for each in value]
+        return value
+
+    return walk(content)
+
+
+def write_checksums(path: str, checksums: Mapping[int, int]) -> None:
+    """Put the CRC-32 of records into an archive.
+
+    Args:
+        path: of a file that ``write_skeleton`` began and that is complete now.
+        checksums: by the offset of the record's first byte.
+    """
+    with zipfile.ZipFile(path) as archive:
+        infos, at = archive.infolist(), archive.start_dir
+    file = LocalFile(path)
+    with open(path, "r+b") as output:
+        for info in infos:
+            start = _data_start(file, info)
+            if info.file_size and start in checksums:
+                packed = struct.pack("<I", checksums[start])
+                _put_behind(output, _CENTRAL_MAGIC, at, 16, packed)
+                _put_behind(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
+            output.seek(at + 28)
+            at += 46 + sum(struct.unpack("<HHH", output.read(6)))
+
+
+def _put_behind(output: Any, magic: bytes, at: int, distance: int, data: bytes) -> None:
+    """Write ``data`` at ``distance`` behind a structure that begins with ``magic``."""
+    output.seek(at)
+    found = output.read(4)
+    assert found == magic, (found, magic)
+    output.seek(at + distance)
+    output.write(data)
+
+
+def _data_start(file: LocalFile, info: zipfile.ZipInfo) -> int:
+    header = bytearray(_LOCAL_HEADER.size)
+    file.read_into(info.header_offset, memoryview(header))
+    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))

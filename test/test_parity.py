@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from test.models import FEATURES
-from test.parity import ROWS, Case, Outcome, build, join, reference, run_cases
+from test.parity import (
+    ROWS,
+    Case,
+    Outcome,
+    assert_close,
+    build,
+    join,
+    reference,
+    run_cases,
+)
 from test.ranks import cached_outcome, run_on_ranks
 
-ROUNDING = 2e-6  # of a sum over a few hundred fp32 products near 1, in another order
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 BF16 = {"compute_dtype": torch.bfloat16}
 
@@ -102,22 +110,6 @@ def test_parity(num_ranks: int, name: str) -> None:
     if not case.options.get("flatten_parameters"):
         assert_close(found.grads, expected.grads, case.tolerance, "gradient")
     assert_close(found.state, expected.state, case.tolerance, "state")
-
-
-def assert_close(
-    found: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-    tolerance: float,
-    what: str,
-) -> None:
-    """Same names, and errors within ``tolerance`` times the expected tensor's largest value."""
-    assert set(found) == set(expected), what
-    for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape
-        assert found[name].dtype == tensor.dtype
-        error = (found[name].double() - tensor.double()).abs().max()
-        scale = tensor.double().abs().max().clamp(min=1e-2)
-        assert error <= tolerance * scale + ROUNDING, f"{what} of {name}: {error} against {scale}"
 
 
 @pytest.mark.parametrize("name", ["nested", "deep", "remat_deep_outside", "auto_always", "frozen"])

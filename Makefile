@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: setup mnist mnist-short test lint clean
+.PHONY: setup mnist mnist-short test test-slow lint clean
 
 setup: $(READY)
 
@@ -23,8 +23,15 @@ mnist-short: $(READY)
 	$(BIN)/python examples/mnist/train.py --num_epochs 1 --max_steps 100 --compare_steps 20 \
 		--min_accuracy 90 --ckpt_dir runs/mnist-short $(ARGS)
 
+# Two workers: a test waits for the ranks it launches most of the time. A file's tests share launches.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(READY) lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# The same on every number of ranks, more random models, more kills, large models.
+test-slow: $(READY)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

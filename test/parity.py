@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from xla_fsdp import one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 
 STEPS = 3
+ROUNDING = 2e-6  # of a sum over a few hundred fp32 products near 1, in another order
 ROWS = 5  # of a rank's part of a batch
 
 
@@ -240,11 +242,11 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
     fsdp = partial(XlaFullyShardedDataParallel, **options)
     if not case.policy:
         return fsdp(_nest(model, case, fsdp))
-    wrapper = _remat_inside if case.remat else None
+    wrapper = remat_inside if case.remat else None
     return fsdp(model, auto_wrap_policy=_policies()[case.policy], auto_wrapper_callable=wrapper)
 
 
-def _remat_inside(module: nn.Module, **options: Any) -> nn.Module:
+def remat_inside(module: nn.Module, **options: Any) -> nn.Module:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
     return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
@@ -299,3 +301,32 @@ def _join_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dic
     ties = {alias: name for alias, name in metadata["ties"].items() if name in names}
     own = {**metadata, "params": params, "ties": ties, "buffers": {}}
     return consolidate_sharded_state_dicts(grads, own)
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Equal losses, norms, gradients (where there are any to compare) and states."""
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert found.norms == pytest.approx(expected.norms, rel=tolerance)
+    assert_close(found.grads, expected.grads, tolerance, "gradient")
+    assert_close(found.state, expected.state, tolerance, "state")
+
+
+def assert_close(
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float,
+    what: str,
+) -> None:
+    """Same names, and errors within ``tolerance`` times the expected tensor's largest value."""
+    assert set(found) == set(expected), what
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        assert found[name].dtype == tensor.dtype
+        if not tensor.numel():
+            continue
+        error = (found[name].double() - tensor.double()).abs().max()
+        scale = tensor.double().abs().max().clamp(min=1e-2)
+        assert error <= tolerance * scale + ROUNDING, f"{what} of {name}: {error} against {scale}"

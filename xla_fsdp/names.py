@@ -2,11 +2,13 @@
 
 Words: a *fully qualified name* is the path of attributes from a root module; a *hidden child* is
 the child of a wrapper module that goes by the wrapper's own name.
-Always true: state dicts, and what loading reports, show no hidden child.
+Always true: state dicts, and what loading reports, show no hidden child; a wrapper knows the names
+of its child's parameters as its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, KeysView
 from functools import partial
 from typing import Any
 
@@ -64,3 +66,41 @@ class HiddenChild:
         for messages in (report.missing_keys, report.unexpected_keys, self._errors):
             messages[:] = [message.replace(self._inner, "") for message in messages]
         self._errors = []
+
+
+class ParametersOfChild(dict[str, Any]):
+    """The parameter registry of a wrapper: it holds nothing, and knows its child's by name.
+
+    Code that walks a model by ``named_children`` (the weight-decay groups of transformers) asks
+    every module's registry for its names. ``items`` and ``values`` are empty, as nn.Module, which
+    asks for those, visits the child as well. What is set here is set on the child.
+
+    Args:
+        child: the hidden child.
+    """
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self._child = child
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._child._parameters)
+
+    def __len__(self) -> int:
+        return len(self._child._parameters)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._child._parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._child._parameters[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._child._parameters[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._child._parameters[name]
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """The child's parameter names."""
+        return self._child._parameters.keys()

@@ -1,8 +1,8 @@
 """A module that runs as a unit and does not show in names. Base class of the wrappers.
 
 Words: the *wrapped* module is the one that the user gave. Always true: ``named_modules``,
-``named_parameters``, ``state_dict`` and messages use the names that modules had before they were
-wrapped, at any depth; attributes that the wrapper lacks are the wrapped module's.
+``named_children``, ``named_parameters``, ``state_dict`` and messages use the names that modules had
+before they were wrapped, at any depth; attributes that the wrapper lacks are the wrapped module's.
 How the unit is made, and what users do with it, is left to ``fully_sharded``.
 """
 
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from xla_fsdp.names import HiddenChild
+from xla_fsdp.names import HiddenChild, ParametersOfChild
 from xla_fsdp.state_loading import NamedShard, StateLoading, mark_shards
 from xla_fsdp.unit import Unit, UnitState
 
 _INNER = "_fsdp_wrapped_module"
+# Of transformers models; it calls the model itself, not its wrapper.
+_KNOWN_FORWARD_METHODS = ("generate",)
 
 
 class UnitModule(nn.Module):
@@ -35,9 +37,12 @@ class UnitModule(nn.Module):
     def __init__(self, module: nn.Module, unit: Unit, cast_buffers: dict[str, torch.dtype]) -> None:
         super().__init__()
         self._cast_buffers = cast_buffers
-        self._forward_methods: set[str] = set()
+        self._forward_methods = {
+            name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
+        }
         self._unit = unit
         self._fsdp_wrapped_module = module
+        self._parameters = ParametersOfChild(module)
         for _, inner in named_units(module):
             inner._unit.join(unit)
         for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
@@ -76,6 +81,14 @@ class UnitModule(nn.Module):
         memo.add(self)
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapped module's children, by their own names."""
+        return self._fsdp_wrapped_module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """The wrapped module, which ``apply``, ``train`` and ``to`` must not miss."""
+        yield self._fsdp_wrapped_module
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the wrapped module's."""
@@ -132,8 +145,9 @@ def named_units(
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
-    and with gradients. For modules that are used by other methods than ``forward`` (``encode``,
-    ``generate``). Does nothing if ``module`` is not wrapped, as in torch.
+    and with gradients. For modules that are used by other methods than ``forward`` (``encode``);
+    ``generate`` is registered from the start. Does nothing if ``module`` is not wrapped, as in
+    torch.
 
     Raises:
         ValueError: if the wrapped module has no such method.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -41,8 +42,18 @@ def optimizers(rank: int) -> dict[str, str]:
     by_name(rows()).sum().backward()
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
+    stepped_model = make()
+    stepped_model(rows().cpu()).sum().backward()
+    stepped = torch.optim.SGD(stepped_model.parameters(), lr=0.1)
+    stepped.step()
+    nested(stepped_model)(rows()).sum().backward()
+    flat_early = make()
+    flat_optimizer = torch.optim.SGD(flat_early.head.parameters(), lr=0.1)
+    flat_early = nested(flat_early, flatten_parameters=True)
     return {
         "early": message(early.step),
+        "stepped before": message(stepped.step),
+        "flat early": message(flat_optimizer.step),
         "flat": message(grouped.step),
         "flat, one group": message(one_group.step),
         "by name": message(fine.step),
@@ -54,6 +65,8 @@ def test_an_optimizer_must_hold_what_is_trained() -> None:
     found = result("optimizers")
     assert found["early"].startswith("ValueError: SGD holds scale as it was before wrapping; FSDP")
     assert "Create the optimizer after wrapping, from model.parameters()" in found["early"]
+    assert found["stepped before"].startswith("ValueError: SGD holds norm.weight as it was")
+    assert found["flat early"].startswith("ValueError: SGD holds one of scale, inp.weight, inp.bi")
     assert "ValueError: group 1 of AdamW is empty, and flat_param_0 joins scale" in found["flat"]
     assert "Set flatten_parameters=False to have groups by parameter" in found["flat"]
     for case in ("flat, one group", "by name", "plain"):
@@ -61,7 +74,7 @@ def test_an_optimizer_must_hold_what_is_trained() -> None:
 
 
 @scenario
-def functions(rank: int) -> dict[str, str]:
+def functions(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
 
     from xla_fsdp import LocalCollectives
@@ -73,7 +86,15 @@ def functions(rank: int) -> dict[str, str]:
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     clip: Any = torch.nn.utils.clip_grad_norm_
+    copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (copied, unpickled):
+        each(rows()).sum().backward()
+    groups = [[each] for each in range(2)]
     return {
+        "clip copy": message(lambda: clip(copied.parameters(), 1.0)),
+        "clip unpickled": message(lambda: clip(unpickled.parameters(), 1.0)),
+        "norms": [m.clip_grad_norm_(9.0).item() for m in (model, copied, unpickled)],
+        "step over replicas": message(lambda: xm.reduce_gradients(optimizer, groups=groups)),
         "clip": message(lambda: clip(model.parameters(), 1.0)),
         "clip one": message(lambda: clip(next(model.parameters()), 1.0)),
         "clip whole": message(lambda: clip(alone.parameters(), 1.0)),
@@ -84,10 +105,12 @@ def functions(rank: int) -> dict[str, str]:
 
 def test_functions_that_know_nothing_of_shards() -> None:
     found = result("functions")
-    for case in ("clip", "clip one"):
+    for case in ("clip", "clip one", "clip copy", "clip unpickled"):
         assert found[case].startswith("RuntimeError: torch.nn.utils.clip_grad_norm_ was given")
         assert "Call model.clip_grad_norm_(max_norm)" in found[case]
     assert found["clip whole"] == found["clip plain"] == "nothing was raised"
+    assert found["step over replicas"] == "nothing was raised"
+    assert len(set(found["norms"])) == 1
     assert found["step"].startswith("RuntimeError: xm.optimizer_step / xm.reduce_gradients was")
 
 
@@ -103,9 +126,3 @@ def ignored_option(rank: int) -> list[str]:
 
 def test_an_option_that_is_ignored_is_a_warning() -> None:
     assert result("ignored_option") == ["auto_wrapper_callable is ignored without auto_wrap_policy"]
-
-
-def test_torchs_functions_are_untouched_where_nothing_is_sharded() -> None:
-    layer = nn.Linear(2, 2)
-    layer(torch.ones(1, 2)).sum().backward()
-    assert torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item() == pytest.approx(6**0.5)

@@ -87,7 +87,9 @@ def test_modules_on_the_meta_device_are_initialized() -> None:
 
 @scenario
 def ties(rank: int) -> dict[str, Any]:
+    torch.manual_seed(5)
     one_unit = fsdp(on_meta(MixedMeta))
+    torch.manual_seed(5)
     two_units = on_meta(MixedMeta)
     two_units.first, two_units.second = fsdp(two_units.first), fsdp(two_units.second)
     two_units = fsdp(two_units)
@@ -97,13 +99,31 @@ def ties(rank: int) -> dict[str, Any]:
         "one tensor": two_units.first.weight is two_units.second.weight,
         "trained": two_units(torch.ones(1, 4).to(two_units.xla_device)).sum().item(),
         "table": one_unit.get_buffer("first.table").cpu().tolist(),
+        "ignored": ignored_tie(),
+        "mark": getattr(marked_weight(), "mark", None),
     }
+
+
+def ignored_tie() -> bool:
+    """Whether an ignored parameter of two units is still one."""
+    model = on_meta(MixedMeta)
+    torch.manual_seed(5)
+    model = fsdp(model, auto_wrap_policy=always_wrap_policy, ignored_params=[model.first.weight])
+    return model.first.weight is model.second.weight and model.first.weight.shape == (4, 4)
+
+
+def marked_weight() -> Any:
+    layer = on_meta(lambda: nn.Linear(4, 4))
+    layer.weight.mark = "no decay"
+    torch.manual_seed(5)
+    return fsdp(layer).module.weight
 
 
 def test_ties_and_buffers_with_values_are_kept() -> None:
     found = result("ties")
     assert (found["one unit"], found["two units"], found["one tensor"]) == (3, 3, True)
     assert found["table"] == [0.0, 1.0, 2.0]
+    assert (found["ignored"], found["mark"]) == (True, "no decay")
     assert abs(found["trained"]) < 100
 
 
@@ -122,6 +142,10 @@ def unit_by_unit(rank: int) -> dict[str, bool]:
     torch.manual_seed(6)
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 2))
     found["random numbers go on"] = torch.equal(after, torch.rand(2))
+    full(built)  # ranks meet
+    here = torch.get_rng_state()
+    fsdp(make(lambda: nn.Linear(2, 2)))
+    found["and not back"] = torch.equal(here, torch.get_rng_state())
     found["wrapped as built"] = same(full(built), plain.state_dict())
     found["policy"] = len(full(policy)) == 4
     return found
@@ -131,6 +155,7 @@ def test_a_model_may_be_wrapped_block_by_block_as_it_is_built() -> None:
     assert result("unit_by_unit") == {
         "wrapped as built": True,
         "random numbers go on": True,
+        "and not back": True,
         "policy": True,
     }
 
@@ -200,6 +225,17 @@ def test_what_a_checkpoint_lacks_is_said_at_once(checkpoints: Path) -> None:
         assert f"/one.safetensors: has no {name}, which the model needs. Give its value" in text
     assert "/one.safetensors: head.bias has shape (7,), the model's (3,)" in text
     assert len(caught.value.problems) == 5
+    with pytest.raises(CheckpointError) as caught:
+        init_from_checkpoint(Net(), checkpoints / "one.safetensors")
+    assert "has inp.weight, but inp is not on the meta device and would keep its" in str(
+        caught.value
+    )
+    other = on_meta(lambda: nn.Linear(2, 2))
+    for strict in (True, False):  # with no name of the model, it is another model's
+        with pytest.raises(CheckpointError, match=r"has head\.bias, which the model has not"):
+            init_from_checkpoint(
+                other, checkpoints / "one.safetensors", otherwise=print, strict=strict
+            )
 
 
 def test_otherwise_gives_what_the_checkpoint_lacks(checkpoints: Path) -> None:

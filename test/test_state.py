@@ -89,6 +89,50 @@ def test_changes_are_written_back_on_request() -> None:
 
 
 @scenario
+def one_small_unit(rank: int) -> dict[str, Any]:
+    """All of it lies on rank 0: rank 1 has no use for what it gathers."""
+    from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict
+
+    summon = XlaFullyShardedDataParallel.summon_full_params
+    model = fsdp(make(lambda: nn.Linear(4, 4)))
+    before = full_state_dict(model)
+    with summon(model):
+        model.weight.data.mul_(2)
+    doubled = torch.equal(full_state_dict(model)["weight"], 2 * before["weight"])
+    with summon(model, writeback=False):
+        read = model.weight[0, 0].item() if rank == 0 else None
+
+    def replace() -> None:
+        with summon(model):
+            model.module.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def look() -> None:
+        with summon(model):
+            pass
+
+    replaced, again = message(replace), message(look)
+    model.module.bias = nn.Parameter(torch.zeros(4))
+    broken = message(look)
+    return {
+        "doubled": doubled,
+        "read": read == (2 * before["weight"][0, 0].item() if rank == 0 else None),
+        "replaced": replaced,
+        "again": again,
+        "broken": [broken, message(look)],
+    }
+
+
+def test_a_unit_that_one_rank_holds_alone() -> None:
+    for rank in (0, 1):
+        found = result("one_small_unit", rank)
+        assert (found["doubled"], found["read"]) == (True, True)
+    assert "ValueError: weight was replaced inside summon_full_params" in found["replaced"]
+    assert found["again"] == "nothing was raised"
+    assert found["broken"][0].startswith("ValueError: bias was replaced after wrapping")
+    assert found["broken"][0] == found["broken"][1]
+
+
+@scenario
 def a_tie_is_one_tensor(rank: int) -> dict[str, Any]:
     from xla_fsdp import XlaFullyShardedDataParallel
 

@@ -130,15 +130,17 @@ def test_what_does_not_fit_is_reported_by_original_names() -> None:
             "size mismatch for blocks.1.up.bias: the state dict holds (3,), the full parameter of "
             "the model has shape (17,)" in found[f"{name}: size"]
         )
-    assert "ValueError: the state dict holds full tensors (scale) " in found["mixed"]
-    assert "and shards (head.weight)" in found["mixed"]
+    assert (
+        "size mismatch for head.weight: the state dict holds (128,), the full parameter of the "
+        "model has shape (7, 11)" in found["mixed"]
+    )
     assert "size mismatch for flat_param_0: the state dict holds (" in found["layout"]
     assert "merge the shards of all ranks (consolidate_sharded_state_dicts)" in found["layout"]
 
 
 @scenario
 def where_shapes_do_not_tell(rank: int) -> dict[str, Any]:
-    from xla_fsdp import full_state_dict, load_full_state_dict
+    from xla_fsdp import full_state_dict, load_full_state_dict, load_sharded_state_dict
 
     source, model = make(Square, 1), fsdp(make(Square, 2))
     found: dict[str, Any] = {"asks": message(lambda: model.load_state_dict(source.state_dict()))}
@@ -147,6 +149,11 @@ def where_shapes_do_not_tell(rank: int) -> dict[str, Any]:
     shards = model.state_dict()
     other = fsdp(make(Square, 3))
     other.load_state_dict(shards)
+    found["marked"] = message(lambda: other.load_state_dict(full_state_dict(model)))
+    third = fsdp(make(Square, 4))
+    found["plain dict"] = message(lambda: third.load_state_dict(dict(shards)))
+    load_sharded_state_dict(third, dict(shards))
+    found["said"] = same(full_state_dict(third), source.state_dict())
     found["shards"] = same(full_state_dict(other), source.state_dict())
     found["shape"] = tuple(shards["norm.weight"].shape)
     deep = make(Square, 3)
@@ -161,6 +168,8 @@ def test_where_shapes_do_not_tell_the_user_is_asked() -> None:
     found = result("where_shapes_do_not_tell")
     assert found["asks"].startswith("ValueError: whether the state dict holds full tensors or")
     assert "load_full_state_dict(model, state_dict)" in found["asks"]
+    assert found["plain dict"] == found["asks"]
+    assert (found["marked"], found["said"]) == ("nothing was raised", True)
     assert found["shape"] == (128,)
     assert (found["full"], found["shards"], found["nested"]) == (True, True, True)
 
@@ -184,6 +193,39 @@ def ties(rank: int) -> dict[str, Any]:
 
 def test_one_name_of_a_tied_parameter_is_enough() -> None:
     assert result("ties") == {"values": True, "shared": True}
+
+
+@scenario
+def optimizer_of_tied_weights(rank: int) -> dict[str, Any]:
+    """State goes from one unit to two and back, by the plain model's first name."""
+    from xla_fsdp import load_optim_state_dict, optim_state_dict
+
+    one, two = make(TiedNet), make(TiedNet)
+    two.first, two.second = fsdp(two.first), fsdp(two.second)
+    found = {}
+    models = {"one unit": fsdp(one), "two units": fsdp(two)}
+    states = {}
+    for name, model in models.items():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer, rows())
+        states[name] = optim_state_dict(model, optimizer)
+        found[name] = sorted(states[name]["state"])
+    for name, source in (("one unit", "two units"), ("two units", "one unit")):
+        optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.5)
+        load_optim_state_dict(models[name], optimizer, states[source])
+        again = optim_state_dict(models[name], optimizer)
+        found[f"{name} loads"] = close(again["state"], states[source]["state"])
+    before = states["one unit"]["state"]["first.bias"]["step"].item()
+    step(models["two units"], optimizer, rows())
+    found["a copy"] = states["one unit"]["state"]["first.bias"]["step"].item() == before
+    return found
+
+
+def test_optimizer_state_of_tied_weights() -> None:
+    found = result("optimizer_of_tied_weights")
+    names = sorted(name for name, _ in make(TiedNet).named_parameters())
+    assert found["one unit"] == found["two units"] == names
+    assert (found["one unit loads"], found["two units loads"], found["a copy"]) == (True,) * 3
 
 
 @scenario
@@ -347,7 +389,11 @@ def optimizer_state_that_does_not_fit(rank: int) -> dict[str, Any]:
     by_rows = fsdp(make(lambda: nn.Linear(FEATURES, 6)), **OPTIONS["rows"])
     factored = torch.optim.Adafactor(by_rows.parameters(), lr=0.01)
     step(by_rows, factored, rows())
+    dampened = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    refused = load(good, its=dampened)
     return {
+        "no state is left": refused.startswith("ValueError") and not dampened.state,
+        "closure": load(good, its=torch.optim.LBFGS(model.parameters())),
         "factored": message(lambda: optim_state_dict(by_rows, factored)),
         "two": load(changed(other={}, scale=wrong)),
         "kind": load(good, its=sgd),
@@ -363,12 +409,13 @@ def optimizer_state_that_does_not_fit(rank: int) -> dict[str, Any]:
 def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     found = result("optimizer_state_that_does_not_fit")
     assert "the state has entries for other, which is not in the optimizer" in found["two"]
-    assert "'exp_avg' of scale is (2,), expected the parameter's shape ()" in found["two"]
+    assert "'exp_avg' of scale is (2,), expected ()" in found["two"]
     assert "inp.weight has no 'momentum_buffer'" in found["kind"]
     assert "holds no names; pass what optim_state_dict(" in found["ids"]
     assert found["nothing"] == (
         "ValueError: expected an optimizer state dict with 'state' and 'param_groups'"
     )
-    assert found["unchanged"]
+    assert (found["unchanged"], found["no state is left"]) == (True, True)
+    assert found["closure"].startswith("ValueError: LBFGS cannot make its state ahead of a step")
     assert "that is not in the model" in found["foreign"]
     assert "row_var of weight has shape (3, 1): it is computed from one rank's" in found["factored"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         full_state_dict,
         load_full_state_dict,
         load_optim_state_dict,
+        load_sharded_state_dict,
         optim_state_dict,
     )
     from xla_fsdp.sync_batch_norm import SyncBatchNorm
@@ -52,6 +53,7 @@ __all__ = [
     "load_checkpoint",
     "load_full_state_dict",
     "load_optim_state_dict",
+    "load_sharded_state_dict",
     "one_rank_at_a_time",
     "optim_state_dict",
     "register_fsdp_forward_method",
@@ -76,6 +78,7 @@ _HOMES = {
     "launch": "launcher",
     "load_checkpoint": "save_load",
     "load_full_state_dict": "state_dicts",
+    "load_sharded_state_dict": "state_dicts",
     "load_optim_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",

@@ -10,7 +10,7 @@ one rank or to measure a program without its communication. What is gathered whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,11 @@ class Collectives(Protocol):
 
     num_shards: int
     rank: int
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for objects that join the same ranks."""
+        ...
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Shards of one dtype, [n_i] each, to stacks [num_shards, n_i]."""
@@ -51,6 +56,11 @@ class XlaCollectives:
         self.groups = groups
         self.rank = rank
         self.num_shards = num_shards
+
+    @property
+    def key(self) -> Hashable:
+        """See ``Collectives``."""
+        return repr(self.groups)
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -82,6 +92,11 @@ class LocalCollectives:
     def __init__(self, rank: int = 0, num_shards: int = 1) -> None:
         self.rank = rank
         self.num_shards = num_shards
+
+    @property
+    def key(self) -> Hashable:
+        """See ``Collectives``."""
+        return ("local", self.rank, self.num_shards)
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""

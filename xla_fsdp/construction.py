@@ -101,7 +101,6 @@ def build_unit(
     """Make a unit of what ``module`` holds outside of other units."""
     scope = Scope(module, ignored)
     _refuse_cuda_layers(scope)
-    xla_ops.continue_random_numbers()  # which values on the meta device are drawn from
     origins = materialize(scope, param_init_fn)
     device = xla_ops.device()
     collectives = collectives or _collectives_for(config)
@@ -131,11 +130,10 @@ def _refuse_cuda_layers(scope: Scope) -> None:
 
 def finish_unit(config: FSDPConfig) -> None:
     """What comes after a unit is made: run what cuts the parameters, so that full ones on the
-    device are freed; and let a script draw the values of its next block."""
+    device are freed."""
     if config.execute_sharding_on_init:
         gc.collect()  # full parameters in reference cycles would survive the sync
         xla_ops.sync()
-    xla_ops.continue_random_numbers()
 
 
 def _collectives_for(config: FSDPConfig) -> Collectives:

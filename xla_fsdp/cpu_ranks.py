@@ -172,18 +172,22 @@ class Run:
     def end_seeding(self, rank: int) -> None:
         """Give up a turn that ``begin_seeding`` took; where the rank's random numbers stand is kept
         for ``resume_seeding``."""
-        if self._turn.holder != rank or self._turn.depth:
+        if not self.is_seeding(rank):
             return
         with self._changed:
             self._random_states[rank] = torch.get_rng_state()
             self._turn.holder = None
             self._changed.notify_all()
 
+    def is_seeding(self, rank: int) -> bool:
+        """Whether ``rank`` has a turn that ``begin_seeding`` took."""
+        return self._turn.holder == rank and not self._turn.depth
+
     def resume_seeding(self, rank: int) -> None:
         """Take a new turn in place of one that was given up, and continue the random numbers of
-        ``rank`` where they stood then. Does nothing for a rank that has not seeded."""
+        ``rank`` where they stood then."""
         state = self._random_states.get(rank)
-        if state is not None:
+        if state is not None:  # else it was not given up
             self.begin_seeding(rank)
             torch.set_rng_state(state)
 
@@ -194,7 +198,7 @@ class Run:
             self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
             if self.failures:
                 raise Unwind
-            seeded_before = self._turn.holder == rank and not self._turn.depth
+            seeded_before = self.is_seeding(rank)
             self._turn.holder = rank
             self._turn.depth += 1
         try:

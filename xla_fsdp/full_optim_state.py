@@ -9,6 +9,7 @@ state name; all that does not fit is raised as one ``ValueError``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -17,29 +18,26 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
-from xla_fsdp.sharded_param import Member
 from xla_fsdp.state_loading import NamedShard
 
 
-def to_full(
-    state: OptimizerState, shards: Sequence[NamedShard], *, rank0_only: bool
-) -> dict[str, Any]:
+def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> dict[str, Any]:
     """See ``state_dicts.optim_state_dict``.
 
     Args:
         state: of this rank's optimizer.
-        shards: every shard of the model once, in order, units together.
+        names: of the model's parameters.
         rank0_only: only rank 0 of those that share the parameters gets the result.
 
     Raises:
         ValueError: for state that cannot be made whole.
     """
-    names = _Names(shards)
     _raise_if(list(_ungatherable(state, names)))
+    shards = list(names.shards.values())
     shown = not rank0_only or all(shard.rank == 0 for shard in shards)
     whole: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
-        for name, entry_name, tensor in _gathered(state, list(together)):
+        for name, entry_name, tensor in _gathered(state, names, list(together)):
             if shown:
                 whole[name, entry_name] = tensor.cpu()
     if not shown:
@@ -63,20 +61,20 @@ def to_full(
 
 
 def from_full(
-    full: Mapping[str, Any], template: OptimizerState, shards: Sequence[NamedShard]
+    full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
     """See ``state_dicts.load_optim_state_dict``.
 
     Args:
         full: what ``to_full`` returned, on any number of ranks.
         template: state of the optimizer that is loaded; tells what kind each entry is.
-        shards: every shard of the model once.
+        names: of the model's parameters.
 
     Raises:
         ValueError: with every problem found.
     """
     _raise_if(list(_malformed(full)))
-    reader = _Reader(full, template, _Names(shards))
+    reader = _Reader(full, template, names)
     state = OptimizerState(
         tuple(reader.group(part) for part in full["param_groups"]),
         {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
@@ -85,15 +83,23 @@ def from_full(
     return state
 
 
-class _Names:
-    """Original names of the parameters in each key."""
+@dataclass(frozen=True)
+class ShardNames:
+    """Names of the plain model for the keys of a sharded one.
 
-    def __init__(self, shards: Sequence[NamedShard]) -> None:
-        self.shards = {shard.key: shard for shard in shards}
+    Args:
+        shards: every shard of the model once, by key, units together.
+        members: key to the names of the parameters in it, in order.
+        canonical: other names of tied parameters to the one used here.
+    """
+
+    shards: dict[str, NamedShard]
+    members: dict[str, list[str]]
+    canonical: dict[str, str]
 
     def of(self, key: str) -> list[str]:
-        """Canonical names of the members; an unsharded parameter goes by its own name."""
-        return self.shards[key].names if key in self.shards else [key]
+        """Names of the parameters in ``key``; an unsharded parameter goes by its own name."""
+        return self.members.get(key, [key])
 
 
 # ---------------------------------------------------------------- out
@@ -101,7 +107,7 @@ class _Names:
 
 @torch.no_grad()
 def _gathered(
-    state: OptimizerState, shards: Sequence[NamedShard]
+    state: OptimizerState, names: ShardNames, shards: Sequence[NamedShard]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Member's name, state name and whole tensor, for every entry of one unit that is cut."""
     group = shards[0].group
@@ -111,12 +117,12 @@ def _gathered(
         whole = group.gather_as_stored([s.param for s, _ in cut], [value for _, value in cut])
         # Ranks that are not shown the result run the same program as those that are.
         xla_ops.compute(whole)
-        members = [name for shard, _ in cut for name in shard.names]
+        members = [name for shard, _ in cut for name in names.of(shard.key)]
         for name, tensor in zip(members, whole, strict=True):
             yield name, entry_name, tensor
 
 
-def _ungatherable(state: OptimizerState, names: _Names) -> Iterator[str]:
+def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
     for key, entries in state.entries.items():
         if key not in names.shards or names.shards[key].group.collectives.num_shards == 1:
             continue
@@ -136,8 +142,11 @@ def _ungatherable(state: OptimizerState, names: _Names) -> Iterator[str]:
 class _Reader:
     """Makes what the loading optimizer keeps out of a full state; notes what does not fit."""
 
-    def __init__(self, full: Mapping[str, Any], template: OptimizerState, names: _Names) -> None:
-        self._full = full["state"]
+    def __init__(
+        self, full: Mapping[str, Any], template: OptimizerState, names: ShardNames
+    ) -> None:
+        own = names.canonical
+        self._full = {own.get(name, name): values for name, values in full["state"].items()}
         self._template = template
         self._names = names
         self.keys = [key for group in template.groups for key in group.keys]
@@ -158,7 +167,7 @@ class _Reader:
 
     def group(self, part: Mapping[str, Any]) -> GroupState:
         """A parameter group, by keys."""
-        names = part["params"]
+        names = [self._names.canonical.get(name, name) for name in part["params"]]
         keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
         for key in keys:
             own = self._names.of(key)
@@ -196,20 +205,23 @@ class _Reader:
                 self.problems.append(
                     f"{name!r} differs between the parameters that are flattened together in {key}"
                 )
+            self.problems += _misfit(name, _shape(kept.value), key, values[0])
             return values[0]
         shard = self._names.shards[key]
-        triples = zip(shard.param.members, shard.names, values, strict=True)
+        shapes = [tuple(member.shape) for member in shard.param.members]
+        triples = zip(shapes, self._names.of(key), values, strict=True)
         bad = [line for triple in triples for line in _misfit(name, *triple)]
         self.problems += bad
         return kept.value if bad else shard.param.slice_of(values, shard.rank)
 
 
-def _misfit(entry: str, member: Member, name: str, value: Any) -> Iterator[str]:
-    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if shape != tuple(member.shape):
-        yield (
-            f"{entry!r} of {name} is {shape}, expected the parameter's shape {tuple(member.shape)}"
-        )
+def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:
+    if _shape(value) != expected:
+        yield f"{entry!r} of {name} is {_shape(value)}, expected {expected}"
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else "a value"
 
 
 def _malformed(full: Any) -> Iterator[str]:
@@ -225,7 +237,8 @@ def _malformed(full: Any) -> Iterator[str]:
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    """A copy: the optimizer goes on with its own."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
-from xla_fsdp.grad_clip import clip_grads_by_norm_, clip_grads_by_value_
+from xla_fsdp.grad_clip import Slices, clip_grads_by_norm_, clip_grads_by_value_
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
-from xla_fsdp.sharded_param import ShardedParam
+from xla_fsdp.sharded_param import ShardedParam, is_sharded
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_module import UnitModule, named_units
@@ -136,19 +137,20 @@ class XlaFullyShardedDataParallel(UnitModule):
             coalesce_all_gather_ops=coalesce_all_gather_ops,
         )
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
-        if auto_wrap_policy is not None:
-            wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-            given = {"param_init_fn": param_init_fn, "collectives": collectives}
-            wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
-        elif auto_wrapper_callable is not None:
+        if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
-        built = build_unit(module, options, ignored, param_init_fn, collectives)
-        super().__init__(module, built.unit, built.cast_buffers)
-        self.xla_device = built.unit.device
-        self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
-        self._options = options
-        self._collectives = built.collectives
-        finish_unit(options)
+        with xla_ops.own_random_numbers():
+            if auto_wrap_policy is not None:
+                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
+                given = {"param_init_fn": param_init_fn, "collectives": collectives}
+                wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+            built = build_unit(module, options, ignored, param_init_fn, collectives)
+            super().__init__(module, built.unit, built.cast_buffers)
+            self.xla_device = built.unit.device
+            self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
+            self._options = options
+            self._collectives = built.collectives
+            finish_unit(options)
 
     def extra_repr(self) -> str:
         """The options that differ between units."""
@@ -218,11 +220,14 @@ class XlaFullyShardedDataParallel(UnitModule):
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
         self._refuse_kept("clip_grad_norm_")
-        collectives = self._collectives
-        if groups is not None:
-            collectives = XlaCollectives(groups, self.rank, len(groups[0]))
+        over = None if groups is None else XlaCollectives(groups, self.rank, len(groups[0]))
+        whole = [param.grad for param in self.params_with_grad if not is_sharded(param)]
         return clip_grads_by_norm_(
-            self.params_with_grad, max_norm, norm_type, collectives, self.xla_device
+            self._slices(over),
+            [grad for grad in whole if grad is not None],
+            max_norm,
+            norm_type,
+            self.xla_device,
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -318,6 +323,21 @@ class XlaFullyShardedDataParallel(UnitModule):
 
     def _units(self) -> list[Unit]:
         return [wrapper._unit for _, wrapper in named_units(self)]
+
+    def _slices(self, over: Collectives | None) -> list[Slices]:
+        """Gradients of all units, those that are shared by the same ranks together."""
+        grads: dict[Any, list[Tensor]] = {}
+        collectives: dict[Any, Collectives] = {}
+        seen: set[int] = set()  # a shard that is tied across units counts once
+        for unit in self._units():
+            by = over or unit.group.collectives
+            key = by.key
+            collectives.setdefault(key, by)
+            for shard in unit.group.shards:
+                if shard.grad is not None and id(shard) not in seen:
+                    grads.setdefault(key, []).append(shard.grad)
+                seen.add(id(shard))
+        return [Slices(grads.get(key, []), by) for key, by in collectives.items()]
 
     def _refuse_kept(self, method: str) -> None:
         if any(unit.group.has_kept for unit in self._units()):

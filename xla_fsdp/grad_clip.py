@@ -10,30 +10,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from xla_fsdp.collectives import Collectives
-from xla_fsdp.sharded_param import is_sharded
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Gradients of which the ranks that ``collectives`` joins hold a slice each."""
+
+    grads: Sequence[Tensor]
+    collectives: Collectives
 
 
 @torch.no_grad()
 def clip_grads_by_norm_(
-    params: Sequence[nn.Parameter],
+    sliced: Sequence[Slices],
+    whole: Sequence[Tensor],
     max_norm: float,
     norm_type: float,
-    collectives: Collectives,
     device: torch.device,
 ) -> Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
 
     Args:
-        params: parameters that have a gradient: shards, and whole ones.
+        sliced: gradients of shards; every rank gives the same groups in the same order.
+        whole: gradients that every rank has in full.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        collectives: the ranks that hold the other slices.
-        device: where the norm goes if there are no gradients.
+        device: where the norm is computed.
 
     Returns:
         The norm before clipping: a scalar fp32 tensor on the device.
@@ -43,11 +51,11 @@ def clip_grads_by_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    sliced, whole = _grads(params, sharded=True), _grads(params, sharded=False)
-    total = _global_norm(sliced, whole, norm_type, collectives, device)
+    parts = [_over_ranks(part, norm_type, device) for part in sliced]
+    total = _combined([*parts, *_fp32_norms(whole, norm_type, device)], norm_type, device)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in (*sliced, *whole):
-        grad.mul_(scale.to(grad.dtype))
+    for grad in [*(grad for part in sliced for grad in part.grads), *whole]:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     return total
 
 
@@ -65,29 +73,22 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
             param.grad.clamp_(-clip_value, clip_value)
 
 
-def _grads(params: Iterable[nn.Parameter], *, sharded: bool) -> list[Tensor]:
-    found = [param.grad for param in params if is_sharded(param) == sharded]
-    return [grad for grad in found if grad is not None]
-
-
-def _global_norm(
-    sliced: Sequence[Tensor],
-    whole: Sequence[Tensor],
-    p: float,
-    collectives: Collectives,
-    device: torch.device,
-) -> Tensor:
-    norms = torch.stack(_fp32_norms(sliced, p) or [torch.zeros((), device=device)])
-    others = _fp32_norms(whole, p)
-    # torch's max over a tensor, never Python's over scalars: that would sync at each comparison.
+def _over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
+    local = _combined(_fp32_norms(part.grads, p, device), p, device)
     if math.isinf(p):
-        largest = collectives.all_reduce("max", norms.max())
-        return torch.stack([largest, *others]).max()
-    total = collectives.all_reduce("sum", norms.pow(p).sum())
-    return torch.stack([total, *(norm.pow(p) for norm in others)]).sum().pow(1.0 / p)
+        return part.collectives.all_reduce("max", local)
+    return part.collectives.all_reduce("sum", local.pow(p)).pow(1.0 / p)
 
 
-def _fp32_norms(grads: Iterable[Tensor], p: float) -> list[Tensor]:
+def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """The norm of vectors that have these norms."""
+    # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
+    return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=device), *norms]), p)
+
+
+def _fp32_norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
     return [
-        torch.linalg.vector_norm(grad, p, dtype=torch.float32) for grad in grads if grad.numel()
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(device)
+        for grad in grads
+        if grad.numel()
     ]

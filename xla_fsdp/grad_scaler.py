@@ -53,8 +53,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Unscale this rank's gradients (fp16 ones, too: shards of fp16 parameters); what is found
         counts for all ranks."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        # A rank may have no gradients, but takes part. One device per rank.
-        own = found.get(inv_scale.device, torch.zeros_like(found_inf))
+        # A rank may have no gradients, but takes part; ignored parameters may be on the host.
+        here = [value.to(found_inf.device) for value in found.values()]
+        own = torch.stack([torch.zeros_like(found_inf), *here]).max()
         return {inv_scale.device: self._anywhere(own)}
 
     def _maybe_opt_step(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,15 +24,22 @@ from xla_fsdp import xla_ops
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
 from xla_fsdp.ties import known_shard
 
+_installing = Lock()
+
 
 def install() -> None:
-    """Put the guards in place, unless they are."""
-    xla_ops.refuse_reduce_gradients_of(is_sharded)
-    if getattr(torch.nn.utils.clip_grad_norm_, "refuses_shards", False):
-        return
-    clip_grad.clip_grad_norm_ = _whole_only(clip_grad.clip_grad_norm_)
-    torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
-    register_optimizer_step_pre_hook(_OptimizerGuard())
+    """Put the guards in place, unless they are; from now on they know of a new unit."""
+    with _installing:
+        xla_ops.refuse_reduce_gradients_of(_is_part)
+        guard = getattr(clip_grad.clip_grad_norm_, "optimizers", None)
+        if guard is not None:
+            guard.forget()
+            return
+        guard = _OptimizerGuard()
+        clip_grad.clip_grad_norm_ = _whole_only(clip_grad.clip_grad_norm_)
+        clip_grad.clip_grad_norm_.optimizers = guard  # type: ignore[attr-defined]
+        torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
+        register_optimizer_step_pre_hook(guard)
 
 
 def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +54,6 @@ def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return original(given, *args, **kwargs)
 
-    guarded.refuses_shards = True  # type: ignore[attr-defined]
     return guarded
 
 
@@ -56,28 +63,34 @@ def _is_part(param: Tensor) -> bool:
 
 
 class _OptimizerGuard:
-    """Before an optimizer's first step: does it hold what is trained?"""
+    """Before an optimizer's first step, and the first after a change: does it hold what is
+    trained?"""
 
     def __init__(self) -> None:
-        self._passed: WeakSet[Optimizer] = WeakSet()
+        self._passed: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def forget(self) -> None:
+        """A new unit may have replaced parameters of optimizers that have made steps before."""
+        self._passed.clear()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._passed:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._passed.get(optimizer) == count:
             return
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _refuse_replaced(optimizer, param)
         _refuse_empty_groups(optimizer)
-        self._passed.add(optimizer)
+        self._passed[optimizer] = count
 
 
 def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
     known = known_shard(param)
     if known is not None and known.shard is not param:
         raise ValueError(
-            f"{type(optimizer).__name__} holds {known.members[0].names[0]} as it was before "
-            f"wrapping; FSDP trains the shard that replaced it, which this optimizer would never "
-            f"change. Create the optimizer after wrapping, from model.parameters()"
+            f"{type(optimizer).__name__} holds {_names(known)} as it was before wrapping; FSDP "
+            f"trains the shard that replaced it, which this optimizer would never change. Create "
+            f"the optimizer after wrapping, from model.parameters()"
         )
 
 
@@ -93,6 +106,12 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
             f"groups cannot tell their parameters apart. Set flatten_parameters=False to have "
             f"groups by parameter, or make one group"
         )
+
+
+def _names(param: ShardedParam) -> str:
+    """Of a flat shard, which member a tensor was is not known."""
+    names = [member.names[0] for member in param.members]
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def _flat(params: Iterable[Tensor]) -> Iterator[ShardedParam]:

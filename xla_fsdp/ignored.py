@@ -52,10 +52,9 @@ class Ignored:
         """Whether ``param`` stays as it is."""
         return id(param) in self._params
 
-    def follow(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """``new`` replaces ``old`` in the model, and is ignored if that was."""
-        if self.has_param(old):
-            self._params[id(new)] = new
+    def add(self, param: Any) -> None:
+        """Ignore ``param``, too: it has replaced an ignored one in the model."""
+        self._params[id(param)] = param
 
     def as_keywords(self) -> dict[str, Any]:
         """The same, as constructor keywords of the units inside; nothing where nothing is."""

@@ -29,6 +29,7 @@ def init_from_checkpoint(
     path: str | Path,
     *,
     otherwise: Callable[[nn.Module], None] | None = None,
+    strict: bool = True,
 ) -> Callable[[nn.Module], None]:
     """A ``param_init_fn`` that fills each module from a file of full tensors.
 
@@ -45,17 +46,24 @@ def init_from_checkpoint(
         otherwise: called with a module that holds tensors which the checkpoint does not have,
             before the others are filled in. Buffers that are not saved (of rotary embeddings, say)
             need it.
+        strict: refuse a checkpoint that has names which the model has not. One that has no name of
+            the model is refused in any case.
 
     Returns:
         A function of one module of ``model`` with memory, to be given as ``param_init_fn``.
 
     Raises:
         CheckpointError: if the file cannot be read, or if names are missing (and there is no
-            ``otherwise``), or sizes differ: one line each.
+            ``otherwise``) or unexpected, sizes differ, or a module that the file has values for is
+            not on the meta device: one line each.
     """
     source = _open(Path(path))
     names = _names(model)
-    problems = list(_problems(model, source, may_lack=otherwise is not None))
+    problems = [
+        *_problems(model, source, may_lack=otherwise is not None),
+        *_not_on_meta(model, source, names),
+        *_unexpected(source, names, strict=strict),
+    ]
     if problems:
         raise CheckpointError(problems)
 
@@ -135,6 +143,30 @@ def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[
                 f"{source.label}: has no {name}, which the model needs. Give its value by "
                 f"otherwise=, a function of the module that holds it"
             )
+
+
+def _not_on_meta(
+    model: nn.Module, source: _Source, names: Mapping[int, Mapping[str, list[str]]]
+) -> Iterator[str]:
+    """Modules that would keep the values they have, as only those on the meta device are asked."""
+    for prefix, module in model.named_modules():
+        wanted = [name for own in names[id(module)].values() for name in _found(own, source)[:1]]
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if wanted and not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            yield (
+                f"{source.label}: has {wanted[0]}, but {prefix or 'the model'} is not on the meta "
+                f"device and would keep its values. Build it under torch.device('meta'), or load "
+                f"the file by load_state_dict"
+            )
+
+
+def _unexpected(
+    source: _Source, names: Mapping[int, Mapping[str, list[str]]], *, strict: bool
+) -> Iterator[str]:
+    known = {name for tensors in names.values() for own in tensors.values() for name in own}
+    others = [name for name in source.shapes if name not in known]
+    if strict or len(others) == len(source.shapes):
+        yield from (f"{source.label}: has {name}, which the model has not" for name in others)
 
 
 # ---------------------------------------------------------------- files

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.scope import Scope
-from xla_fsdp.ties import known_shard
+from xla_fsdp.ties import known_shard, known_whole, remember_whole
 
 
 def materialize(
@@ -70,11 +70,18 @@ class _Made:
 
     def _replace(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._new:
-            new = self._new[id(tensor)] = _like(tensor)
+            known = self._made_elsewhere(tensor)
+            new = self._new[id(tensor)] = _like(tensor) if known is None else known
             self.origins[id(new)] = tensor
-            if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter):
-                self._ignored.follow(tensor, new)
+            if isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor):
+                self._ignored.add(new)
+                remember_whole(tensor, new)
         return self._new[id(tensor)]
+
+    def _made_elsewhere(self, tensor: Tensor) -> Tensor | None:
+        """An ignored parameter that a module of another unit shares stays one."""
+        ignored = isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor)
+        return known_whole(tensor) if ignored else None
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
@@ -84,9 +91,11 @@ def _meta_tensors(owner: nn.Module) -> list[Tensor]:
 
 def _like(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    new = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    return new
 
 
 def _reset_parameters(name: str, owner: nn.Module) -> Callable[[nn.Module], None]:

@@ -14,6 +14,7 @@ Cutting entries anew for other ranks is ``checkpoint.reshard``'s business, files
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -186,11 +187,20 @@ def create_state(optimizer: Optimizer) -> None:
     A step is taken for it, with zero gradients and a learning rate of 0; what counts steps is set
     back to 0. An SGD with dampening then starts from a momentum of zero, which it does not do by
     itself.
+
+    Raises:
+        ValueError: if a step needs a closure.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     waiting = [param for param in params if param.requires_grad and not optimizer.state.get(param)]
     if not waiting:
         return
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot make its state ahead of a step, which needs a "
+            f"closure; make a step before its state is loaded"
+        )
     values = [param.clone() for param in waiting]
     with _standing_still(optimizer, params):
         for param in waiting:

@@ -124,9 +124,9 @@ class _Sharder:
         name = member.names[0]
         if theirs.is_flat or self._config.flatten_parameters:
             raise ValueError(
-                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, and "
-                f"flatten_parameters=True: a flat shard cannot share one of its members. Put both "
-                f"into one unit, or set flatten_parameters=False"
+                f"{name} is tied to a parameter of another FSDP unit, and flatten_parameters=True: "
+                f"a flat shard cannot share one of its members. Put both into one unit, or set "
+                f"flatten_parameters=False"
             )
         if theirs.layout != layout:
             raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.sharded_param import ShardedParam
+from xla_fsdp.ties import remember
 
 
 class ParamGroup:
@@ -37,6 +39,12 @@ class ParamGroup:
         self._config = config
         self.predivide, self.postdivide = default_divide_factors(collectives.num_shards)
         self._unreduced: dict[int, Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what was pickled: its shards are known like any others."""
+        vars(self).update(state)
+        for param in self.params:
+            remember(param, [param.shard])
 
     @property
     def shards(self) -> list[Tensor]:

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,10 @@ class ShardParameter(nn.Parameter):
     """
 
     _is_sharded = True
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled as what it is; nn.Parameter would come back as one of its own class."""
+        return _restored_shard, (self.detach(), self.requires_grad, vars(self))
 
 
 class ParamState(Enum):
@@ -115,8 +120,8 @@ class ShardedParam:
 
     def unshard(self, full: Sequence[Tensor]) -> None:
         """Point the owners at the full tensors, one per member in order."""
+        self.check_owners()
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
-        self._check_owners()
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
                 owner.point_at(tensor)
@@ -143,8 +148,11 @@ class ShardedParam:
                 else:
                     owner.point_at(self.shard)
 
-    def _check_owners(self) -> None:
-        """A parameter that the user put in the shard's place would silently be dropped."""
+    def check_owners(self) -> None:
+        """Raise ValueError if an owner does not hold the shard any more: a parameter that the user
+        put in its place would silently be dropped."""
+        if self.state is not ParamState.SHARDED:
+            return
         places = [owner for member in self.members for owner in member.owners]
         if self._home is not None:
             places = [Owner(self._home, self.key)]
@@ -224,6 +232,12 @@ def slice_of(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tenso
     # A shard that lies wholly in the padding has no piece, and cat needs one.
     pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
     return torch.cat(pieces)
+
+
+def _restored_shard(data: Tensor, requires_grad: bool, marks: dict[str, Any]) -> ShardParameter:
+    shard = ShardParameter(data, requires_grad=requires_grad)
+    vars(shard).update(marks)
+    return shard
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -10,6 +10,7 @@ merges shards without gathering anything.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.full_optim_state import from_full, to_full
+from xla_fsdp.full_optim_state import ShardNames, from_full, to_full
 from xla_fsdp.names import join_name
 from xla_fsdp.optim_state import create_state, params_by_key, read_optimizer, write_optimizer
-from xla_fsdp.state_loading import NamedShard, marked_full
+from xla_fsdp.state_loading import Form, NamedShard, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
+from xla_fsdp.tree import map_tensors
 from xla_fsdp.unit_module import UnitModule, named_units
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDict[str, Any]:
     """The state dict that the plain model would have: every parameter and persistent buffer whole,
     in host memory, under its original name and in its original dtype. Tied names share memory.
 
@@ -41,13 +43,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     wrappers = list(named_units(model))
     units = [wrapper._unit for _, wrapper in wrappers]
     options = SummonOptions(writeback=False, rank0_only=rank0_only, offload_to_cpu=True)
-    xla_ops.sync()  # buffers are read on ranks that are shown something only
+    xla_ops.settle()  # buffers are read on ranks that are shown something only
     with summoned(units, options):
-        if not all(is_shown(unit, options) for unit in units):
-            return {}
+        if not is_shown(units, options):
+            return OrderedDict()
         state = model.state_dict()
     dtypes = dict(_original_dtypes(wrappers))
-    return {name: _on_host(value, dtypes.get(name)) for name, value in state.items()}
+    for name, value in state.items():
+        state[name] = _on_host(value, dtypes.get(name))
+    return marked(state, model, Form.FULL)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -58,7 +62,18 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     Returns:
         What ``load_state_dict`` returns: missing and unexpected names.
     """
-    return model.load_state_dict(marked_full(state, model), strict=strict)
+    return model.load_state_dict(marked(state, model, Form.FULL), strict=strict)
+
+
+def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """``model.load_state_dict(state, strict)`` for a ``state`` that is known to hold this rank's
+    shards; needed in the same cases, where ``state`` has become a plain dict (as ``xm.save`` makes
+    of it) since ``model.state_dict()``.
+
+    Returns:
+        What ``load_state_dict`` returns: missing and unexpected names.
+    """
+    return model.load_state_dict(marked(state, model, Form.SHARDS), strict=strict)
 
 
 def optim_state_dict(
@@ -79,9 +94,9 @@ def optim_state_dict(
         ValueError: if the optimizer holds parameters that are not the model's, or state that is
             neither cut like a shard nor one number (as Adafactor's factors of a shard).
     """
-    shards = list(_shards(model))
     state = read_optimizer(optimizer, _params(model))
-    return to_full(state, shards, rank0_only=rank0_only)
+    xla_ops.settle()  # whole entries are read on ranks that are shown something only
+    return to_full(state, _names(model), rank0_only=rank0_only)
 
 
 def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -97,9 +112,15 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
     params = _params(model)
+    without = [param for param in params.values() if not optimizer.state.get(param)]
     create_state(optimizer)
-    template = read_optimizer(optimizer, params)
-    write_optimizer(optimizer, params, from_full(state, template, list(_shards(model))))
+    try:
+        template = read_optimizer(optimizer, params)
+        write_optimizer(optimizer, params, from_full(state, template, _names(model)))
+    except ValueError:
+        for param in without:
+            optimizer.state.pop(param, None)
+        raise
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:
@@ -107,14 +128,38 @@ def _params(model: nn.Module) -> dict[str, Tensor]:
     return params_by_key(sharded, model.named_parameters())
 
 
-def _shards(model: nn.Module) -> Iterator[NamedShard]:
+def _shards(model: nn.Module) -> list[NamedShard]:
     """Every shard once, under its first key."""
-    seen: set[int] = set()
+    shards: dict[int, NamedShard] = {}
+    for shard in _all_shards(model):
+        shards.setdefault(id(shard.param.shard), shard)
+    return list(shards.values())
+
+
+def _all_shards(model: nn.Module) -> Iterator[NamedShard]:
     for name, wrapper in named_units(model):
         for param in wrapper._unit.group.params:
-            if id(param.shard) not in seen:
-                seen.add(id(param.shard))
-                yield NamedShard(name, param, wrapper._unit.group)
+            yield NamedShard(name, param, wrapper._unit.group)
+
+
+def _names(model: nn.Module) -> ShardNames:
+    """A parameter that units share goes by the name that the plain model has first."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    aliases: dict[int, list[str]] = defaultdict(list)
+    for shard in _all_shards(model):
+        if not shard.param.is_flat:
+            aliases[id(shard.param.shard)] += shard.names_of(shard.param.members[0])
+    shards = _shards(model)
+    members = {
+        shard.key: shard.names if shard.param.is_flat else [first[id(shard.param.shard)]]
+        for shard in shards
+    }
+    canonical = {
+        alias: first[id(shard.param.shard)]
+        for shard in shards
+        for alias in aliases[id(shard.param.shard)]
+    }
+    return ShardNames({shard.key: shard for shard in shards}, members, canonical)
 
 
 def _original_dtypes(wrappers: list[tuple[str, UnitModule]]) -> Iterator[tuple[str, torch.dtype]]:
@@ -124,6 +169,5 @@ def _original_dtypes(wrappers: list[tuple[str, UnitModule]]) -> Iterator[tuple[s
 
 
 def _on_host(value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device="cpu", dtype=dtype or value.dtype)
+    """Tensors, also those of an extra state, copied unless they have just been."""
+    return map_tensors(lambda t: t.detach().to(device="cpu", dtype=dtype or t.dtype), value)

@@ -11,7 +11,7 @@ Full tensors are cut on the device where they are, so that the rank's device see
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -71,18 +71,15 @@ def mark_shards(local_metadata: dict[str, Any]) -> None:
     local_metadata[MARK] = Form.SHARDS.value
 
 
-class _MarkedState(dict[str, Any]):
-    """A state dict with the attribute in which torch's state dicts carry metadata."""
-
-    def __init__(self, state: Mapping[str, Any], metadata: dict[str, dict[str, Any]]) -> None:
-        super().__init__(state)
-        self._metadata = metadata
-
-
-def marked_full(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """``state`` as a state dict that says it is full, to be loaded into ``module``."""
-    prefixes = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    return _MarkedState(state, {name: {MARK: Form.FULL.value} for name in prefixes})
+def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
+    """``state`` as a state dict that says its form, to be loaded into ``module``."""
+    result = OrderedDict(state)
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    versions = getattr(state, "_metadata", {})
+    metadata = {name: {**versions.get(name, {}), MARK: form.value} for name in names}
+    # The attribute in which torch's state dicts carry what they say of each module.
+    result._metadata = metadata  # type: ignore[attr-defined]
+    return result
 
 
 class StateLoading:
@@ -100,7 +97,7 @@ class StateLoading:
     ) -> None:
         self._shards = shards
         self._inner = inner
-        self._done_by_outer = 0  # how many visits: a module may have several names
+        self._done_in: list[str] | None = None  # the load in which an outer module did all
 
     def translate(
         self,
@@ -116,10 +113,9 @@ class StateLoading:
         """Hook before ``module`` is loaded from ``state``: replaces full tensors by shards.
 
         Raises:
-            ValueError: if the form cannot be told, or is a mixture.
+            ValueError: if the form cannot be told.
         """
-        if self._done_by_outer:
-            self._done_by_outer -= 1
+        if self._done_in is errors:  # torch hands one list through all modules of a load
             return
         _rename_upstream(state, prefix)
         shards = list(self._shards())
@@ -130,12 +126,12 @@ class StateLoading:
         else:
             errors += _other_layouts(state, prefix, shards)
         for other in self._inner():
-            other._done_by_outer += 1
+            other._done_in = errors
 
     def finish(self, module: nn.Module, report: Any) -> None:
         """Hook after ``module`` and what is in it were loaded."""
         for other in self._inner():
-            other._done_by_outer = 0
+            other._done_in = None
 
 
 class _Cut:
@@ -223,23 +219,17 @@ class _Cut:
 
 def _form(state: Mapping[str, Any], prefix: str, shards: Sequence[NamedShard], mark: Any) -> Form:
     """A mark that says shards only decides where shapes do not: a user may have put full tensors
-    into what ``state_dict()`` returned."""
+    into what ``state_dict()`` returned. One tensor that can only be full makes all others full, and
+    those of other shapes errors."""
     full, cut, unclear = _evidence(state, prefix, shards)
-    if mark == Form.FULL.value:
-        return Form.FULL
-    if full and cut:
-        raise ValueError(
-            f"the state dict holds full tensors ({full[0]}) and shards ({cut[0]}); give it one "
-            f"kind of them"
-        )
-    if full:
+    if full or mark == Form.FULL.value:
         return Form.FULL
     if unclear and not cut and mark is None:
         raise ValueError(
             f"whether the state dict holds full tensors or shards cannot be told: {unclear[0]} and "
-            f"all others are of a size for which both have one shape. Load full tensors by "
-            f"xla_fsdp.load_full_state_dict(model, state_dict), and shards from what "
-            f"model.state_dict() returned, with its _metadata"
+            f"all others are of a size for which both have one shape. Say it: call "
+            f"xla_fsdp.load_full_state_dict(model, state_dict) or "
+            f"xla_fsdp.load_sharded_state_dict(model, state_dict)"
         )
     return Form.SHARDS
 

@@ -45,10 +45,14 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
 
     Raises:
         RuntimeError: inside a forward or backward of one of the units.
+        ValueError: if the block replaced a parameter that is to be written back.
     """
     full = _gather(units, options)
+    if not is_shown(units, options):
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for unit, tensors in zip(units, full, strict=False):  # no tensors where nothing is shown
+        for unit, tensors in zip(units, full, strict=True):
             stack.enter_context(unit.showing(tensors))
         yield
         if options.writeback:
@@ -56,9 +60,9 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
                 _write_back(unit, tensors, with_grads=options.with_grads)
 
 
-def is_shown(unit: Unit, options: SummonOptions) -> bool:
+def is_shown(units: Sequence[Unit], options: SummonOptions) -> bool:
     """Whether this rank gets to see what is gathered."""
-    return not options.rank0_only or unit.group.collectives.rank == 0
+    return not options.rank0_only or all(unit.group.collectives.rank == 0 for unit in units)
 
 
 @torch.no_grad()
@@ -70,10 +74,10 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
         params = unit.group.params
         values = unit.group.gather_as_stored(params, unit.group.shards)
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
-        if options.rank0_only or options.offload_to_cpu:
-            # One unit at a time, and the same program on ranks that copy and ranks that do not.
-            xla_ops.compute([*values, *present(grads)])
-        if not is_shown(unit, options):
+        # One unit at a time, and the same program on every rank: what a rank does with the result
+        # (copies it, cuts its own slice out, nothing) is its own affair from here on.
+        xla_ops.compute([*values, *present(grads)])
+        if not is_shown(units, options):
             continue
         own = []
         for key, shard, value, grad in zip(
@@ -118,11 +122,23 @@ def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -
     rank, at = unit.group.collectives.rank, 0
     for param in unit.group.params:
         members = full[at : at + len(param.members)]
+        _refuse_replaced(param, members)
         at += len(param.members)
         param.shard.copy_(param.slice_of(members, rank))
         if with_grads:
             grads = [leaf.grad for leaf in members]
             param.shard.grad = _grad_slice(param, grads, rank)
+
+
+def _refuse_replaced(param: ShardedParam, full: Sequence[nn.Parameter]) -> None:
+    for member, leaf in zip(param.members, full, strict=True):
+        for owner in member.owners:
+            if owner.module._parameters.get(owner.attribute) is not leaf:
+                raise ValueError(
+                    f"{member.names[0]} was replaced inside summon_full_params, and the new "
+                    f"parameter would be lost. Change the values of the old one in place: "
+                    f"param.copy_(new) under torch.no_grad()"
+                )
 
 
 def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from xla_fsdp import xla_ops
 
@@ -53,17 +54,18 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``; by the running statistics in evaluation, as BatchNorm."""
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
+        if not self.training:  # nothing of other ranks: one rank may evaluate alone
             return F.batch_norm(
                 input,
                 self.running_mean,
                 self.running_var,
                 self.weight,
                 self.bias,
+                training=self.running_mean is None,
                 eps=self.eps,
             )
         centered, mean, var, count = self._centered(input)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean, var, count)
         normal = centered * torch.rsqrt(_as_channels(var, input) + self.eps)
         if self.weight is not None:
@@ -79,15 +81,33 @@ class SyncBatchNorm(_BatchNorm):
 
         Returns:
             ``module``, or what replaces it if it is a BatchNorm layer itself.
+
+        Raises:
+            ValueError: for a lazy layer that has seen no input yet.
         """
+        return cls._converted(module, groups, {})
+
+    @classmethod
+    def _converted(
+        cls, module: nn.Module, groups: list[list[int]] | None, done: dict[int, nn.Module]
+    ) -> nn.Module:
+        if id(module) in done:  # a layer in several places stays one
+            return done[id(module)]
+        done[id(module)] = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            return cls._like(module, groups)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child, groups))
-        return module
+            done[id(module)] = cls._like(module, groups)
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = cls._converted(child, groups, done)
+        return done[id(module)]
 
     @classmethod
     def _like(cls, layer: _BatchNorm, groups: list[list[int]] | None) -> SyncBatchNorm:
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+            raise ValueError(
+                f"{type(layer).__name__} has no parameters before its first input; run the model "
+                f"once, or use a layer with num_features"
+            )
         new = cls(
             layer.num_features,
             layer.eps,

@@ -4,7 +4,7 @@ A unit replaces a parameter by its shard. Where another unit's module still hold
 head tied to an embedding), this registry is the only way to know that the two are one.
 Words: a *stand-in* is a tensor that the shard stands for: the original parameter, the meta tensor
 that it was before it had memory, or the shard itself.
-Always true: nothing is kept alive. Keys are tensors of one rank's own model, so ranks that are
+Always true: no shard is kept alive. Keys are tensors of one rank's own model, so ranks that are
 threads of one process never meet here.
 """
 
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.sharded_param import ShardedParam
 
 _shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_whole_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
@@ -31,3 +32,13 @@ def known_shard(tensor: Tensor) -> ShardedParam | None:
     """What became of ``tensor``, if a unit has taken it."""
     reference = _shard_of.get(tensor)
     return reference() if reference is not None else None
+
+
+def remember_whole(origin: Tensor, param: Tensor) -> None:
+    """``param``, which stays whole, is what became of the meta tensor ``origin``."""
+    _whole_of[origin] = param
+
+
+def known_whole(origin: Tensor) -> Tensor | None:
+    """What became of the meta tensor ``origin``, if it is a parameter that stays whole."""
+    return _whole_of.get(origin)

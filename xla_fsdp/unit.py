@@ -303,6 +303,8 @@ class Unit:
     def _show(self, full: list[Tensor], state: UnitState) -> None:
         if self.state is not UnitState.SHARDED:
             self._hide()
+        for param in self.group.params:  # all, before any is changed
+            param.check_owners()
         at = 0
         for param in self.group.params:
             param.unshard(full[at : at + len(param.members)])

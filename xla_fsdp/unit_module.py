@@ -49,7 +49,7 @@ class UnitModule(nn.Module):
             register(_close_failed_passes)
         self._state_loading = StateLoading(self._named_shards, self._loading_inside)
         # Before names get their hidden child, which only nn.Module's own loading wants.
-        self.register_load_state_dict_pre_hook(self._state_loading.translate)
+        self.register_load_state_dict_pre_hook(_translate)
         self.register_load_state_dict_post_hook(self._state_loading.finish)
         HiddenChild(_INNER).register_on(self)
         # A partial because torch sets an attribute on this hook.
@@ -169,6 +169,11 @@ def _refuse_dynamo() -> None:
             "programs, one between each two units, while XLA compiles the whole step anyway. Leave "
             "it out, or compile the function of one step: torch_xla.compile(step)"
         )
+
+
+def _translate(wrapper: UnitModule, *load: Any) -> None:
+    if wrapper._unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
+        wrapper._state_loading.translate(wrapper, *load)
 
 
 def _mark_shards(wrapper: UnitModule, state: Any, prefix: str, local_metadata: Any) -> None:

@@ -139,10 +139,15 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
 EXCHANGE_MULTIPLE = 4096
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
+def settle() -> None:
+    """As ``sync``, and the device's random numbers stay where they are."""
     with _same_random_numbers():
         sync()
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
+    settle()
     lazy = [t.detach() for t in tensors if t.device.type == "xla"]
     copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
     return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
@@ -192,25 +197,28 @@ def set_rng_state(state: int, on: torch.device) -> None:
 # ---------------------------------------------------------------- guards
 
 
-def refuse_reduce_gradients_of(is_sharded: Any) -> None:
+def refuse_reduce_gradients_of(is_part: Any) -> None:
     """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters.
 
-    Each rank holds a different slice, so averaging them over ranks destroys the gradients
-    silently. Wrapping torch_xla's function is the only place where this can be seen.
+    Each rank holds a different slice, so averaging them over all ranks destroys the gradients
+    silently. Wrapping torch_xla's function is the only place where this can be seen. Who gives
+    ``groups`` averages between replicas of the same slices.
     """
     original = xm.reduce_gradients
     if getattr(original, "refuses_shards", False):
         return
 
-    def reduce_gradients(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def reduce_gradients(
+        optimizer: torch.optim.Optimizer, groups: Groups = None, *args: Any, **kwargs: Any
+    ) -> None:
         params = (p for group in optimizer.param_groups for p in group["params"])
-        if any(is_sharded(p) for p in params):
+        if groups is None and any(is_part(p) for p in params):
             raise RuntimeError(
                 "xm.optimizer_step / xm.reduce_gradients was called with parameters sharded by "
                 "xla_fsdp. Their gradients are already reduced, and each rank holds different "
                 "slices: averaging them would mix unrelated values. Call optimizer.step() instead."
             )
-        original(optimizer, *args, **kwargs)
+        original(optimizer, groups, *args, **kwargs)
 
     reduce_gradients.refuses_shards = True  # type: ignore[attr-defined]
     xm.reduce_gradients = reduce_gradients
@@ -289,13 +297,17 @@ def tell_peers(fact: str) -> None:
         slot.run.record(_index(device()), fact)
 
 
-def continue_random_numbers() -> None:
-    """Where ranks are threads: go on with the host's random numbers as if they were this rank's
-    own, after something for which ranks had to meet. Elsewhere they are its own."""
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Where ranks are threads: a rank that has seeded finds the host's random numbers after the
+    block, in which ranks may meet, where it left them. Elsewhere they are its own anyway."""
     slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
-    thread = current_rank_thread()
-    if slot is not None and slot.run is not None and thread is not None:
-        slot.run.resume_seeding(thread.rank)
+    run, thread = None if slot is None else slot.run, current_rank_thread()
+    if run is None or thread is None or not run.is_seeding(thread.rank):
+        yield
+        return
+    yield
+    run.resume_seeding(thread.rank)
 
 
 def _install_step_marker(slot: RunSlot) -> None:

@@ -258,6 +258,18 @@ def test_hosts_are_marked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [folders(host) for host in hosts] == [["step_00000001"]] * 2
 
 
+def test_a_step_that_only_some_hosts_have_marked_does_not_count(tmp_path: Path) -> None:
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    for step in (1, 5):
+        save_step(hosts, step, 2)
+    (hosts[1] / "step_00000005" / MARKER).unlink()
+    assert save_step(hosts, 3, 2) == [None, None]
+    assert [folders(host) for host in hosts] == [["step_00000001", "step_00000003"]] * 2
+    assert save_step(hosts, 5, 2) == [None, None]
+    errors = save_step(hosts, 4, 2)
+    assert all("holds step 5, so step 4 would never" in str(error) for error in errors)
+
+
 def test_an_object_store(remote: str) -> None:
     for step in (1, 2, 3):
         assert save_step(remote, step, 2, keep_last=2) == [None, None]

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
+from xla_fsdp.checkpoint.commit import LOOKED_AT, Ranks, Save
 from xla_fsdp.checkpoint.commit import Place as FilePlace
-from xla_fsdp.checkpoint.commit import Ranks, Save
 from xla_fsdp.checkpoint.format import ShardMetadata
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.plain_values import Packed, pack
@@ -44,9 +44,6 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
-
-LOOKED_AT = 16
-"""Complete attempts that a rank tells the others about."""
 
 # The saves that training has not waited for yet. Keys are each rank's own model, so ranks that are
 # threads of one process never meet here.
@@ -258,7 +255,6 @@ def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt
     own: list[Attempt] = []
     problems: list[str] = []
     try:
-        # Ranks on different hosts are at most one attempt apart.
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
             steps = sorted({each.step for each in islice(newest_complete(storage), LOOKED_AT)})

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from test.shard_maker import FullModel, bits, snapshot, with_optimizer
-from xla_fsdp.checkpoint import copying
+from xla_fsdp.checkpoint import copying, outputs
+from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.fingerprint import fingerprint
 from xla_fsdp.checkpoint.step_directory import latest_step
 from xla_fsdp.consolidate_sharded_ckpts import main
@@ -154,6 +155,50 @@ def test_chunks_join_to_the_same_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(
         content["optimizer"]["state"]["rows"]["m"], with_optimizer().states["rows"]["m"]
     )
+
+
+@pytest.mark.parametrize("output", ["full.pth", "hf/", "new"])
+def test_nothing_larger_than_a_chunk_is_read(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    sizes: set[int] = set()
+    read = LocalFile.read_into
+
+    def counting(self: LocalFile, start: int, buffer: memoryview) -> None:
+        if in_copy:
+            sizes.add(len(buffer))
+        read(self, start, buffer)
+
+    in_copy: list[bool] = []
+    copy = copying.copy
+
+    def copy_only(*args: Any, **kwargs: Any) -> Any:
+        in_copy.append(True)
+        try:
+            return copy(*args, **kwargs)
+        finally:
+            in_copy.pop()
+
+    monkeypatch.setattr(copying, "CHUNK", 64)
+    monkeypatch.setattr(LocalFile, "read_into", counting)
+    monkeypatch.setattr(outputs, "copy", copy_only)
+    more = ["--to_world_size", 2] if output == "new" else []
+    assert run("--ckpt_prefix", shards, "--save_path", tmp_path / output, *more) == 0
+    assert max(sizes) == 64
+
+
+def test_a_file_of_the_first_version_is_merged(tmp_path: Path) -> None:
+    model = with_optimizer()
+    for path in model.save(tmp_path, 2):
+        content = torch.load(path, weights_only=True)
+        metadata = content["shard_metadata"]
+        for key in ("groups", "global_rank", "optimizer", "fingerprints"):
+            del metadata[key]
+        torch.save({**content, "shard_metadata": {**metadata, "version": 1}}, path)
+    assert run("--ckpt_prefix", tmp_path, "--save_path", tmp_path / "full.pth") == 0
+    content = torch.load(tmp_path / "full.pth", weights_only=True)
+    assert content.keys() == {"model"}
+    assert bits(content["model"]) == bits(model.expected())
 
 
 def test_names_can_be_changed(shards: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +146,42 @@ def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -
     again = tmp_path / "again.pth"
     assert run("--ckpt_prefix", new, "--save_path", again) == 0
     assert bits(torch.load(again, weights_only=True)["model"]) == bits(net.state_dict())
+
+
+@pytest.mark.slow
+def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"0.weight": (7, 6), "0.bias": (7,), "1.weight": (5, 7), "1.bias": (5,)}
+    params, *states = (
+        {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        for _ in range(3)
+    )
+    model = FullModel(
+        params,
+        states={n: {"exp_avg": states[0][n], "exp_avg_sq": states[1][n]} for n in shapes},
+        steps={n: torch.tensor(2.0) for n in shapes},
+    )
+    (tmp_path / "run").mkdir()
+    model.save_safetensors(tmp_path / "run", 3)
+    merged, ours, theirs = tmp_path / "full.pth", tmp_path / "ours", tmp_path / "theirs"
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", merged) == 0
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", ours, "--format", "dcp") == 0
+    command = [sys.executable, str(Path(__file__).parent / "fsdp2_user.py")]
+    files = [str(path) for path in (tmp_path / "meet", ours, merged, theirs)]
+    ranks = [
+        subprocess.Popen([*command, str(r), "2", *files], stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=300)
+        assert rank.returncode == 0, err
+    assert run("--ckpt_prefix", theirs, "--save_path", tmp_path / "back.pth") == 0
+    content = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert bits(content["model"]) == bits(params)
+    for name, state in content["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg"], states[0][name])
+        assert torch.equal(state["exp_avg_sq"], states[1][name])
+        assert state["step"] == 2
 
 
 def test_a_model_alone_is_imported(tmp_path: Path) -> None:

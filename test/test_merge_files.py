@@ -16,7 +16,11 @@ from test.shard_maker import FullModel, bits, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, outputs
 from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.fingerprint import fingerprint
-from xla_fsdp.checkpoint.step_directory import latest_step
+from xla_fsdp.checkpoint.format import ShardMetadata
+from xla_fsdp.checkpoint.load_step import load_step
+from xla_fsdp.checkpoint.reshard import Target
+from xla_fsdp.checkpoint.step_directory import Attempt, latest_step
+from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 
@@ -321,6 +325,30 @@ def test_resharding(shards: Path, tmp_path: Path, world_size: int) -> None:
     merged = tmp_path / "full.pth"
     assert run("--ckpt_prefix", out, "--save_path", merged) == 0
     assert bits(torch.load(merged, weights_only=True)["model"]) == bits(model.expected())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_resharded_can_be_loaded(shards: Path, tmp_path: Path, ranks: int) -> None:
+    new = tmp_path / "new"
+    arguments = ["--ckpt_prefix", shards, "--save_path", new, "--to_world_size", 2, "--step", 7]
+    assert run(*arguments) == 0
+    assert latest_step(new) == 7
+    model = with_optimizer()
+    for rank in range(ranks):
+        saved = model.shard(rank, ranks)
+        metadata = ShardMetadata.from_dict(saved["shard_metadata"])
+        assert metadata.optimizer is not None
+        whole = {name: tuple(value.shape) for name, value in model.whole.items()}
+        groups = [group.params for group in metadata.optimizer.groups]
+        loaded = load_step(open_storage(new), Attempt(7), Target(metadata, whole, groups))
+        expected = {k: v for k, v in saved["model"].items() if k not in model.ties}
+        for key, value in expected.items():
+            value[value == 77] = 0  # padding
+            assert torch.equal(loaded.model[key].view(value.shape), value), key
+        for key, states in saved["optimizer"]["state"].items():
+            for what, value in states.items():
+                value[value == 77] = 0
+                assert torch.equal(loaded.states[key][what].value.view(value.shape), value), key
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

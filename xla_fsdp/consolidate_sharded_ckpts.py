@@ -23,7 +23,6 @@ from typing import Any
 from xla_fsdp.checkpoint.consolidate import (
     MergeOptions,
     look_at_shards,
-    merge_shards,
     output_path,
     plan_merge,
     read_shards,
@@ -213,9 +212,8 @@ def _kind(args: Namespace, output: str) -> Kind:
 def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
     if args.to_world_size is not None:
         return f"saved shards of {args.to_world_size} ranks to {output}"
-    full, _ = merge_shards(shards, optimizer=not args.model_only)
-    states = f", optimizer state of {len(full.optimizer.states)}" if full.optimizer else ""
-    return f"saved consolidated model to {output} ({size_line(full.model)}{states})"
+    size = size_line(shards[0], optimizer=not args.model_only)
+    return f"saved consolidated model to {output} ({size})"
 
 
 @contextmanager

@@ -125,6 +125,7 @@ def on_2_ranks(rank: int, folder: str) -> dict[str, Any]:
     found["random"] = random_numbers(Path(folder, "random"))
     found["asynchronous"] = asynchronous(Path(folder, "asynchronous"))
     found["hosts"] = hosts(rank, Path(folder, "hosts"))
+    found["remote"] = remote()
     return found
 
 
@@ -333,6 +334,22 @@ def hosts(rank: int, folder: Path) -> dict[str, Any]:
     return {"loaded": load_checkpoint(own, model), "files": files}
 
 
+def remote() -> dict[str, bool]:
+    """An object store, which all ranks see."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    model = fsdp(make(TiedNet))
+    before = host_bits(model)
+    for step in (1, 2):
+        save_checkpoint("memory://bucket/run", model, step=step, asynchronous=True, keep_last=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.ones_like(param))
+    changed = before != host_bits(model)
+    found = load_checkpoint("memory://bucket/run", model)  # waits for step 2
+    return {"changed": changed, "back": before == host_bits(model), "latest": found["step"] == 2}
+
+
 # ---------------------------------------------------------------- tests
 
 
@@ -463,3 +480,8 @@ def test_hosts_agree_on_the_step_that_all_have() -> None:
         found = outcomes()[2][rank]["hosts"]
         assert found["loaded"] == {"step": 1, "extra": rank}
         assert found["files"] == ["complete.json", f"rank-{rank:05d}-of-00002.safetensors"]
+
+
+def test_an_object_store() -> None:
+    for rank in range(2):
+        assert outcomes()[2][rank]["remote"] == {"changed": True, "back": True, "latest": True}

@@ -39,7 +39,7 @@ from xla_fsdp.checkpoint.storage import Chunk, Storage
 from xla_fsdp.checkpoint.validate import CheckpointError
 
 CLAIM = ".leader"
-LOOKED_AT = 16
+LOOKED_AT = 4
 """Complete attempts that a rank tells the others about; hosts are at most one apart."""
 LOOK_EVERY = 0.5
 """Seconds between two looks of rank 0 for the other ranks' files."""
@@ -222,12 +222,14 @@ class Save:
     def _collect(self) -> dict[str, int]:
         """Every file's size, once all are written and replicas are seen to agree."""
         failure = [] if self._error is None else _lines(self._error)
-        own = self._written and (self._place.shard, self._written.nbytes, self._written.digest)
+        own = self._written and (self._place.shard, self._writes, *self._written)
         files: dict[int, int] = {}
         digests: dict[int, tuple[int, str]] = {}
         problems = []
-        for rank, (shard, nbytes, digest) in enumerate(self._ranks.agree(failure, own)):
-            files[shard] = max(nbytes, files.get(shard, 0))
+        for rank, said in enumerate(self._ranks.agree(failure, own)):
+            shard, writes, nbytes, digest = said
+            if writes:  # a replica's file would differ in what is not sharded
+                files.setdefault(shard, nbytes)
             first, expected = digests.setdefault(shard, (rank, digest))
             if digest != expected:
                 problems.append(
@@ -241,6 +243,9 @@ class Save:
 
     def _mark(self, files: dict[str, int]) -> None:
         if self._leads:
+            if not self._shared:  # of several replicas' files, this host has its own
+                here = self._storage.names(self._attempt.folder)
+                files = {n: self._size(n) if n in here else size for n, size in files.items()}
             marker = Marker(self._step, self._place.num_shards, files)
             write_marker(self._storage, self._attempt, marker)
 

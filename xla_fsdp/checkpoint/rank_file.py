@@ -16,7 +16,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ class RankContent:
         return replace(self, metadata=replace(self.metadata, fingerprints=prints))
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A rank's file: its size, and a fingerprint of all its shards (not of whole tensors, which
     may differ between replicas)."""
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from test.shard_maker import FullModel, bits, snapshot
-from xla_fsdp.checkpoint import dcp_export
+from xla_fsdp.checkpoint import CheckpointError, dcp_export, find_problems
+from xla_fsdp.checkpoint.dcp_import import import_dcp
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 pytestmark = pytest.mark.filterwarnings(
@@ -277,6 +282,30 @@ def test_damaged_directories_are_refused(
     assert any(message in line for line in lines), lines
     assert all(line.startswith(f"consolidate_sharded_ckpts: {copy}") for line in lines), lines
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_metadata_with_some_bytes_changed(exported: Path, data: st.DataObject) -> None:
+    content = bytearray((exported / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(content) - 1))
+        replacement = data.draw(st.binary(min_size=1, max_size=6))
+        content[start : start + len(replacement)] = replacement
+    with TemporaryDirectory() as directory:
+        for path in exported.iterdir():
+            (Path(directory) / path.name).symlink_to(path)
+        (Path(directory) / ".metadata").unlink()
+        (Path(directory) / ".metadata").write_bytes(content)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            shard = import_dcp(directory)
+        except CheckpointError as error:
+            lines = error.problems
+        else:
+            lines = [f"{directory}: {problem}" for problem in find_problems([shard])]
+        assert all(line.startswith(directory) for line in lines)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 def test_a_damaged_tensor_is_named(

@@ -1,6 +1,9 @@
 """What shards hold, in lines for people; and whether shards are as they were saved.
 
-Always true: nothing but headers is read, unless fingerprints are to be computed again.
+Words: see ``full_tensors``. A line begins with what it is about: ``sharded``, ``whole``, ``tied``,
+``group`` or ``state``.
+Always true: nothing but headers is read, unless fingerprints are to be computed again; shards that
+do not make sense are passed over here, since ``checks`` says what is wrong with them.
 """
 
 from __future__ import annotations

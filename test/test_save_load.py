@@ -212,6 +212,7 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
         "extra": message(lambda: save_checkpoint(folder / "x", model, extra=extra, step=1)),
         "foreign": message(lambda: save_checkpoint(folder / "x", model, other, step=1)),
         "nothing": message(lambda: load_checkpoint(folder / "x", model)),
+        "missing ok": str(load_checkpoint(folder / "x", model, missing_ok=True)),
         "no step": message(lambda: load_checkpoint(folder / "adamw", model, step=7)),
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
         "scheduler": message(lambda: load_without_scheduler(folder / "ties")),
@@ -449,8 +450,9 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found["format"] == "ValueError: file_format='zip'; expected one of safetensors, pth"
     assert "rank 1: extra.lambda is a builtin_function_or_method, which" in found["extra"]
     assert "ranks 0, 1: group 0 of SGD has a parameter of shape (11, 5)" in found["foreign"]
-    assert "/x holds no complete step" in found["nothing"]
-    assert "/adamw holds no complete step 7; there is 1, 2" in found["no step"]
+    assert "/x holds no complete step that all ranks see" in found["nothing"]
+    assert found["missing ok"] == "{'step': None, 'extra': None}"
+    assert "/adamw holds no step 7 that is complete; there is 1, 2" in found["no step"]
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
     assert "the checkpoint holds no lr_scheduler; load without one" in found["scheduler"]
     assert found["unchanged"] == "True"

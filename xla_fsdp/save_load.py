@@ -117,6 +117,7 @@ def load_checkpoint(
     *,
     step: int | None = None,
     strict: bool = True,
+    missing_ok: bool = False,
 ) -> dict[str, Any]:
     """Load what ``save_checkpoint`` saved, onto any number of ranks, units and sharding groups,
     flattened or not. Every rank calls it, and reads only what it needs.
@@ -130,11 +131,12 @@ def load_checkpoint(
         step: which one; the latest that is complete for all ranks if None.
         strict: whether names that only the checkpoint or only the model has are errors. Otherwise
             the ones are passed over, and the others stay as they are.
+        missing_ok: whether a directory without a complete step is fine; nothing is loaded then.
 
     Returns:
-        ``{"step": ..., "extra": ...}``. On as many ranks as saved it, each rank gets its own
-        ``extra`` and goes on with its own random numbers; on others every rank gets rank 0's
-        ``extra``, and random numbers stay as they are.
+        ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
+        saved it, each rank gets its own ``extra`` and goes on with its own random numbers; on
+        others every rank gets rank 0's ``extra``, and random numbers stay as they are.
 
     Raises:
         TypeError: if ``model`` is not wrapped.
@@ -144,6 +146,10 @@ def load_checkpoint(
     _wait_for_earlier(model)
     job, ranks, storage = LiveJob(model, optimizer, lr_scheduler), _ranks(), open_storage(directory)
     attempt = _agreed_attempt(storage, ranks, step)
+    if attempt is None and missing_ok:
+        return {"step": None, "extra": None}
+    if attempt is None:
+        raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
     try:
         loaded = load_step(storage, attempt, job.target(), strict=strict)
         problems = job.find_load_problems(loaded)
@@ -188,24 +194,25 @@ def _wait_for_earlier(model: XlaFullyShardedDataParallel) -> None:
         earlier.wait()
 
 
-def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt:
-    """The latest attempt that every rank sees as complete."""
+def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt | None:
+    """The latest attempt that every rank sees as complete.
+
+    Raises:
+        CheckpointError: if ``step`` is given and not complete, or files cannot be looked at.
+    """
     own: list[Attempt] = []
+    others: list[int] = []
     problems: list[str] = []
     try:
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
-            steps = sorted({each.step for each in islice(newest_complete(storage), LOOKED_AT)})
-            wanted = "no complete step" if step is None else f"no complete step {step}"
-            hint = f"; there is {', '.join(map(str, steps))}" if steps else ""
-            problems = [f"{storage.where} holds {wanted}{hint}"]
+            others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
-    seen = [{Attempt(*pair) for pair in pairs} for pairs in ranks.agree(problems, own)]
-    common = set.intersection(*seen)
-    if not common:
-        raise CheckpointError(
-            f"{storage.where} holds no complete step that all ranks see; rank 0 sees "
-            f"{', '.join(each.folder for each in sorted(seen[0]))}"
-        )
-    return max(common)
+    said = ranks.agree(problems, (storage.where, own, others))
+    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in said))
+    if not common and step is not None:
+        there = sorted({each for _, _, steps in said for each in steps})
+        hint = f"; there is {', '.join(map(str, there))}" if there else ""
+        raise CheckpointError(f"{said[0][0]} holds no step {step} that is complete{hint}")
+    return max(common, default=None)

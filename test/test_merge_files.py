@@ -228,6 +228,10 @@ def test_names_can_be_changed(shards: Path, tmp_path: Path) -> None:
         (["--key_map", "scale"], "--key_map 'scale' must be OLD=NEW"),
         (["--max_shard_size", "5 parsecs"], "--max_shard_size '5 parsecs' must be a size such as"),
         (["--max_shard_size", "0"], "--max_shard_size '0' must be a size such as"),
+        (["--threads", "0"], "--threads 0 must be at least 1"),
+        (["--step", "3"], "--step has a meaning only together with --to_world_size"),
+        (["--to_world_size", "2", "--dtype", "bf16"], "--dtype cannot be combined with --to_world"),
+        (["--to_world_size", "2", "--step", "-1"], "--step -1 must be from 0 to 10^15"),
         (["--to_world_size", "0"], "--to_world_size 0 must be from 1 to 1,000,000"),
     ],
 )

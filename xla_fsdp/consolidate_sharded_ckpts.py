@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: the process's) and return its exit code."""
     args = _parser().parse_args(argv)
     try:
+        _refuse_impossible(args)
         if args.command == "inspect":
             return _inspect(args)
         _consolidate(args)
@@ -183,6 +184,22 @@ def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOp
         optimizer=options.optimizer,
         step=step_of(shards[0]) if args.step is None else args.step,
     )
+
+
+def _refuse_impossible(args: Namespace) -> None:
+    problems = []
+    if args.threads is not None and args.threads < 1:
+        problems.append(f"--threads {args.threads} must be at least 1")
+    if args.to_world_size is None and args.step is not None:
+        problems.append("--step has a meaning only together with --to_world_size")
+    if args.to_world_size is not None:
+        problems += [
+            f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
+            for name in ("dtype", "key_map", "format", "copy_ties")
+            if getattr(args, name)
+        ]
+    if problems:
+        raise CheckpointError(problems)
 
 
 def _options(args: Namespace, kind: Kind) -> MergeOptions:

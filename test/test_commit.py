@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from test.saving import (
 )
 from xla_fsdp.checkpoint import CheckpointError, commit, storage
 from xla_fsdp.checkpoint.commit import Place, Ranks, Save
+from xla_fsdp.checkpoint.plain_values import pack
 from xla_fsdp.checkpoint.rank_file import write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
@@ -148,6 +150,27 @@ def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool) -> None:
+    def folder(rank: int) -> Path:
+        return tmp_path if shared else tmp_path / str(rank)
+
+    def work(ranks: Ranks) -> None:
+        place = Place(0, 1, ranks.rank, "safetensors")
+        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None)
+        save.begin()
+        own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
+        content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values"))
+        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.wait()
+
+    assert on_threads(2, work) == [None, None]
+    for rank in range(2):
+        loaded = read(open_storage(folder(rank)), picture(1), 0, 1)
+        assert differences(loaded, picture(1), 0, 1, 1) == []
+        assert len(loaded.values["extra"]["more"]) == (0 if shared else 100 * rank)
+
+
 # ---------------------------------------------------------------- the directory
 
 
@@ -256,6 +279,18 @@ def test_hosts_are_marked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(storage, "open")
     assert len({str(error) for error in errors}) == 1
     assert [folders(host) for host in hosts] == [["step_00000001"]] * 2
+
+
+def test_a_step_that_only_some_hosts_have_marked_does_not_count(tmp_path: Path) -> None:
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    for step in (1, 5):
+        save_step(hosts, step, 2)
+    (hosts[1] / "step_00000005" / MARKER).unlink()
+    assert save_step(hosts, 3, 2) == [None, None]
+    assert [folders(host) for host in hosts] == [["step_00000001", "step_00000003"]] * 2
+    assert save_step(hosts, 5, 2) == [None, None]
+    errors = save_step(hosts, 4, 2)
+    assert all("holds step 5, so step 4 would never" in str(error) for error in errors)
 
 
 def test_an_object_store(remote: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from test.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, find_problems, open_shard
+from xla_fsdp.checkpoint.step_directory import MARKER, Marker
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 Damage = Callable[[Path], Any]
@@ -291,6 +292,34 @@ def test_replicas_of_sharding_groups_count_as_one(
     assert re.search(rf"{changed}: model/scale differs from that in its replica \S*00001-of", line)
     problems = find_problems([open_shard(str(each)) for each in sorted(tmp_path.iterdir())])
     assert len(problems) == 1
+
+
+def test_a_directory_without_a_complete_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "step_00000003").mkdir(parents=True)
+    with_optimizer().save_safetensors(tmp_path / "run" / "step_00000003", 1)
+    assert main(["--ckpt_prefix", str(tmp_path / "run"), "--save_path", "x.pth"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("run: holds no complete step and no shard file")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../../etc/passwd", "'../../etc/passwd' is not the name of a file in its directory"),
+        ("rank-00000-of-00001.safetensors", "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_marker_that_lists_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    folder = tmp_path / "run" / "step_00000003"
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_bytes(Marker(3, 1, {name: 5}).to_bytes())
+    assert main(["--ckpt_prefix", str(tmp_path / "run"), "--save_path", "x.pth"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(message)
 
 
 # ---------------------------------------------------------------- what cannot be written

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from test.shard_maker import FullModel, bits, snapshot
-from xla_fsdp.checkpoint import dcp_export
+from xla_fsdp.checkpoint import CheckpointError, dcp_export, find_problems
+from xla_fsdp.checkpoint.dcp_import import import_dcp
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 pytestmark = pytest.mark.filterwarnings(
@@ -146,6 +153,42 @@ def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -
     assert bits(torch.load(again, weights_only=True)["model"]) == bits(net.state_dict())
 
 
+@pytest.mark.slow
+def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"0.weight": (7, 6), "0.bias": (7,), "1.weight": (5, 7), "1.bias": (5,)}
+    params, *states = (
+        {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        for _ in range(3)
+    )
+    model = FullModel(
+        params,
+        states={n: {"exp_avg": states[0][n], "exp_avg_sq": states[1][n]} for n in shapes},
+        steps={n: torch.tensor(2.0) for n in shapes},
+    )
+    (tmp_path / "run").mkdir()
+    model.save_safetensors(tmp_path / "run", 3)
+    merged, ours, theirs = tmp_path / "full.pth", tmp_path / "ours", tmp_path / "theirs"
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", merged) == 0
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", ours, "--format", "dcp") == 0
+    command = [sys.executable, str(Path(__file__).parent / "fsdp2_user.py")]
+    files = [str(path) for path in (tmp_path / "meet", ours, merged, theirs)]
+    ranks = [
+        subprocess.Popen([*command, str(r), "2", *files], stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=300)
+        assert rank.returncode == 0, err
+    assert run("--ckpt_prefix", theirs, "--save_path", tmp_path / "back.pth") == 0
+    content = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert bits(content["model"]) == bits(params)
+    for name, state in content["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg"], states[0][name])
+        assert torch.equal(state["exp_avg_sq"], states[1][name])
+        assert state["step"] == 2
+
+
 def test_a_model_alone_is_imported(tmp_path: Path) -> None:
     net, _ = trained(3)
     dcp.save(net.state_dict(), checkpoint_id=tmp_path / "d", no_dist=True)
@@ -239,6 +282,30 @@ def test_damaged_directories_are_refused(
     assert any(message in line for line in lines), lines
     assert all(line.startswith(f"consolidate_sharded_ckpts: {copy}") for line in lines), lines
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_metadata_with_some_bytes_changed(exported: Path, data: st.DataObject) -> None:
+    content = bytearray((exported / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(content) - 1))
+        replacement = data.draw(st.binary(min_size=1, max_size=6))
+        content[start : start + len(replacement)] = replacement
+    with TemporaryDirectory() as directory:
+        for path in exported.iterdir():
+            (Path(directory) / path.name).symlink_to(path)
+        (Path(directory) / ".metadata").unlink()
+        (Path(directory) / ".metadata").write_bytes(content)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            shard = import_dcp(directory)
+        except CheckpointError as error:
+            lines = error.problems
+        else:
+            lines = [f"{directory}: {problem}" for problem in find_problems([shard])]
+        assert all(line.startswith(directory) for line in lines)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 def test_a_damaged_tensor_is_named(

@@ -13,9 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from test.shard_maker import FullModel, bits, snapshot, with_optimizer
-from xla_fsdp.checkpoint import copying
+from xla_fsdp.checkpoint import copying, outputs
+from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.fingerprint import fingerprint
-from xla_fsdp.checkpoint.step_directory import latest_step
+from xla_fsdp.checkpoint.format import ShardMetadata
+from xla_fsdp.checkpoint.load_step import load_step
+from xla_fsdp.checkpoint.reshard import Target
+from xla_fsdp.checkpoint.step_directory import Attempt, latest_step
+from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 
@@ -156,6 +161,50 @@ def test_chunks_join_to_the_same_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize("output", ["full.pth", "hf/", "new"])
+def test_nothing_larger_than_a_chunk_is_read(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    sizes: set[int] = set()
+    read = LocalFile.read_into
+
+    def counting(self: LocalFile, start: int, buffer: memoryview) -> None:
+        if in_copy:
+            sizes.add(len(buffer))
+        read(self, start, buffer)
+
+    in_copy: list[bool] = []
+    copy = copying.copy
+
+    def copy_only(*args: Any, **kwargs: Any) -> Any:
+        in_copy.append(True)
+        try:
+            return copy(*args, **kwargs)
+        finally:
+            in_copy.pop()
+
+    monkeypatch.setattr(copying, "CHUNK", 64)
+    monkeypatch.setattr(LocalFile, "read_into", counting)
+    monkeypatch.setattr(outputs, "copy", copy_only)
+    more = ["--to_world_size", 2] if output == "new" else []
+    assert run("--ckpt_prefix", shards, "--save_path", tmp_path / output, *more) == 0
+    assert max(sizes) == 64
+
+
+def test_a_file_of_the_first_version_is_merged(tmp_path: Path) -> None:
+    model = with_optimizer()
+    for path in model.save(tmp_path, 2):
+        content = torch.load(path, weights_only=True)
+        metadata = content["shard_metadata"]
+        for key in ("groups", "global_rank", "optimizer", "fingerprints"):
+            del metadata[key]
+        torch.save({**content, "shard_metadata": {**metadata, "version": 1}}, path)
+    assert run("--ckpt_prefix", tmp_path, "--save_path", tmp_path / "full.pth") == 0
+    content = torch.load(tmp_path / "full.pth", weights_only=True)
+    assert content.keys() == {"model"}
+    assert bits(content["model"]) == bits(model.expected())
+
+
 def test_names_can_be_changed(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "full.pth"
     rules = ["--key_map", "layer.=block.0.", "--key_map", "bn.="]
@@ -179,6 +228,10 @@ def test_names_can_be_changed(shards: Path, tmp_path: Path) -> None:
         (["--key_map", "scale"], "--key_map 'scale' must be OLD=NEW"),
         (["--max_shard_size", "5 parsecs"], "--max_shard_size '5 parsecs' must be a size such as"),
         (["--max_shard_size", "0"], "--max_shard_size '0' must be a size such as"),
+        (["--threads", "0"], "--threads 0 must be at least 1"),
+        (["--step", "3"], "--step has a meaning only together with --to_world_size"),
+        (["--to_world_size", "2", "--dtype", "bf16"], "--dtype cannot be combined with --to_world"),
+        (["--to_world_size", "2", "--step", "-1"], "--step -1 must be from 0 to 10^15"),
         (["--to_world_size", "0"], "--to_world_size 0 must be from 1 to 1,000,000"),
     ],
 )
@@ -276,6 +329,30 @@ def test_resharding(shards: Path, tmp_path: Path, world_size: int) -> None:
     merged = tmp_path / "full.pth"
     assert run("--ckpt_prefix", out, "--save_path", merged) == 0
     assert bits(torch.load(merged, weights_only=True)["model"]) == bits(model.expected())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_resharded_can_be_loaded(shards: Path, tmp_path: Path, ranks: int) -> None:
+    new = tmp_path / "new"
+    arguments = ["--ckpt_prefix", shards, "--save_path", new, "--to_world_size", 2, "--step", 7]
+    assert run(*arguments) == 0
+    assert latest_step(new) == 7
+    model = with_optimizer()
+    for rank in range(ranks):
+        saved = model.shard(rank, ranks)
+        metadata = ShardMetadata.from_dict(saved["shard_metadata"])
+        assert metadata.optimizer is not None
+        whole = {name: tuple(value.shape) for name, value in model.whole.items()}
+        groups = [group.params for group in metadata.optimizer.groups]
+        loaded = load_step(open_storage(new), Attempt(7), Target(metadata, whole, groups))
+        expected = {k: v for k, v in saved["model"].items() if k not in model.ties}
+        for key, value in expected.items():
+            value[value == 77] = 0  # padding
+            assert torch.equal(loaded.model[key].view(value.shape), value), key
+        for key, states in saved["optimizer"]["state"].items():
+            for what, value in states.items():
+                value[value == 77] = 0
+                assert torch.equal(loaded.states[key][what].value.view(value.shape), value), key
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

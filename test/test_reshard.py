@@ -18,6 +18,8 @@ from torch import Tensor
 from test.saving import Picture, differences, read, same_bits, save_step
 from xla_fsdp.checkpoint import CheckpointError, consolidate_sharded_model_checkpoints
 from xla_fsdp.checkpoint.byte_source import ByteSource
+from xla_fsdp.checkpoint.optimizer_format import StateRecord
+from xla_fsdp.checkpoint.reshard import Kind
 from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
 from xla_fsdp.checkpoint.storage import LocalStorage, open_storage
 
@@ -244,16 +246,39 @@ def test_a_model_can_be_loaded_without_its_optimizer(tmp_path: Path) -> None:
     assert loaded.model.keys() == set(NAMES)
 
 
-def test_an_ignored_parameter_may_become_a_sharded_one(tmp_path: Path) -> None:
-    """And the other way round."""
-    w = torch.randn(300)
-    old = Picture({"a": torch.ones(5)}, whole={"w": w})
-    new = Picture({"a": torch.ones(5), "w": w}, groups=[(["a"], 0.1)])
-    for first, second in ((old, new), (new, old)):
-        save_step(tmp_path, 1, 2, shown=first)
-        shards = [read(open_storage(tmp_path), second, rank, 3, strict=False) for rank in range(3)]
-        joined = torch.cat([each.model["w"] for each in shards])
-        assert same_bits(joined[:300] if second is new else shards[0].model["w"], w)
+class Ignored(Picture):
+    """A parameter, ``w``, that is trained but not sharded."""
+
+    def metadata(self, rank: int, world_size: int, optimizer: bool = True) -> Any:
+        metadata = super().metadata(rank, world_size, optimizer)
+        record = metadata.optimizer
+        if record is None:
+            return metadata
+        states = {**record.states, "w": StateRecord((), ("exp_avg", "step"), {}, ("step",))}
+        return replace(metadata, optimizer=replace(record, states=states))
+
+    def content(self, step: int, rank: int, world_size: int) -> Any:
+        content = super().content(step, rank, world_size)
+        own = {"exp_avg": self.whole["w"] * 2, "step": torch.tensor(float(step))}
+        return replace(content, states={**content.states, "w": own})
+
+
+@pytest.mark.parametrize("to_sharded", [True, False])
+def test_a_whole_parameter_may_become_a_sharded_one(tmp_path: Path, to_sharded: bool) -> None:
+    """And the other way round, with its optimizer state."""
+    w, a, groups = torch.randn(300), torch.ones(5), [(("a", "w"), 0.1)]
+    whole = Ignored({"a": a}, whole={"w": w}, groups=groups)
+    sharded = Picture({"a": a, "w": w}, groups=groups)
+    old, new = (whole, sharded) if to_sharded else (sharded, whole)
+    save_step(tmp_path, 1, 2, shown=old)
+    for rank in range(3):
+        loaded = read(open_storage(tmp_path), new, rank, 3)
+        state = loaded.states["w"]
+        expected = new.shard("w", rank, 3) if to_sharded else w
+        assert same_bits(loaded.model["w"], expected)
+        assert same_bits(state["exp_avg"].value, expected * 2)
+        assert state["exp_avg"].kind is (Kind.SHARD if to_sharded else Kind.DEVICE)
+        assert (state["step"].value.item(), state["step"].kind) == (1.0, Kind.HOST)
 
 
 # ---------------------------------------------------------------- damaged files

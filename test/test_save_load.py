@@ -125,6 +125,7 @@ def on_2_ranks(rank: int, folder: str) -> dict[str, Any]:
     found["random"] = random_numbers(Path(folder, "random"))
     found["asynchronous"] = asynchronous(Path(folder, "asynchronous"))
     found["hosts"] = hosts(rank, Path(folder, "hosts"))
+    found["remote"] = remote()
     return found
 
 
@@ -211,6 +212,7 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
         "extra": message(lambda: save_checkpoint(folder / "x", model, extra=extra, step=1)),
         "foreign": message(lambda: save_checkpoint(folder / "x", model, other, step=1)),
         "nothing": message(lambda: load_checkpoint(folder / "x", model)),
+        "missing ok": str(load_checkpoint(folder / "x", model, missing_ok=True)),
         "no step": message(lambda: load_checkpoint(folder / "adamw", model, step=7)),
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
         "scheduler": message(lambda: load_without_scheduler(folder / "ties")),
@@ -333,6 +335,22 @@ def hosts(rank: int, folder: Path) -> dict[str, Any]:
     return {"loaded": load_checkpoint(own, model), "files": files}
 
 
+def remote() -> dict[str, bool]:
+    """An object store, which all ranks see."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    model = fsdp(make(TiedNet))
+    before = host_bits(model)
+    for step in (1, 2):
+        save_checkpoint("memory://bucket/run", model, step=step, asynchronous=True, keep_last=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.ones_like(param))
+    changed = before != host_bits(model)
+    found = load_checkpoint("memory://bucket/run", model)  # waits for step 2
+    return {"changed": changed, "back": before == host_bits(model), "latest": found["step"] == 2}
+
+
 # ---------------------------------------------------------------- tests
 
 
@@ -432,8 +450,9 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found["format"] == "ValueError: file_format='zip'; expected one of safetensors, pth"
     assert "rank 1: extra.lambda is a builtin_function_or_method, which" in found["extra"]
     assert "ranks 0, 1: group 0 of SGD has a parameter of shape (11, 5)" in found["foreign"]
-    assert "/x holds no complete step" in found["nothing"]
-    assert "/adamw holds no complete step 7; there is 1, 2" in found["no step"]
+    assert "/x holds no complete step that all ranks see" in found["nothing"]
+    assert found["missing ok"] == "{'step': None, 'extra': None}"
+    assert "/adamw holds no step 7 that is complete; there is 1, 2" in found["no step"]
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
     assert "the checkpoint holds no lr_scheduler; load without one" in found["scheduler"]
     assert found["unchanged"] == "True"
@@ -463,3 +482,8 @@ def test_hosts_agree_on_the_step_that_all_have() -> None:
         found = outcomes()[2][rank]["hosts"]
         assert found["loaded"] == {"step": 1, "extra": rank}
         assert found["files"] == ["complete.json", f"rank-{rank:05d}-of-00002.safetensors"]
+
+
+def test_an_object_store() -> None:
+    for rank in range(2):
+        assert outcomes()[2][rank]["remote"] == {"changed": True, "back": True, "latest": True}

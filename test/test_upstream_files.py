@@ -17,6 +17,7 @@ from xla_fsdp.checkpoint import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
 )
+from xla_fsdp.consolidate_sharded_ckpts import main
 
 CASES = ["plain", "nested", "flat", "flat_nested", "rows", "rows_nested", "bfloat16"]
 
@@ -44,6 +45,16 @@ def test_upstreams_files_give_the_original_model(upstream: Path, tmp_path: Path,
             if "running" in name:
                 original[name] = value.bfloat16().float()
     assert bits(merged) == bits(original)
+
+
+@pytest.mark.parametrize("case", ["flat_nested", "rows_nested", "bfloat16"])
+def test_upstreams_files_are_resharded(upstream: Path, tmp_path: Path, case: str) -> None:
+    prefix = f"{upstream / case}/rank"
+    arguments = ["--ckpt_prefix", prefix, "--save_path", str(tmp_path / "new")]
+    assert main([*arguments, "--to_world_size", "2"]) == 0
+    merged, _ = consolidate_sharded_model_checkpoints(str(tmp_path / "new"), save_model=False)
+    expected, _ = consolidate_sharded_model_checkpoints(prefix, save_model=False)
+    assert bits(merged) == bits(expected)
 
 
 def upstream_shards(directory: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from typing import Any
 from xla_fsdp.checkpoint.consolidate import (
     MergeOptions,
     look_at_shards,
-    merge_shards,
     output_path,
     plan_merge,
     read_shards,
@@ -46,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: the process's) and return its exit code."""
     args = _parser().parse_args(argv)
     try:
+        _refuse_impossible(args)
         if args.command == "inspect":
             return _inspect(args)
         _consolidate(args)
@@ -186,6 +186,22 @@ def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOp
     )
 
 
+def _refuse_impossible(args: Namespace) -> None:
+    problems = []
+    if args.threads is not None and args.threads < 1:
+        problems.append(f"--threads {args.threads} must be at least 1")
+    if args.to_world_size is None and args.step is not None:
+        problems.append("--step has a meaning only together with --to_world_size")
+    if args.to_world_size is not None:
+        problems += [
+            f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
+            for name in ("dtype", "key_map", "format", "copy_ties")
+            if getattr(args, name)
+        ]
+    if problems:
+        raise CheckpointError(problems)
+
+
 def _options(args: Namespace, kind: Kind) -> MergeOptions:
     return MergeOptions(
         optimizer=not args.model_only,
@@ -213,9 +229,8 @@ def _kind(args: Namespace, output: str) -> Kind:
 def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
     if args.to_world_size is not None:
         return f"saved shards of {args.to_world_size} ranks to {output}"
-    full, _ = merge_shards(shards, optimizer=not args.model_only)
-    states = f", optimizer state of {len(full.optimizer.states)}" if full.optimizer else ""
-    return f"saved consolidated model to {output} ({size_line(full.model)}{states})"
+    size = size_line(shards[0], optimizer=not args.model_only)
+    return f"saved consolidated model to {output} ({size})"
 
 
 @contextmanager

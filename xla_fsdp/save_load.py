@@ -5,60 +5,32 @@ until all ranks know that it is complete.
 Always true: every rank calls both functions, and all raise the same error or none; nothing of the
 model or optimizer is changed before everything has been read and checked; a save that follows a
 pending one waits for it first.
-This file only translates between live objects and ``checkpoint/``: which bytes a rank needs is
-``checkpoint.reshard``'s business, when a step is complete ``checkpoint.commit``'s.
+What a job saves and takes is ``live_job``'s business, which bytes a rank needs
+``checkpoint.reshard``'s, when a step is complete ``checkpoint.commit``'s.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.checkpoint.commit import Place as FilePlace
-from xla_fsdp.checkpoint.commit import Ranks, Save
-from xla_fsdp.checkpoint.format import ShardMetadata
-from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.plain_values import Packed, pack
-from xla_fsdp.checkpoint.rank_file import SUFFIXES, RankContent, write_rank_file
-from xla_fsdp.checkpoint.reshard import Target
+from xla_fsdp.checkpoint.commit import LOOKED_AT, Place, Ranks, Save
+from xla_fsdp.checkpoint.load_step import load_step
+from xla_fsdp.checkpoint.rank_file import SUFFIXES, write_rank_file
 from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.checkpoint.validate import CheckpointError
-from xla_fsdp.cpu_ranks import current_rank_thread
 from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
-from xla_fsdp.optim_records import record_of, state_from, tensors_of
-from xla_fsdp.optim_state import (
-    OptimizerState,
-    find_problems,
-    find_write_problems,
-    params_by_key,
-    read_optimizer,
-    write_optimizer,
-)
-
-LOOKED_AT = 16
-"""Complete attempts that a rank tells the others about."""
+from xla_fsdp.live_job import LiveJob, LRScheduler
 
 # The saves that training has not waited for yet. Keys are each rank's own model, so ranks that are
 # threads of one process never meet here.
 _pending: WeakKeyDictionary[XlaFullyShardedDataParallel, PendingSave] = WeakKeyDictionary()
-
-
-class LRScheduler(Protocol):
-    """What is used of a learning rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class PendingSave:
@@ -122,24 +94,12 @@ def save_checkpoint(
     """
     number = _checked_step(step)
     _check_arguments(model, keep_last, file_format)
-    if earlier := _pending.pop(model, None):
-        earlier.wait()
-    ranks = _ranks()
-    metadata = _metadata(model, ranks)
-    save = Save(
-        open_storage(directory), ranks, _file_place(metadata, file_format), number, keep_last
-    )
-    values = {"extra": extra, "rng": _rng_state(model)}
-    if lr_scheduler is not None:
-        values["lr_scheduler"] = lr_scheduler.state_dict()
-    values["model"] = {k: v for k, v in model.state_dict().items() if not isinstance(v, Tensor)}
-    problems: list[str] = []
-    packed = _packed(values, problems)
-    if optimizer is not None:
-        problems += find_problems(optimizer, _params(model))
-    save.begin(problems)
-    state = None if optimizer is None else read_optimizer(optimizer, _params(model))
-    content = _content(model, metadata, state, packed)
+    _wait_for_earlier(model)
+    job = LiveJob(model, optimizer, lr_scheduler)
+    place = Place(job.metadata.rank, job.metadata.world_size, job.group, file_format)
+    save = Save(open_storage(directory), _ranks(), place, number, keep_last)
+    save.begin(job.find_save_problems(extra))
+    content = job.content(extra)
     save.start(lambda sink, name: write_rank_file(sink, name, content))
     pending = PendingSave(save)
     if asynchronous:
@@ -157,6 +117,7 @@ def load_checkpoint(
     *,
     step: int | None = None,
     strict: bool = True,
+    missing_ok: bool = False,
 ) -> dict[str, Any]:
     """Load what ``save_checkpoint`` saved, onto any number of ranks, units and sharding groups,
     flattened or not. Every rank calls it, and reads only what it needs.
@@ -170,49 +131,36 @@ def load_checkpoint(
         step: which one; the latest that is complete for all ranks if None.
         strict: whether names that only the checkpoint or only the model has are errors. Otherwise
             the ones are passed over, and the others stay as they are.
+        missing_ok: whether a directory without a complete step is fine; nothing is loaded then.
 
     Returns:
-        ``{"step": ..., "extra": ...}``. On as many ranks as saved it, each rank gets its own
-        ``extra`` and goes on with its own random numbers; on others every rank gets rank 0's
-        ``extra``, and random numbers stay as they are.
+        ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
+        saved it, each rank gets its own ``extra`` and goes on with its own random numbers; on
+        others every rank gets rank 0's ``extra``, and random numbers stay as they are.
 
     Raises:
         TypeError: if ``model`` is not wrapped.
         CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
     """
     _check_wrapped(model)
-    if earlier := _pending.pop(model, None):
-        earlier.wait()
-    ranks, storage = _ranks(), open_storage(directory)
+    _wait_for_earlier(model)
+    job, ranks, storage = LiveJob(model, optimizer, lr_scheduler), _ranks(), open_storage(directory)
     attempt = _agreed_attempt(storage, ranks, step)
-    params = _params(model)
-    problems: list[str] = []
-    loaded, state = None, None
+    if attempt is None and missing_ok:
+        return {"step": None, "extra": None}
+    if attempt is None:
+        raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
     try:
-        loaded = load_step(
-            storage, attempt, _target(model, optimizer, params, ranks), strict=strict
-        )
-        if lr_scheduler is not None and "lr_scheduler" not in loaded.values:
-            problems.append("the checkpoint holds no lr_scheduler; load without one")
-        if optimizer is not None:
-            state = state_from(loaded.groups, loaded.states, params)
-            problems += find_write_problems(optimizer, params, state)
+        loaded = load_step(storage, attempt, job.target(), strict=strict)
+        problems = job.find_load_problems(loaded)
     except CheckpointError as error:
-        problems += error.problems
+        problems = error.problems
     ranks.agree(problems)
-    assert loaded is not None  # else there is a problem
-    _load_model(model, loaded, strict)
-    if optimizer is not None and state is not None:
-        write_optimizer(optimizer, params, state)
-    if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(loaded.values["lr_scheduler"])
-    xla_ops.sync()
-    if loaded.same_ranks:
-        _set_rng_state(model, loaded.values.get("rng"), ranks)
+    job.take(loaded, strict=strict)
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
 
 
-# ---------------------------------------------------------------- ranks and places
+# ---------------------------------------------------------------- arguments and ranks
 
 
 def _checked_step(step: Any) -> int:
@@ -241,138 +189,30 @@ def _ranks() -> Ranks:
     return Ranks(xla_ops.rank(), xla_ops.world_size(), xla_ops.exchange)
 
 
-def _metadata(model: XlaFullyShardedDataParallel, ranks: Ranks) -> ShardMetadata:
-    data = model.get_shard_metadata()
-    at = None if data["groups"] is None else ranks.rank
-    return ShardMetadata.from_dict({**data, "global_rank": at})
+def _wait_for_earlier(model: XlaFullyShardedDataParallel) -> None:
+    if earlier := _pending.pop(model, None):
+        earlier.wait()
 
 
-def _file_place(metadata: ShardMetadata, file_format: str) -> FilePlace:
-    groups = metadata.groups or ()
-    group = next((i for i, each in enumerate(groups) if metadata.global_rank in each), 0)
-    return FilePlace(metadata.rank, metadata.world_size, group, file_format)
+def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt | None:
+    """The latest attempt that every rank sees as complete.
 
-
-def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt:
-    """The latest attempt that every rank sees as complete."""
+    Raises:
+        CheckpointError: if ``step`` is given and not complete, or files cannot be looked at.
+    """
     own: list[Attempt] = []
+    others: list[int] = []
     problems: list[str] = []
     try:
-        # Ranks on different hosts are at most one attempt apart.
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
-            steps = sorted({each.step for each in islice(newest_complete(storage), LOOKED_AT)})
-            wanted = "no complete step" if step is None else f"no complete step {step}"
-            hint = f"; there is {', '.join(map(str, steps))}" if steps else ""
-            problems = [f"{storage.where} holds {wanted}{hint}"]
+            others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
-    seen = [{Attempt(*pair) for pair in pairs} for pairs in ranks.agree(problems, own)]
-    common = set.intersection(*seen)
-    if not common:
-        raise CheckpointError(
-            f"{storage.where} holds no complete step that all ranks see; rank 0 sees "
-            f"{', '.join(each.folder for each in sorted(seen[0]))}"
-        )
-    return max(common)
-
-
-# ---------------------------------------------------------------- model
-
-
-def _params(model: XlaFullyShardedDataParallel) -> dict[str, Tensor]:
-    return params_by_key(
-        model.get_original_names_and_sharded_parameters(), model.named_parameters()
-    )
-
-
-def _own_tensors(model: XlaFullyShardedDataParallel, metadata: ShardMetadata) -> dict[str, Tensor]:
-    """The state dict's tensors, each once."""
-    return {
-        key: value
-        for key, value in model.state_dict().items()
-        if isinstance(value, Tensor) and key not in metadata.ties
-    }
-
-
-def _target(
-    model: XlaFullyShardedDataParallel,
-    optimizer: Optimizer | None,
-    params: Mapping[str, Tensor],
-    ranks: Ranks,
-) -> Target:
-    metadata = _metadata(model, ranks)
-    sharded = {record.key for record in metadata.params}
-    tensors = _own_tensors(model, metadata)
-    whole = {key: tuple(t.shape) for key, t in tensors.items() if key not in sharded}
-    if optimizer is None:
-        return Target(metadata, whole)
-    if problems := find_problems(optimizer, params):
-        raise CheckpointError(problems)
-    keys = {id(param): key for key, param in params.items()}
-    groups = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    return Target(metadata, whole, groups)
-
-
-def _load_model(model: XlaFullyShardedDataParallel, loaded: LoadedStep, strict: bool) -> None:
-    live = model.state_dict()
-    state: dict[str, Any] = {
-        key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
-    }
-    for alias, canonical in model.get_shard_metadata()["ties"].items():
-        key = canonical if canonical in state else None
-        if key is not None and alias in live:
-            state[alias] = state[key]
-    state.update(loaded.values.get("model", {}))
-    model.load_state_dict(state, strict=strict)
-
-
-# ---------------------------------------------------------------- what is saved
-
-
-def _packed(values: dict[str, Any], problems: list[str]) -> Packed:
-    packed: list[Packed] = []
-    try:
-        packed.append(pack(values, "values"))
-    except CheckpointError as error:
-        problems += [problem.removeprefix("values.") for problem in error.problems]
-    return packed[0] if packed else Packed({}, [])
-
-
-def _content(
-    model: XlaFullyShardedDataParallel,
-    metadata: ShardMetadata,
-    state: OptimizerState | None,
-    values: Packed,
-) -> RankContent:
-    """Everything in host memory, by one transfer."""
-    tensors = _own_tensors(model, metadata)
-    states = {} if state is None else tensors_of(state)
-    names = [(key, name) for key, each in states.items() for name in each]
-    live = [*tensors.values(), *(states[key][name] for key, name in names), *values.tensors]
-    copies = iter(xla_ops.to_host(live))
-    model_copies = {key: next(copies) for key in tensors}
-    state_copies: dict[str, dict[str, Tensor]] = {key: {} for key in states}
-    for key, name in names:
-        state_copies[key][name] = next(copies)
-    return RankContent(
-        metadata=replace(metadata, optimizer=None if state is None else record_of(state)),
-        model=model_copies,
-        states=state_copies,
-        values=Packed(values.json, list(copies)),
-    )
-
-
-# ---------------------------------------------------------------- random numbers
-
-
-def _rng_state(model: XlaFullyShardedDataParallel) -> dict[str, Any]:
-    return {"device": xla_ops.get_rng_state(model.xla_device), "host": torch.get_rng_state()}
-
-
-def _set_rng_state(model: XlaFullyShardedDataParallel, state: Any, ranks: Ranks) -> None:
-    if not isinstance(state, dict):
-        return
-    xla_ops.set_rng_state(state["device"], model.xla_device)
-    if current_rank_thread() is None or ranks.rank == 0:  # threads share the host's generator
-        torch.set_rng_state(state["host"])
+    said = ranks.agree(problems, (storage.where, own, others))
+    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in said))
+    if not common and step is not None:
+        there = sorted({each for _, _, steps in said for each in steps})
+        hint = f"; there is {', '.join(map(str, there))}" if there else ""
+        raise CheckpointError(f"{said[0][0]} holds no step {step} that is complete{hint}")
+    return max(common, default=None)

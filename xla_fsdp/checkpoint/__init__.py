@@ -9,13 +9,18 @@ from xla_fsdp.checkpoint.consolidate import (
     read_shards,
 )
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.model_files import Kind, Layout
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
+from xla_fsdp.checkpoint.outputs import WriteOptions
+from xla_fsdp.checkpoint.reshard_files import plan_reshard
 from xla_fsdp.checkpoint.shard_files import Shard, open_shard
 from xla_fsdp.checkpoint.validate import CheckpointError
 
 __all__ = [
     "CheckpointError",
     "GroupRecord",
+    "Kind",
+    "Layout",
     "MemberRecord",
     "MergeOptions",
     "OptimizerRecord",
@@ -23,10 +28,12 @@ __all__ = [
     "Shard",
     "ShardMetadata",
     "StateRecord",
+    "WriteOptions",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "find_problems",
     "merge_files",
     "open_shard",
+    "plan_reshard",
     "read_shards",
 ]

@@ -8,6 +8,7 @@ What the bytes mean is ``safetensors_file``'s and ``torch_file``'s to know.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from threading import Lock
@@ -48,7 +49,8 @@ class LocalFile:
         """See ``ByteSource``."""
         try:
             with open(self.path, "rb", buffering=0) as file:
-                self._fill(file.fileno(), start, buffer)
+                file.seek(start)
+                self._fill(file, start, buffer)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
 
@@ -62,11 +64,11 @@ class LocalFile:
             raise CheckpointError(f"{self.path}: cannot be read: it is {kind}")
         return status.st_size
 
-    def _fill(self, descriptor: int, start: int, buffer: memoryview) -> None:
+    def _fill(self, file: io.FileIO, start: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            count = os.preadv(descriptor, [buffer[done:]], start + done)
-            if count == 0:
+            count = file.readinto(buffer[done:])
+            if not count:
                 raise CheckpointError(f"{self.path}: ends at byte {start + done}: truncated")
             done += count
 

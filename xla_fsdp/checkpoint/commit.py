@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from xla_fsdp.checkpoint.rank_file import Sink, Written
@@ -38,6 +39,8 @@ from xla_fsdp.checkpoint.storage import Chunk, Storage
 from xla_fsdp.checkpoint.validate import CheckpointError
 
 CLAIM = ".leader"
+LOOKED_AT = 4
+"""Complete attempts that a rank tells the others about; hosts are at most one apart."""
 LOOK_EVERY = 0.5
 """Seconds between two looks of rank 0 for the other ranks' files."""
 PATIENCE = 60.0
@@ -129,19 +132,15 @@ class Save:
         Raises:
             CheckpointError: with the problems of all ranks, or if a later step is complete.
         """
-        found, number, latest = list(problems), 0, -1
+        found, numbers, complete = list(problems), [0], []
         try:
-            number = max((a.number + 1 for a in self._own_attempts()), default=0)
-            newest = next(newest_complete(self._storage), None)
-            latest = -1 if newest is None else newest.step
+            numbers += [each.number + 1 for each in self._own_attempts()]
+            complete = list(islice(newest_complete(self._storage), LOOKED_AT))
         except CheckpointError as error:
             found += error.problems
-        if latest > self._step:
-            found.append(
-                f"{self._storage.where} holds step {latest}, so step {self._step} would never be "
-                f"the latest one. Save to another directory, or delete the later steps"
-            )
-        self._attempt = Attempt(self._step, max(self._ranks.agree(found, number)))
+        said = self._ranks.agree(found, (max(numbers), complete))
+        self._refuse_earlier([{Attempt(*each) for each in own} for _, own in said])
+        self._attempt = Attempt(self._step, max(number for number, _ in said))
         self._find_leaders()
 
     def start(self, write: Callable[[Sink, str], Written]) -> None:
@@ -170,6 +169,15 @@ class Save:
 
     def _own_attempts(self) -> list[Attempt]:
         return [each for each in all_attempts(self._storage) if each.step == self._step]
+
+    def _refuse_earlier(self, complete: Sequence[set[Attempt]]) -> None:
+        """What is complete on some hosts only was cut short, and does not count."""
+        latest = max(set.intersection(*complete), default=None)
+        if latest is not None and latest.step > self._step:
+            raise CheckpointError(
+                f"{self._storage.where} holds step {latest.step}, so step {self._step} would never "
+                f"be the latest one. Save to another directory, or delete the later steps"
+            )
 
     def _find_leaders(self) -> None:
         first, problems = False, []
@@ -214,12 +222,14 @@ class Save:
     def _collect(self) -> dict[str, int]:
         """Every file's size, once all are written and replicas are seen to agree."""
         failure = [] if self._error is None else _lines(self._error)
-        own = self._written and (self._place.shard, self._written.nbytes, self._written.digest)
+        own = self._written and (self._place.shard, self._writes, *self._written)
         files: dict[int, int] = {}
         digests: dict[int, tuple[int, str]] = {}
         problems = []
-        for rank, (shard, nbytes, digest) in enumerate(self._ranks.agree(failure, own)):
-            files[shard] = max(nbytes, files.get(shard, 0))
+        for rank, said in enumerate(self._ranks.agree(failure, own)):
+            shard, writes, nbytes, digest = said
+            if writes:  # a replica's file would differ in what is not sharded
+                files.setdefault(shard, nbytes)
             first, expected = digests.setdefault(shard, (rank, digest))
             if digest != expected:
                 problems.append(
@@ -233,6 +243,9 @@ class Save:
 
     def _mark(self, files: dict[str, int]) -> None:
         if self._leads:
+            if not self._shared:  # of several replicas' files, this host has its own
+                here = self._storage.names(self._attempt.folder)
+                files = {n: self._size(n) if n in here else size for n, size in files.items()}
             marker = Marker(self._step, self._place.num_shards, files)
             write_marker(self._storage, self._attempt, marker)
 

@@ -37,6 +37,7 @@ from xla_fsdp.checkpoint.shard_files import (
     OUTPUT_MARK,
     Shard,
     find_files,
+    nothing_found,
     open_shards,
     watch_shards,
 )
@@ -191,7 +192,7 @@ def look_at_shards(
         return [], error.problems
     shards, problems = open_shards(paths, output or output_path(ckpt_prefix, ""))
     if not shards and not problems:
-        problems = [f"no shard file matches {ckpt_prefix}{ckpt_suffix}"]
+        problems = [nothing_found(ckpt_prefix, ckpt_suffix)]
     return shards, problems + find_problems(shards, optimizer=optimizer)
 
 

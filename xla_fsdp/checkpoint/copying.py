@@ -30,7 +30,7 @@ Progress = Callable[[int], None]
 
 def default_threads() -> int:
     """Enough to read, compute checksums and write at once, on this machine's cores."""
-    return min(8, 2 * len(os.sched_getaffinity(0)))
+    return min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)

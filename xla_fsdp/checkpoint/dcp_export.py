@@ -65,7 +65,8 @@ def export_dcp(
     path = directory.rstrip(os.sep)
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
-        _save(full, temporary, options)
+        with writing(path):
+            _save(full, temporary, options)
         if damage := find_damage(watched, unread=options.verify):
             raise CheckpointError(damage)
         with writing(path):
@@ -105,7 +106,7 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
         first, _ = next(iter(error.failures.values()))
         if isinstance(first, CheckpointError):
             raise first from error
-        raise CheckpointError(f"{path}: could not be written: {first}") from error
+        raise OSError(str(first)) from error
 
 
 def _replace(temporary: str, path: str) -> None:

@@ -275,8 +275,12 @@ class _Entry:
 # ---------------------------------------------------------------- metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what DCP's metadata consists of."""
+class _Unpickler(pickle._Unpickler):
+    """Makes nothing but what DCP's metadata consists of.
+
+    Python's own unpickler in Python: the one in C makes room for as many objects as a single
+    instruction of a damaged file says, up to 64 GB.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it is one of these."""

@@ -22,8 +22,10 @@ from xla_fsdp.checkpoint.format import state_name
 from xla_fsdp.checkpoint.full_tensors import Plan
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord
 from xla_fsdp.checkpoint.plan import make_plan
-from xla_fsdp.checkpoint.rank_file import SUFFIXES, RankFiles, TorchRankFiles
-from xla_fsdp.checkpoint.reshard import Cut, CutState, Saved, Target, cut
+from xla_fsdp.checkpoint.rank_file import SUFFIXES
+from xla_fsdp.checkpoint.rank_reader import RankFiles, TorchRankFiles
+from xla_fsdp.checkpoint.reshard import Cut, CutState, Saved, Target, cut_model
+from xla_fsdp.checkpoint.reshard_optimizer import cut_optimizer
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.step_directory import Attempt, Marker, rank_file_name, read_marker
@@ -75,7 +77,10 @@ def load_step(
     shards = files.shards()
     plan = make_plan(shards[own].metadata, shards[own].state_dict)
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
-    found = cut(Saved(plan, shards, own), target, strict=strict)
+    saved, found = Saved(plan, shards, own), Cut()
+    cut_model(saved, target, found, strict=strict)
+    if target.groups is not None:
+        cut_optimizer(saved, target, target.groups, found, strict=strict)
     if found.problems:
         raise CheckpointError([f"{storage.where}/{attempt.folder}: {p}" for p in found.problems])
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS

@@ -1,12 +1,14 @@
 """What shards hold, in lines for people; and whether shards are as they were saved.
 
-Always true: nothing but headers is read, unless fingerprints are to be computed again.
+Words: see ``full_tensors``. A line begins with what it is about: ``sharded``, ``whole``, ``tied``,
+``group`` or ``state``.
+Always true: nothing but headers is read, unless fingerprints are to be computed again; shards that
+do not make sense are passed over here, since ``checks`` says what is wrong with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 from xla_fsdp.checkpoint.copying import Progress, checksums
 from xla_fsdp.checkpoint.fingerprint import written
@@ -17,11 +19,22 @@ from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
 
 
-def size_line(model: Mapping[str, Any]) -> str:
-    """How many tensors a model has and of how many elements; those of tied names count once."""
-    sources = {id(v): v for v in model.values() if isinstance(v, TensorSource)}
-    elements = sum(s.spec.nbytes // s.dtype.itemsize for s in sources.values())
-    return f"{len(sources)} parameters and buffers, {elements:,} elements"
+def size_line(shard: Shard, *, optimizer: bool) -> str:
+    """How much there is in full, according to one rank's shard; tied tensors count once."""
+    plan = make_plan(shard.metadata, shard.state_dict, optimizer=optimizer)
+    sizes: dict[Hashable, list[int]] = {}
+    for key, piece in plan.pieces.items():
+        identity = shard.state_dict[key].identity or key
+        sizes.setdefault(identity, [member.numel for member in piece.members])
+    for key in plan.whole:
+        if isinstance(value := shard.state_dict[key], TensorSource):
+            sizes.setdefault(value.identity or key, [value.spec.nbytes // value.dtype.itemsize])
+    numels = [numel for each in sizes.values() for numel in each]
+    text = f"{len(numels)} parameters and buffers, {sum(numels):,} elements"
+    if plan.optimizer is None:
+        return text
+    states = sum(len(plan.names_of(key)) for key in plan.optimizer.states)
+    return f"{text}, optimizer state of {states}"
 
 
 def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:

@@ -38,11 +38,21 @@ from xla_fsdp.layout import LANES
 
 @dataclass(frozen=True)
 class _Old:
-    """The shards there are."""
+    """What there is, in full.
 
-    plan: Plan
-    shards: Sequence[Shard]
-    metadata: ShardMetadata  # of rank 0, in our form
+    Args:
+        metadata: of rank 0, in our form.
+        model: full tensor of every member by its name.
+        states: full tensor by key, sharded state and member's name.
+        whole: what is the same on all ranks, by its name in a file.
+        notes: what else rank 0's header says.
+    """
+
+    metadata: ShardMetadata
+    model: dict[str, TensorSource]
+    states: dict[tuple[str, str], dict[str, TensorSource]]
+    whole: dict[str, TensorSource]
+    notes: Mapping[str, str]
 
 
 def plan_reshard(
@@ -71,8 +81,8 @@ def plan_reshard(
         raise CheckpointError(f"--step {step} must be from 0 to 10^15")
     same, watched = watch_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
-    old = _Old(plan, same, _metadata_of(plan, same[0].metadata))
-    _refuse_values_that_are_no_tensors(old)
+    _refuse_values_that_are_no_tensors(plan, same[0])
+    old = _old(plan, same)
     folder = os.path.join(directory, Attempt(step).folder)
     outputs: list[Output] = [
         _rank_output(old, folder, rank, world_size) for rank in range(world_size)
@@ -93,15 +103,10 @@ def step_of(shard: Shard) -> int:
 
 def _rank_output(old: _Old, folder: str, rank: int, world_size: int) -> SafetensorsOutput:
     metadata = replace(old.metadata, rank=rank, world_size=world_size)
-    tensors = {
-        **{model_name(key): source for key, source in _model(old, rank, world_size)},
-        **dict(_states(old, rank, world_size)),
-        **old.shards[0].others,
-    }
     return SafetensorsOutput(
         path=os.path.join(folder, rank_file_name(rank, world_size, "safetensors")),
-        tensors=tensors,
-        metadata=partial(_header_metadata, metadata, old.shards[0].notes),
+        tensors={**dict(_shards(old, rank, world_size)), **old.whole},
+        metadata=partial(_header_metadata, metadata, old.notes),
     )
 
 
@@ -114,38 +119,52 @@ def _header_metadata(
 # ---------------------------------------------------------------- tensors
 
 
-def _model(old: _Old, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
-    state_dicts = [shard.state_dict for shard in old.shards]
-    by_name = {
-        name: source
-        for key, piece in old.plan.pieces.items()
-        for name, source in joined_members(piece, [each[key] for each in state_dicts])
-    }
-    for record in old.metadata.params:
-        sources = [by_name[member.name] for member in record.members]
-        yield record.key, _shard_of(record, sources, rank, world_size)
-    for key, name in old.plan.whole.items():
-        yield name, state_dicts[0][key]
+def _old(plan: Plan, shards: Sequence[Shard]) -> _Old:
+    first = shards[0]
+    metadata = _metadata_of(plan, first.metadata)
+    states = metadata.optimizer.states if metadata.optimizer else {}
+    return _Old(
+        metadata,
+        model={
+            name: source
+            for key, piece in plan.pieces.items()
+            for name, source in joined_members(piece, [each.state_dict[key] for each in shards])
+        },
+        states={
+            (key, what): dict(
+                joined_members(
+                    plan.pieces[key], [each.optimizer[state_name(key, what)] for each in shards]
+                )
+            )
+            for key, state in states.items()
+            for what in state.sharded
+        },
+        whole={
+            **{model_name(name): first.state_dict[key] for key, name in plan.whole.items()},
+            **{
+                (name := state_name(key, what)): first.optimizer[name]
+                for key, state in states.items()
+                for what in state.whole
+            },
+            **first.others,
+        },
+        notes=first.notes,
+    )
 
 
-def _states(old: _Old, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
-    if old.metadata.optimizer is None:
-        return
+def _shards(old: _Old, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
+    """What a rank gets, by name in its file."""
     records = {record.key: record for record in old.metadata.params}
-    for key, state in old.metadata.optimizer.states.items():
-        for what in state.sharded:
-            name = state_name(key, what)
-            shards = [shard.optimizer[name] for shard in old.shards]
-            members = [source for _, source in joined_members(old.plan.pieces[key], shards)]
-            yield name, _shard_of(records[key], members, rank, world_size)
-        for what in state.whole:
-            name = state_name(key, what)
-            yield name, old.shards[0].optimizer[name]
+    for key, record in records.items():
+        yield model_name(key), _shard_of(record, old.model, rank, world_size)
+    for (key, what), full in old.states.items():
+        yield state_name(key, what), _shard_of(records[key], full, rank, world_size)
 
 
 def _shard_of(
-    record: ParamRecord, sources: Sequence[TensorSource], rank: int, world_size: int
+    record: ParamRecord, full: Mapping[str, TensorSource], rank: int, world_size: int
 ) -> TensorSource:
+    sources = [full[member.name] for member in record.members]
     vector = slice_of(record, sources, rank, world_size)
     if not record.by_rows:
         return vector
@@ -181,12 +200,11 @@ def _records(plan: Plan) -> Iterator[ParamRecord]:
             )
 
 
-def _refuse_values_that_are_no_tensors(old: _Old) -> None:
+def _refuse_values_that_are_no_tensors(plan: Plan, shard: Shard) -> None:
     problems = [
-        f"{name} is a {type(old.shards[0].state_dict[key]).__name__}, no tensor: such files "
-        f"cannot hold it"
-        for key, name in old.plan.whole.items()
-        if not isinstance(old.shards[0].state_dict[key], TensorSource)
+        f"{name} is a {type(shard.state_dict[key]).__name__}, no tensor: such files cannot hold it"
+        for key, name in plan.whole.items()
+        if not isinstance(shard.state_dict[key], TensorSource)
     ]
     if problems:
         raise CheckpointError(problems)

@@ -86,7 +86,7 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     Raises:
         CheckpointError: if a step is not complete.
     """
-    if not os.path.isdir(ckpt_prefix) or ckpt_suffix != DEFAULT_SUFFIX:
+    if not _is_directory(ckpt_prefix, ckpt_suffix):
         return matching_files(ckpt_prefix, ckpt_suffix)
     if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
         return [ckpt_prefix]
@@ -96,6 +96,17 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
         return _files_of_step(ckpt_prefix)
     folder = os.path.join(escape(ckpt_prefix), "")
     return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
+
+
+def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
+    """What to say if ``find_files`` finds nothing."""
+    if _is_directory(ckpt_prefix, ckpt_suffix):
+        return f"{ckpt_prefix}: holds no complete step and no shard file"
+    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
+
+
+def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
+    return os.path.isdir(ckpt_prefix) and ckpt_suffix == DEFAULT_SUFFIX
 
 
 def read_marker_file(folder: str) -> Marker:

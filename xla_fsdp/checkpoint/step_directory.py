@@ -144,16 +144,15 @@ def remove(storage: Storage, attempt: Attempt) -> None:
 
 def tidy(storage: Storage, newest: Attempt, keep_last: int | None) -> list[str]:
     """Delete what ``newest``, which is complete, makes superfluous: attempts that were not
-    completed, earlier attempts of the same steps, and all but the last ``keep_last`` steps.
+    completed, earlier attempts of the same steps, and all but the last ``keep_last`` steps. Later
+    steps, too: if any counted, ``newest`` would not have been saved.
 
     Returns:
         One line for each attempt that could not be deleted; the next call tries again.
     """
-    complete = complete_attempts(storage)
-    current = {attempt.step: attempt for attempt in complete}  # the last attempt of each step
-    until = sorted(step for step in current if step <= newest.step)
-    dropped = until[:-keep_last] if keep_last else []
-    kept = {newest} | {each for step, each in current.items() if step not in dropped}
+    complete = [each for each in complete_attempts(storage) if each <= newest]
+    current = {each.step: each for each in complete}  # the last attempt of each step
+    kept = [current[step] for step in sorted(current)][-(keep_last or len(current)) :]
     return list(_removed(storage, (a for a in all_attempts(storage) if a not in kept)))
 
 

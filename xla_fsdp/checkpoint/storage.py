@@ -121,7 +121,7 @@ class LocalStorage:
         path = self._root / name
         try:
             _make_folder(path.parent)
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
             return False
         except OSError as error:

@@ -85,7 +85,8 @@ def source_of(tensor: Tensor) -> TensorSource:
 
 
 class Loaded:
-    """The bytes of a tensor in memory, laid out in order only while they are used."""
+    """The bytes of a tensor in memory. If need be, they are copied to the CPU and ordered, once,
+    when they are first read."""
 
     def __init__(self, nbytes: int, tensor: Tensor) -> None:
         self.nbytes = nbytes

@@ -1,7 +1,8 @@
 """Changes to a full checkpoint on its way into other files: names and dtypes. Nothing is read.
 
 Words: a *rule* ``OLD=NEW`` replaces a prefix of names; the first rule that fits a name is used.
-Always true: model and optimizer keep the same names; two names never become one.
+Always true: model and optimizer keep the same names, and two names never become one; the
+optimizer keeps its dtypes.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ import torch
 
 T = TypeVar("T")
 
+MAX_LINE = 2000
+"""Characters of a message: a file may hold names of any length."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, merged or written. One problem per line of the message.
@@ -74,7 +77,8 @@ def refuse_repeated(what: str, names: Iterable[str]) -> None:
 
 def one_line(text: str) -> str:
     """A message whose parts come out of files, fit to be one line of a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    short = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def refuse_bad_names(names: Iterable[str]) -> list[str]:

@@ -12,10 +12,37 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from test.parity import assert_same, join
-from test.random_models import Recipe, recipes
+from test.random_models import Plan, Recipe, recipes
 from test.ranks import cached_outcome, run_on_ranks
 from test.training import train_plain, train_sharded
 
+_LINEAR = Plan("linear", number=2)
+_AGAIN = Plan("shared", number=0)
+# Recipes that once failed; on two ranks.
+FOUND = [
+    # A module that a unit shares with a unit inside it, and with the root.
+    Recipe(
+        Plan(
+            "chain",
+            (
+                _LINEAR,
+                Plan(
+                    "residual",
+                    (
+                        _AGAIN,
+                        Plan("chain", (_AGAIN, Plan("conv"), _AGAIN), unit=True, remat=remat),
+                        _AGAIN,
+                    ),
+                    unit=True,
+                    remat=remat,
+                ),
+                _AGAIN,
+            ),
+        ),
+        options={"reshard_after_forward": remat != "inside", "flatten_parameters": False},
+    )
+    for remat in ("", "inside", "outside")
+]
 COUNT = 12
 SPACING = 8  # hypothesis varies what it has just drawn; these are far enough apart
 
@@ -38,7 +65,7 @@ def drawn(num_ranks: int) -> list[Recipe]:
         found.append(recipe)
 
     note()
-    return found[SPACING - 1 :: SPACING]
+    return [*found[SPACING - 1 :: SPACING], *(FOUND if num_ranks == 2 else [])]
 
 
 @cached_outcome
@@ -77,6 +104,11 @@ def _compare(num_ranks: int, index: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parity(num_ranks: int, index: int) -> None:
     _compare(num_ranks, index)
+
+
+@pytest.mark.parametrize("index", range(COUNT, COUNT + len(FOUND)))
+def test_parity_of_what_once_failed(index: int) -> None:
+    _compare(2, index)
 
 
 @pytest.mark.slow

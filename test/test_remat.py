@@ -54,6 +54,20 @@ class Fickle(nn.Module):
         return self.lin(x) if self.calls == 1 else torch.tanh(self.lin(x))
 
 
+class Hoarding(nn.Module):
+    """Appends to a cache, as attention does; the recomputation finds it longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.append(self.lin(x))
+        (only,) = self.cache
+        return only
+
+
 class Outer(nn.Module):
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -162,6 +176,7 @@ def on_one_rank(rank: int) -> dict[str, Any]:
         for name, (wrap_block, wrap_all) in NESTS.items()
     }
     results["fickle"] = _message(lambda: train(checkpoint_module(Fickle().to(device)), x))
+    results["hoarding"] = _message(lambda: train(checkpoint_module(Hoarding().to(device)), x))
     results["not a module"] = _message(lambda: checkpoint_module(print))
     return results
 
@@ -279,7 +294,7 @@ def _message(call: Any) -> str:
     try:
         call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     return "nothing was raised"
 
 
@@ -314,6 +329,12 @@ def test_forward_runs_again_in_backward_only() -> None:
 
 def test_a_forward_that_changes_its_mind_is_an_error() -> None:
     assert "must do the same both times" in result()["fickle"]
+
+
+def test_an_error_in_the_recomputation_says_where_it_comes_from() -> None:
+    assert result()["hoarding"].startswith("ValueError: too many values to unpack")
+    assert "forward of Hoarding was recomputed, in backward" in result()["hoarding"]
+    assert "use_cache=False" in result()["hoarding"]
 
 
 def test_only_modules() -> None:

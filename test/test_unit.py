@@ -252,6 +252,42 @@ def test_the_wrapper_forwards_what_it_lacks() -> None:
     assert found["representation"]
 
 
+@scenario
+def walked_by_children(rank: int) -> dict[str, Any]:
+    model = make()
+    model.mid = fsdp(model.mid)
+    model = nested(model)
+    visited: list[str] = []
+    model.apply(lambda module: visited.append(type(module).__name__))
+    model.eval()
+    found: dict[str, Any] = {
+        "names": names_by_children(model),
+        "applied": visited.count("Linear"),
+        "training": [module.training for module in model.modules()],
+    }
+    model.mid.bias = nn.Parameter(torch.zeros(WIDTH))
+    found["replaced"] = message(lambda: model(rows()))
+    return found
+
+
+def names_by_children(module: nn.Module) -> list[str]:
+    """Parameter names, found as transformers looks for those that decay."""
+    below = [
+        f"{child}.{name}"
+        for child, inner in module.named_children()
+        for name in names_by_children(inner)
+    ]
+    return [*below, *module._parameters]
+
+
+def test_walking_by_children_finds_everything_by_its_own_name() -> None:
+    plain, found = make(), result("walked_by_children")
+    assert found["names"] == names_by_children(plain)
+    assert found["applied"] == sum(isinstance(module, nn.Linear) for module in plain.modules())
+    assert not any(found["training"])
+    assert "bias was replaced after wrapping" in found["replaced"]
+
+
 # ---------------------------------------------------------------- ties across units
 
 

@@ -69,9 +69,7 @@ def train_plain(task: Task, num_ranks: int) -> Outcome:
         outcome.losses.append(loss.item())
         outcome.grads = _grads(model)
         optimizer.step()
-    names = model.state_dict().keys()
-    shared = {name: value for name, value in buffers[0].items() if name in names}
-    outcome.state = {**model.state_dict(), **shared}
+    outcome.state = {**model.state_dict(), **_under_all_names(model, buffers[0])}
     return outcome
 
 
@@ -101,6 +99,14 @@ def train_sharded(task: Task, rank: int) -> dict[str, Any]:
         "names": [name for name, _ in model.named_parameters()],
         "metadata": model.get_shard_metadata(),
     }
+
+
+def _under_all_names(model: nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``buffers`` for all that a state dict calls them: a module may have several names."""
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    named = model.named_buffers(remove_duplicate=False)
+    persistent = model.state_dict().keys()
+    return {name: buffers[first[id(buffer)]] for name, buffer in named if name in persistent}
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor]:

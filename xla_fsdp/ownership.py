@@ -134,7 +134,7 @@ class _Sharder:
                 f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
             )
         dtype = self._compute_dtype(member)
-        return ShardedParam(name, [member], theirs.shard, layout, dtype)
+        return ShardedParam(name, [member], theirs.shard, layout, dtype, places=theirs.places)
 
     def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
         """Parts that can share one flat shard: same dtypes, and all trainable or all frozen.

@@ -31,6 +31,11 @@ from xla_fsdp.tree import replace_tensors, tensors_in
 from xla_fsdp.unit_module import is_unit
 from xla_fsdp.wrap import has_forward
 
+_SAME_TWICE = (
+    "It must do the same both times: look for state that it changes, such as a cache that it "
+    "appends to (of transformers models: set config.use_cache=False), and for branches on it."
+)
+
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
     """Make ``module`` rematerialize: its forward is replaced in place by one that keeps only its
@@ -211,8 +216,15 @@ class _Region:
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: found.append(tensor.detach()), _refuse
         )
-        with torch.enable_grad(), self._environment.restored(), hooks:
-            self._forward(*args, **kwargs)
+        try:
+            with torch.enable_grad(), self._environment.restored(), hooks:
+                self._forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Raised while the checkpointed forward of {self._name} was recomputed, in "
+                f"backward. {_SAME_TWICE}"
+            )
+            raise
         return found
 
     def _inputs(self) -> Any:
@@ -230,8 +242,7 @@ class _Region:
         if found != self._saved:
             raise RuntimeError(
                 f"the checkpointed forward of {self._name} saved {len(self._saved)} tensors for "
-                f"backward, and {len(found)} (or others) when it was recomputed. It must do the "
-                f"same both times: look for state that it changes and for branches on it"
+                f"backward, and {len(found)} (or others) when it was recomputed. {_SAME_TWICE}"
             )
 
     def _forget(self) -> None:

@@ -2,7 +2,7 @@
 
 Words: a *member* is one original parameter; a shard has one member, or several joined end to end
 (*flat*). An *owner* is a module attribute that holds a member; a tied member has several.
-Always true: outside a forward or backward pass of the unit, owners of a one-member shard hold the
+Always true: outside a forward or backward pass of the units, owners of a one-member shard hold the
 shard parameter (so names, optimizers and state dicts see it), and members of a flat shard are not
 attributes at all; while unsharded, owners hold the full tensors. The shard parameter object never
 changes. How shards travel between ranks is left to ``param_group``.
@@ -75,6 +75,49 @@ class Member:
     owners: tuple[Owner, ...]
 
 
+class Places:
+    """What the owners of one shard hold, and what they held before.
+
+    Several units may own a parameter of a module that they share, one inside the other, and be
+    unsharded at once. An owner holds what was shown there last and is not hidden yet, and the shard
+    when nothing is shown.
+
+    Args:
+        shard: of a parameter that is registered under its members' names; None for a flat one,
+            whose members are no attributes when nothing is shown.
+    """
+
+    def __init__(self, shard: nn.Parameter | None) -> None:
+        self._shard = shard
+        self._shown: list[tuple[Owner, Tensor]] = []
+
+    def show(self, owner: Owner, tensor: Tensor, *, idle: bool) -> None:
+        """Let ``owner`` hold ``tensor``, unless it is ``idle`` and something else is shown."""
+        self._shown.insert(0 if idle else len(self._shown), (owner, tensor))
+        self.refresh(owner)
+
+    def hide(self, owner: Owner, tensor: Tensor) -> None:
+        """Undo one ``show``."""
+        for index in reversed(range(len(self._shown))):
+            if self._shown[index][0] == owner and self._shown[index][1] is tensor:
+                del self._shown[index]
+                break
+        self.refresh(owner)
+
+    def held_by(self, owner: Owner) -> Tensor | None:
+        """What the owner should hold; None for no attribute."""
+        shown = [tensor for place, tensor in self._shown if place == owner]
+        return shown[-1] if shown else self._shard
+
+    def refresh(self, owner: Owner) -> None:
+        """Let ``owner`` hold what it should."""
+        tensor = self.held_by(owner)
+        if tensor is None:
+            owner.remove()
+        else:
+            owner.point_at(tensor)
+
+
 class ShardedParam:
     """This rank's shard of one parameter, or of several that were flattened together.
 
@@ -86,6 +129,7 @@ class ShardedParam:
         layout: how the joined members are cut.
         compute_dtype: what full parameters are gathered and used in; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
+        places: what another unit's parameter with the same shard keeps of its owners.
     """
 
     def __init__(
@@ -96,17 +140,21 @@ class ShardedParam:
         layout: ShardLayout,
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
+        places: Places | None = None,
     ) -> None:
         self.key = key
         self.members = tuple(members)
         self.shard = shard
         self.layout = layout
         self.compute_dtype = compute_dtype
-        self.state = ParamState.UNSHARDED
+        self.state = ParamState.SHARDED
+        self.places = places or Places(shard if home is None else None)
         self._home = home
+        self._full: list[Tensor] = []
         if home is not None:
             home.register_parameter(key, shard)
-        self.reshard()
+        for owner in self._owners():
+            self.places.refresh(owner)
 
     @property
     def is_flat(self) -> bool:
@@ -118,13 +166,19 @@ class ShardedParam:
         """Whether the shard has the shape of whole rows of its member's dim 0."""
         return self.shard.dim() > 1
 
-    def unshard(self, full: Sequence[Tensor]) -> None:
-        """Point the owners at the full tensors, one per member in order."""
+    def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
+        """Point the owners at the full tensors, one per member in order.
+
+        Args:
+            full: the tensors.
+            idle: no forward is about to use them, so one that another unit runs keeps its own.
+        """
         self.check_owners()
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
+        self._full = list(full)
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
-                owner.point_at(tensor)
+                self.places.show(owner, tensor, idle=idle)
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:
@@ -141,23 +195,24 @@ class ShardedParam:
     def reshard(self) -> None:
         """Point the owners back at the shard (of a flat shard: take the members away)."""
         self._move(ParamState.UNSHARDED, ParamState.SHARDED)
-        for member in self.members:
+        full, self._full = self._full, []
+        for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
-                if self.is_flat:
-                    owner.remove()
-                else:
-                    owner.point_at(self.shard)
+                self.places.hide(owner, tensor)
+
+    def _owners(self) -> list[Owner]:
+        return [owner for member in self.members for owner in member.owners]
 
     def check_owners(self) -> None:
-        """Raise ValueError if an owner does not hold the shard any more: a parameter that the user
-        put in its place would silently be dropped."""
+        """Raise ValueError if an owner does not hold what it should: a parameter that the user put
+        in its place would silently be dropped."""
         if self.state is not ParamState.SHARDED:
             return
-        places = [owner for member in self.members for owner in member.owners]
+        expected = [(owner, self.places.held_by(owner)) for owner in self._owners()]
         if self._home is not None:
-            places = [Owner(self._home, self.key)]
-        for owner in places:
-            if owner.module._parameters.get(owner.attribute) is not self.shard:
+            expected = [(Owner(self._home, self.key), self.shard)]
+        for owner, tensor in expected:
+            if owner.module._parameters.get(owner.attribute) is not tensor:
                 raise ValueError(
                     f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
                     f"moving the module to another device, or by tying weights). FSDP trains the "

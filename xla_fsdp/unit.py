@@ -166,7 +166,7 @@ class Unit:
             with saved.hooks() if self.reshards_after_forward else nullcontext():
                 outputs = forward()
         finally:
-            self._show(for_backward, UnitState.BACKWARD)
+            self._show(for_backward, UnitState.BACKWARD, idle=True)
             saved.forget()
         return self._exit(call, outputs, kept=None if self.reshards_after_forward else full)
 
@@ -296,18 +296,18 @@ class Unit:
             self._open_with(self._unshard(Call(self, recomputed=False), shards))
 
     def _open_with(self, full: list[Tensor]) -> None:
-        self._show(full, UnitState.BACKWARD)
+        self._show(full, UnitState.BACKWARD, idle=True)
         self._opened_in = current_pass()
         self.backward.open(self)
 
-    def _show(self, full: list[Tensor], state: UnitState) -> None:
+    def _show(self, full: list[Tensor], state: UnitState, *, idle: bool = False) -> None:
         if self.state is not UnitState.SHARDED:
             self._hide()
         for param in self.group.params:  # all, before any is changed
             param.check_owners()
         at = 0
         for param in self.group.params:
-            param.unshard(full[at : at + len(param.members)])
+            param.unshard(full[at : at + len(param.members)], idle=idle)
             at += len(param.members)
         self.full, self.state = full, state
 

@@ -10,6 +10,7 @@ one rank or to measure a program without its communication. What is gathered whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.layout import LANES, offsets
+from xla_fsdp.torus import reduction_steps
 
 ROWS = 8
 """Rows of a TPU tile. Operands are [rows, 128] with rows a multiple of 8 per rank: the TPU
@@ -45,12 +47,39 @@ class Collectives(Protocol):
 
 
 class XlaCollectives:
-    """Real communication over replica groups; ``rank`` is the caller's place in its group."""
+    """Real communication over replica groups.
 
-    def __init__(self, groups: xla_ops.Groups, rank: int, num_shards: int) -> None:
+    Args:
+        groups: the replica groups; None for one of all ranks.
+        rank: the caller's place in its group.
+        num_shards: the size of a group.
+        steps: replica groups to reduce over one after the other, each scattering what is left
+            (default: along the axes of the TPU's torus, where there is one).
+
+    Raises:
+        ValueError: if the sizes of the steps' groups do not multiply to ``num_shards``.
+    """
+
+    def __init__(
+        self,
+        groups: xla_ops.Groups,
+        rank: int,
+        num_shards: int,
+        steps: Sequence[list[list[int]]] | None = None,
+    ) -> None:
         self.groups = groups
         self.rank = rank
         self.num_shards = num_shards
+        if steps is None:
+            everyone = groups or [list(range(num_shards))]
+            steps = reduction_steps(everyone, xla_ops.torus_coords())
+        sizes = [len(step[0]) for step in steps]
+        if steps and math.prod(sizes) != num_shards:
+            raise ValueError(
+                f"groups of {sizes} ranks, one after the other, reduce over {math.prod(sizes)} "
+                f"ranks; give steps whose sizes multiply to {num_shards}"
+            )
+        self._steps: list[xla_ops.Groups] = list(steps) or [groups]
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -58,15 +87,18 @@ class XlaCollectives:
         def gather(rows: Tensor) -> Tensor:
             return xla_ops.all_gather(rows, self.groups)
 
-        return _as_one_operand(shards, gather, rows_in=1, rows_out=self.num_shards)
+        return _joined(shards, gather, stacks_in=1, stacks_out=self.num_shards)
 
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
 
         def scatter(rows: Tensor) -> Tensor:
-            return xla_ops.reduce_scatter(rows, self.num_shards, self.groups)
+            for groups in self._steps:
+                size = len(groups[0]) if groups else self.num_shards
+                rows = xla_ops.reduce_scatter(rows, size, groups)
+            return rows
 
-        return _as_one_operand(stacks, scatter, rows_in=self.num_shards, rows_out=1)
+        return _joined(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
@@ -85,7 +117,7 @@ class LocalCollectives:
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
-        return [shard.expand(self.num_shards, -1) for shard in shards]
+        return [shard.expand(self.num_shards, *shard.shape) for shard in shards]
 
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -94,6 +126,32 @@ class LocalCollectives:
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
         return value * self.num_shards if op == "sum" else value
+
+
+def _joined(
+    tensors: Sequence[Tensor],
+    collective: Callable[[Tensor], Tensor],
+    *,
+    stacks_in: int,
+    stacks_out: int,
+) -> list[Tensor]:
+    """Run ``collective`` on each tensor that has rows of its own, and once on the others joined.
+
+    ``stacks_in`` and ``stacks_out`` are the numbers of shards in what goes in and what comes out;
+    one shard has no stacking dim.
+    """
+    results: dict[int, Tensor] = {}
+    rest = []
+    for index, tensor in enumerate(tensors):
+        shape = tensor.shape[1:] if stacks_in > 1 else tensor.shape
+        if len(shape) < 2:
+            rest.append(index)
+            continue
+        rows = collective(tensor.reshape(-1, shape[-1]))
+        results[index] = rows.reshape(*([stacks_out] if stacks_out > 1 else []), *shape)
+    pieces = _as_one_operand([tensors[i] for i in rest], collective, rows_in=stacks_in, rows_out=stacks_out) if rest else []
+    results.update(zip(rest, pieces, strict=True))
+    return [results[index] for index in range(len(tensors))]
 
 
 def _as_one_operand(

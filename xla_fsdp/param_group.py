@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.config import FSDPConfig
+from xla_fsdp.layout import LANES
 from xla_fsdp.sharded_param import ShardedParam
 
 
@@ -70,7 +71,7 @@ class ParamGroup:
 
     def gather_as_stored(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """As ``gather``, but in the dtype of ``shards``, which may also be gradients."""
-        flat = [shard.detach().reshape(-1) for shard in shards]
+        flat = [shard.detach().reshape(_row_shape(param)) for param, shard in zip(self.params, shards, strict=True)]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         stacks = _in_buckets(flat, self.collectives.all_gather, limit)
         return [
@@ -148,7 +149,17 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        return self._to_reduce_dtype(param.stack(full)) / self.predivide
+        stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
+        return stack.reshape(param.layout.num_shards, *_row_shape(param))
+
+
+def _row_shape(param: ShardedParam) -> tuple[int, ...]:
+    """Shape in which a shard travels."""
+    size = param.layout.shard_numel
+    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 1
+    if width % LANES or size % width or (size // width) % 8:
+        return (size,)
+    return (size // width, width)
 
 
 def default_divide_factors(num_shards: int) -> tuple[float, float]:

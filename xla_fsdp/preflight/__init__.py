@@ -1,0 +1,1 @@
+"""What a model will need on a TPU, asked of the real TPU compiler: the catalogue."""

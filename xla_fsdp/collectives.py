@@ -149,7 +149,13 @@ def _joined(
             continue
         rows = collective(tensor.reshape(-1, shape[-1]))
         results[index] = rows.reshape(*([stacks_out] if stacks_out > 1 else []), *shape)
-    pieces = _as_one_operand([tensors[i] for i in rest], collective, rows_in=stacks_in, rows_out=stacks_out) if rest else []
+    pieces = (
+        _as_one_operand(
+            [tensors[i] for i in rest], collective, rows_in=stacks_in, rows_out=stacks_out
+        )
+        if rest
+        else []
+    )
     results.update(zip(rest, pieces, strict=True))
     return [results[index] for index in range(len(tensors))]
 

@@ -71,7 +71,10 @@ class ParamGroup:
 
     def gather_as_stored(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """As ``gather``, but in the dtype of ``shards``, which may also be gradients."""
-        flat = [shard.detach().reshape(_row_shape(param)) for param, shard in zip(self.params, shards, strict=True)]
+        flat = [
+            shard.detach().reshape(_row_shape(param))
+            for param, shard in zip(self.params, shards, strict=True)
+        ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         stacks = _in_buckets(flat, self.collectives.all_gather, limit)
         return [

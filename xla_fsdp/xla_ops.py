@@ -54,7 +54,7 @@ def torus_coords() -> list[list[int]]:
         return pretended
     if xr.device_type() != "TPU":
         return []
-    attributes = xr.global_runtime_device_attributes()
+    attributes: list[dict[str, Any]] = xr.global_runtime_device_attributes()
     by_number = sorted(attributes, key=lambda each: _index(each["name"]))
     return [[*each["coords"], each.get("core_on_chip", 0)] for each in by_number]
 

@@ -71,7 +71,7 @@ def _devices(job: dict[str, Any]) -> list[Any]:
     from jax.experimental import topologies
 
     config = {"chip_config_name": job["chip_config"]} if job["chip_config"] else {}
-    found = topologies.get_topology_desc(
+    found: list[Any] = topologies.get_topology_desc(
         platform="tpu", topology_name=job["topology"], **config
     ).devices
     devices = sorted(found, key=lambda device: device.id)
@@ -97,7 +97,9 @@ def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
     """Let output k use the memory of input i, for each pair (i, k)."""
     main = next(each for each in module.body.operations if each.name.value == "main")
     count = len(main.type.inputs)
-    known = list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * count
+    known = (
+        list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * count
+    )
     number = ir.IntegerType.get_signless(32)
     for source, output in aliases:
         attributes = {each.name: each.attr for each in known[source]}

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PARAMETER, STATE, GRADIENT, DATA = "parameters", "optimizer state", "gradients", "data"
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,13 @@ class Program:
         hlo: the serialized HLO module, before optimization.
         inputs: in the order of the module's parameters.
         aliases: pairs (input, output) that share memory.
-        model_flops: matrix-product operations of forward and backward, recomputation left out.
+        operand_sizes: elements that each collective takes, by the name of its instruction.
     """
 
     hlo: bytes
     inputs: tuple[Input, ...]
     aliases: tuple[tuple[int, int], ...]
-    model_flops: int = 0
+    operand_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:

@@ -68,9 +68,7 @@ CHIPS = {
         config="megacore",
         accelerator="v4-8",
     ),
-    "v5e": Chip(
-        16 * GIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8", init_args=_ASYNC
-    ),
+    "v5e": Chip(16 * GIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8", init_args=_ASYNC),
     "v5p": Chip(
         95 * GIB,
         459e12,

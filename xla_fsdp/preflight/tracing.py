@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +20,33 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from xla_fsdp.preflight.program import Input, Program
+from xla_fsdp import xla_ops
+from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.minimum import ParameterTraffic, live_units, parameter_traffic
+from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program
+from xla_fsdp.preflight.traffic import KINDS
 
-PARAMETER, STATE, GRADIENT, DATA = "parameters", "optimizer state", "gradients", "data"
 Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The programs of one steady-state step, in order."""
+    """One steady-state step.
+
+    Args:
+        programs: what it runs, in order.
+        model_flops: matrix-product operations of forward and backward, recomputation left out.
+        parameters: the sharded parameters, and what they must put on the wire.
+    """
 
     programs: tuple[Program, ...]
+    model_flops: int
+    parameters: tuple[ParameterTraffic, ...]
 
 
-def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0) -> Traced:
+def trace_step(
+    build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
+) -> Traced:
     """What ``rank`` runs in a step.
 
     Args:
@@ -45,8 +59,7 @@ def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]], 
         ValueError: if a step leaves nothing to run.
     """
     _use_one_cpu_device()
-    from xla_fsdp import xla_ops
-
+    earlier = {id(unit) for unit in live_units()}
     recorder = _Recorder()
     with xla_ops.pretended_rank(rank, coords, recorder.cut):
         step = build_step()
@@ -56,6 +69,7 @@ def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]], 
         with recorder.recording():
             step()
             recorder.cut()
+        units = [unit for unit in live_units() if id(unit) not in earlier]
         # Last: tensors made under a dispatch mode are of another kind, and nothing can follow.
         with recorder.discarding():
             flops = _count_flops(step)
@@ -64,18 +78,17 @@ def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]], 
             "the step traced no XLA operations. build_step() must return a function that makes one "
             "training step on the XLA device"
         )
-    first, *others = recorder.programs
-    return Traced((Program(first.hlo, first.inputs, first.aliases, flops), *others))
+    return Traced(tuple(recorder.programs), flops, parameter_traffic(units))
 
 
 def _use_one_cpu_device() -> None:
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-    from xla_fsdp import xla_ops
-
-    if os.environ["PJRT_DEVICE"] != "CPU" or xla_ops.local_device_count() != 1:
+    if not xla_ops.runtime_started():
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    kind, count = os.environ.get("PJRT_DEVICE"), xla_ops.local_device_count()
+    if kind != "CPU" or count != 1:
         raise RuntimeError(
-            f"tracing wants one CPU device, and this process uses PJRT_DEVICE="
-            f"{os.environ['PJRT_DEVICE']} with {xla_ops.local_device_count()} devices. Run it in a "
+            f"tracing wants one CPU device, and this process uses PJRT_DEVICE={kind} with {count} "
+            f"device(s). Run it in a "
             f"process of its own with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=1"
         )
 
@@ -107,8 +120,6 @@ class _Recorder:
 
     def cut(self) -> None:
         """Take what is pending."""
-        from xla_fsdp import xla_ops
-
         pending = [tensor for tensor in _live_tensors() if xla_ops.is_pending(tensor)]
         if not pending:
             return
@@ -126,8 +137,6 @@ class _Recorder:
             self._note_buffers()
 
     def _note_buffers(self) -> None:
-        from xla_fsdp import xla_ops
-
         roles = _roles()
         self._before = {
             id(tensor): (buffer, roles.get(id(tensor), DATA))
@@ -136,8 +145,6 @@ class _Recorder:
         }
 
     def _program(self, pending: list[Tensor]) -> Program:
-        from xla_fsdp import xla_ops
-
         roles = dict(self._before.values())
         buffers = xla_ops.input_buffers(pending)
         place = {buffer: index for index, (buffer, _) in enumerate(buffers)}
@@ -150,13 +157,21 @@ class _Recorder:
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in buffers
         )
-        return Program(xla_ops.program_of(pending), inputs, tuple(aliases))
+        return Program(xla_ops.program_of(pending), inputs, tuple(aliases), _operand_sizes(pending))
+
+
+def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
+    """Elements that each collective of the traced program takes, by the name of its instruction."""
+    entry = Module(xla_ops.lowered_hlo(pending)).entry
+    return {
+        each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
+        for each in entry.instructions
+        if each.opcode in KINDS
+    }
 
 
 def _live_tensors() -> list[Tensor]:
     """Every tensor on the device that somebody holds, one Python object for each."""
-    from xla_fsdp import xla_ops
-
     found: dict[int, Tensor] = {}
     for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -185,7 +200,7 @@ class _ForwardFlops(FlopCounterMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._current_graph_task_id() != -1:
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
 
 def _count_flops(step: Step) -> int:

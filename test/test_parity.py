@@ -69,6 +69,11 @@ CASES = {
     "clip_flat": Case(clip=(0.3, 1.0), options={"flatten_parameters": True}),
     "evaluate": Case(evaluate=True),
     "evaluate_keeps_params": Case(evaluate=True, options={"reshard_after_forward": False}),
+    "wide": Case(model="WideNet"),
+    "wide_rows": Case(model="WideNet", options={"shard_param_on_dim_0": True}),
+    "torus_2x2": Case(torus=(2, 2)),
+    "torus_2x2_wide": Case(model="WideNet", torus=(2, 2)),
+    "torus_2x2x2": Case(model="WideNet", torus=(2, 2, 2)),
     "auto_always": Case(policy="always"),
     "auto_size": Case(policy="size"),
     "auto_transformer": Case(policy="transformer"),
@@ -80,9 +85,11 @@ EVERYWHERE = (
     "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",
     "clip", "rows",
 )  # fmt: skip
-RUNS = [(3, name) for name in CASES if not CASES[name].groups_of]
+RUNS = [(3, name) for name in CASES if not (CASES[name].groups_of or CASES[name].torus)]
 RUNS += [(n, name) for n in (1, 2, 4, 8) for name in EVERYWHERE]
 RUNS += [(n, "groups_of_two") for n in (4, 8)]
+RUNS += [(4, name) for name in ("wide", "wide_rows", "torus_2x2", "torus_2x2_wide")]
+RUNS += [(8, "torus_2x2x2")]
 
 
 @cached_outcome

@@ -1,9 +1,10 @@
 """The parameters of one unit, gathered and reduced together.
 
 Words: see ``sharded_param``; a *bucket* is what one collective carries.
-Always true: gathering makes one all-gather per dtype and reducing one reduce-scatter per dtype,
-unless the configuration asks for smaller buckets; a gradient is averaged over the ranks, and its
-shard has the dtype of the shard parameter. When to gather and reduce is decided by ``unit``.
+Always true: gathering and reducing make one collective per dtype, and one for each large matrix,
+whose shards are rows; unless the configuration asks for smaller buckets. A gradient is averaged
+over the ranks, and its shard has the dtype of the shard parameter. When to gather and reduce is
+decided by ``unit``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ParamGroup:
     def gather_as_stored(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """As ``gather``, but in the dtype of ``shards``, which may also be gradients."""
         flat = [
-            shard.detach().reshape(_row_shape(param))
+            shard.detach().reshape(_shard_shape(param))
             for param, shard in zip(self.params, shards, strict=True)
         ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
@@ -153,14 +154,22 @@ class ParamGroup:
             for member, grad in zip(param.members, grads, strict=True)
         ]
         stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
-        return stack.reshape(param.layout.num_shards, *_row_shape(param))
+        return stack.reshape(param.layout.num_shards, *_shard_shape(param))
 
 
-def _row_shape(param: ShardedParam) -> tuple[int, ...]:
-    """Shape in which a shard travels."""
+ROWS = 8
+"""Rows of a TPU tile, of which shards that travel in rows consist."""
+LARGE = 2 * ROWS * LANES
+"""Shards of fewer elements travel joined; see ``collectives.ROWS``."""
+
+
+def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
+    """Shape in which a shard travels: whole rows of the parameter where it consists of such, so
+    that the gathered stack is the parameter as it is; else flat. Laying 50 million elements out
+    anew takes the TPU compiler minutes and the program as much code as 20 transformer blocks."""
     size = param.layout.shard_numel
-    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 1
-    if width % LANES or size % width or (size // width) % 8:
+    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 0
+    if not width or width % LANES or size % (width * ROWS) or size < LARGE:
         return (size,)
     return (size // width, width)
 

@@ -244,6 +244,11 @@ def program_of(tensors: Sequence[Tensor]) -> bytes:
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(tensors))
 
 
+def upload(tensor: Tensor) -> Tensor:
+    """A host tensor in a device buffer of its own, at once: ``to`` makes constants of scalars."""
+    return torch_xla._XLAC._xla_tensors_from_aten([tensor], [str(device())], None)[0]
+
+
 def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     """The device buffers that ``program_of(tensors)`` takes, in the order of its parameters: an
     identity, and a tensor of the same shape and dtype."""

@@ -16,7 +16,7 @@ from xla_fsdp.preflight import findings
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment
+from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
 from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
@@ -94,6 +94,7 @@ def _report(
         num_ranks=topology.num_ranks,
         options=options,
         memory=_memory(traced.programs[largest], compiled[largest], peak, topology),
+        full_parameters=max(map(most_gathered, modules)),
         largest=tuple(Buffer(*each) for each in peak.largest),
         traffic=_by_kind(collectives),
         minimum_wire_bytes=_minimum(traced),

@@ -10,9 +10,10 @@ address range, and its own scratch space, it does not say; the figures to trust 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xla_fsdp.preflight.hlo import BITS, Computation, Instruction, Module
@@ -22,6 +23,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?
 _RENAMES = ("tuple", "bitcast", "opt-barrier")
 Array = tuple[str, str, str, str]
 """Dtype, sizes, order of the dims (minor first) and layout, as the text has them."""
+Size = Callable[[Array], int]
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,13 @@ class Peak:
 
 def fullest_moment(module: Module) -> Peak:
     """Where the entry computation of a scheduled module holds most."""
-    return _peak_of(module, module.entry)
+    return _peak_of(_buffers(module, module.entry, _hbm_only))
 
 
-def hbm_bytes(shape: str) -> int:
-    """Bytes in device memory of all arrays in a shape, tiles filled up; on-chip ones count 0."""
-    return sum(_padded(*array) for array in _ARRAY.findall(shape))
+def most_gathered(module: Module) -> int:
+    """Bytes of gathered parameters that are there at once at most, in HBM or on the chip."""
+    buffers = _buffers(module, module.entry, _anywhere)
+    return _peak_of([each for each in buffers if each.purpose == GATHERED]).total
 
 
 @dataclass
@@ -57,8 +60,7 @@ class _Buffer:
     maker: Instruction
 
 
-def _peak_of(module: Module, computation: Computation) -> Peak:
-    buffers = _buffers(module, computation)
+def _peak_of(buffers: Sequence[_Buffer]) -> Peak:
     changes: dict[int, int] = defaultdict(int)
     for buffer in buffers:
         changes[buffer.made] += buffer.nbytes
@@ -79,24 +81,24 @@ def _peak_of(module: Module, computation: Computation) -> Peak:
     )
 
 
-def _buffers(module: Module, computation: Computation) -> list[_Buffer]:
+def _buffers(module: Module, computation: Computation, size: Size) -> list[_Buffer]:
     """Every buffer of a computation, except its inputs and results."""
     values: dict[str, list[_Buffer]] = {}  # one for each array of an instruction's shape
     found: list[_Buffer] = []
     for at, each in enumerate(computation.instructions):
         reads = [buffer for name in each.operands for buffer in values.get(name, ())]
-        for buffer in reads:
-            buffer.last_read = at
+        for read in reads:
+            read.last_read = at
         handed_on = _handed_on(module, each, reads)
         values[each.name] = []
         for place, array in enumerate(_ARRAY.findall(each.shape)):
             if (buffer := handed_on(place, array)) is None:
-                nbytes = 0 if each.opcode == "parameter" else _padded(*array)
+                nbytes = 0 if each.opcode == "parameter" else size(array)
                 buffer = _Buffer(at, at, array, nbytes, _purpose(module, each), each)
                 found.append(buffer)
             values[each.name].append(buffer)
         if each.opcode == "while":
-            found.append(_loop_buffer(module, each, at))
+            found.append(_loop_buffer(module, each, at, size))
     results = {id(buffer) for buffer in values[computation.root.name]}
     return [buffer for buffer in found if buffer.nbytes and id(buffer) not in results]
 
@@ -125,9 +127,9 @@ def _on_chip(layout: str) -> bool:
     return re.search(r"S\([1-9]", layout) is not None
 
 
-def _loop_buffer(module: Module, each: Instruction, at: int) -> _Buffer:
+def _loop_buffer(module: Module, each: Instruction, at: int, size: Size) -> _Buffer:
     body = module.computations[each.attribute("body")]
-    nbytes = _peak_of(module, body).total
+    nbytes = _peak_of(_buffers(module, body, size)).total
     return _Buffer(at, at, ("u8", str(nbytes), "", ""), nbytes, OTHER, each)
 
 
@@ -149,21 +151,22 @@ def _purpose(module: Module, each: Instruction) -> str:
     return GATHERED if any(line.opcode.startswith("all-gather") for line in lines) else OTHER
 
 
-def _padded(dtype: str, sizes: str, order: str, layout: str) -> int:
-    """Bytes of one array in HBM: dims filled up to whole tiles; 0 for on-chip memory."""
-    if dtype not in BITS or _on_chip(layout):
+def _hbm_only(array: Array) -> int:
+    return 0 if _on_chip(array[3]) else _anywhere(array)
+
+
+def _anywhere(array: Array) -> int:
+    """Bytes of one array, its dims filled up to whole tiles."""
+    dtype, sizes, order, layout = array
+    if dtype not in BITS:
         return 0
     dims = [int(size) for size in sizes.split(",") if size]
     minor = [int(axis) for axis in order.split(",") if axis]
-    tile = re.search(r"T\(([\d,]+)\)", layout)
-    if tile and minor:
+    if (tile := re.search(r"T\(([\d,]+)\)", layout)) and minor:
         widths = [int(width) for width in tile.group(1).split(",")]
         for axis, width in zip(minor, reversed(widths), strict=False):
             dims[axis] = -(-dims[axis] // width) * width
-    total = BITS[dtype] // 8
-    for size in dims:
-        total *= size
-    return total
+    return math.prod(dims) * BITS[dtype] // 8
 
 
 def _origin(each: Instruction) -> str:

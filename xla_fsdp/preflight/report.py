@@ -71,6 +71,7 @@ class Report:
         num_ranks: ranks of it.
         options: what the model was built with.
         memory: of the program of the step that needs most.
+        full_parameters: bytes of gathered parameters that are there at once, on-chip ones included.
         largest: buffers at its fullest moment.
         traffic: collectives of one step.
         minimum_wire_bytes: what any program must send for this model and wrapping.
@@ -84,6 +85,7 @@ class Report:
     num_ranks: int
     options: dict[str, Any]
     memory: Memory
+    full_parameters: int
     largest: tuple[Buffer, ...]
     traffic: tuple[Traffic, ...]
     minimum_wire_bytes: int

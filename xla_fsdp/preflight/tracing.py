@@ -125,13 +125,13 @@ class _Recorder:
             return
         if self._discarding:
             for tensor in pending:
-                xla_ops.release(tensor, torch.zeros_like(tensor, device="cpu").to(tensor.device))
+                xla_ops.release(tensor, _zeros(tensor))
             return
         if self._recording:
-            self.programs.append(self._program(pending))
+            self.programs.append(self._program(_distinct(pending)))
         for tensor in pending:
             # Not in place, which torch_xla would trace as one more operation on the old value.
-            tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype).to(tensor.device)
+            tensor.data = _zeros(tensor)
         xla_ops.forget_token()
         if self._recording:
             self._note_buffers()
@@ -171,13 +171,22 @@ def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    """Every tensor on the device that somebody holds, one Python object for each."""
+    """Every Python object that stands for a tensor on the device."""
     found: dict[int, Tensor] = {}
     for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
             if each is not None and each.device.type == "xla":
-                found.setdefault(xla_ops.tensor_id(each), each)
+                found[id(each)] = each
     return list(found.values())
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return xla_ops.upload(torch.zeros(like.shape, dtype=like.dtype))
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """One of the objects for each tensor on the device."""
+    return list({xla_ops.tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 128, 2, 512, 128
-MATRICES = 3  # of a block that travel by themselves on 16 ranks; the fourth is too small
 
 
 class Block(nn.Module):

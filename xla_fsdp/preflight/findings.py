@@ -37,7 +37,7 @@ def about_reductions(
 
 def about_bytes(wire: int, minimum: int) -> Iterator[str]:
     """More traffic than necessary."""
-    if minimum and wire > 1.05 * minimum:
+    if minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING:
         yield (
             f"{wire / MB:.0f} MB are sent in a step, {wire / minimum:.2f} times the "
             f"{minimum / MB:.0f} MB that the parameters need"

@@ -145,10 +145,14 @@ def _is_piece(module: Module, each: Instruction) -> bool:
 
 
 def _purpose(module: Module, each: Instruction) -> str:
+    """What the buffers that an instruction makes are for; those that it hands on it does not make,
+    so a fusion that computes while a gather goes on makes others."""
     lines = [each]
     if each.opcode == "fusion":
         lines = module.computations[each.attribute("calls")].instructions
-    return GATHERED if any(line.opcode.startswith("all-gather") for line in lines) else OTHER
+    gathers = any(line.opcode.startswith("all-gather") for line in lines)
+    begins = len(lines) == 1 or any("AsyncCollectiveStart" in line.attributes for line in lines)
+    return GATHERED if gathers and begins else OTHER
 
 
 def _hbm_only(array: Array) -> int:

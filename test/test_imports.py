@@ -6,7 +6,14 @@ import pytest
 
 from test.ranks import run_python
 
-LIGHT = ["xla_fsdp", "xla_fsdp.checkpoint", "xla_fsdp.launcher", "xla_fsdp.wrap", "xla_fsdp.config"]
+LIGHT = [
+    "xla_fsdp",
+    "xla_fsdp.checkpoint",
+    "xla_fsdp.launcher",
+    "xla_fsdp.wrap",
+    "xla_fsdp.config",
+    "xla_fsdp.preflight",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -55,6 +55,8 @@ def torus_coords() -> list[list[int]]:
     if xr.device_type() != "TPU":
         return []
     attributes: list[dict[str, Any]] = xr.global_runtime_device_attributes()
+    if not all("coords" in each for each in attributes):
+        return []
     by_number = sorted(attributes, key=lambda each: _index(each["name"]))
     return [[*each["coords"], each.get("core_on_chip", 0)] for each in by_number]
 

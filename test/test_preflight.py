@@ -21,6 +21,7 @@ from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.report import Buffer, Memory, Traffic
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
+from xla_fsdp.torus import reduction_steps
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
 OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4
@@ -167,11 +168,19 @@ def test_every_generation_has_an_example_that_is_found(generation: str) -> None:
     assert len(found.coords) == len(set(found.coords)) == found.num_ranks
 
 
+@pytest.mark.parametrize("generation", CHIPS)
+def test_all_ranks_reduce_in_one_step_for_each_axis(generation: str) -> None:
+    found = find_topology(example(generation))
+    steps = reduction_steps([list(range(found.num_ranks))], found.coords)
+    sizes = [*reversed(found.shape), *([found.chip.cores] if found.chip.cores > 1 else [])]
+    assert [len(step[0]) for step in steps] == sizes
+
+
 def test_ranks_are_numbered_core_first_then_x() -> None:
     assert find_topology("v5e:4x2").coords[:5] == [
-        (0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0), (0, 1, 0, 0),
+        (0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0), (0, 3, 0, 0), (0, 0, 1, 0),
     ]  # fmt: skip
-    assert find_topology("v3:2x2").coords[:3] == [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0)]
+    assert find_topology("v3:2x2").coords[:3] == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Split a reduction over a torus of ranks into one step per axis. Pure arithmetic on lists.
 
-Words: *coords* are the place of every rank on the torus, x first; a *step* is a list of replica
-groups, one ring along one axis in each.
+Words: *coords* are the place of every rank on the torus, the axis numbered fastest first; a *step*
+is a list of replica groups, rings along one axis.
 Always true: reducing and scattering by all steps in order leaves every rank with the same slice as
 one reduce-scatter over its whole group would. Where that is not possible there are no steps.
 Why: the TPU compiler makes a reduce-scatter over a ring as such, but one over several axes of a

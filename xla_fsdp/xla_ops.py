@@ -46,7 +46,7 @@ def world_size() -> int:
 
 
 def torus_coords() -> list[list[int]]:
-    """Place of every rank on the TPU's torus, [x, y, z, core], by rank; empty where there is none.
+    """Place of every rank on the TPU's torus, by rank: [core, x, y, z, slice]; empty off a TPU.
 
     Devices are asked for their places; a rank is the device of that number.
     """
@@ -58,7 +58,10 @@ def torus_coords() -> list[list[int]]:
     if not all("coords" in each for each in attributes):
         return []
     by_number = sorted(attributes, key=lambda each: _index(each["name"]))
-    return [[*each["coords"], each.get("core_on_chip", 0)] for each in by_number]
+    return [
+        [each.get("core_on_chip", 0), *each["coords"], each.get("slice_index", 0)]
+        for each in by_number
+    ]
 
 
 def sync() -> None:

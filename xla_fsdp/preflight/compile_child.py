@@ -75,7 +75,7 @@ def _devices(job: dict[str, Any]) -> list[Any]:
         platform="tpu", topology_name=job["topology"], **config
     ).devices
     devices = sorted(found, key=lambda device: device.id)
-    places = [[*device.coords, device.core_on_chip] for device in devices]
+    places = [[device.core_on_chip, *device.coords] for device in devices]
     if places != job["coords"]:
         raise RuntimeError(
             f"the compiler numbers the devices of {job['topology']} as {places}, "

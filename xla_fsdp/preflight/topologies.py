@@ -98,11 +98,11 @@ class Topology:
 
     @property
     def coords(self) -> list[tuple[int, ...]]:
-        """Place of every rank, [x, y, z, core], in rank order."""
+        """Place of every rank, [core, x, y, z], in rank order."""
         padded = (*self.shape, *(1,) * (3 - len(self.shape)))
         axes = [range(size) for size in reversed(padded)]
         return [
-            (x, y, z, core)
+            (core, x, y, z)
             for z, y, x in itertools.product(*axes)
             for core in range(self.chip.cores)
         ]

@@ -11,7 +11,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[examples,test]'
+	$(BIN)/python -m pip install --quiet -e '.[examples,preflight,test]'
 	touch $(READY)
 
 # The main job: train MNIST on 8 CPU ranks, save shards, merge them, verify the merged file.

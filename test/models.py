@@ -108,6 +108,23 @@ class FunctionalNet(nn.Module):
         return self.head(mixed)
 
 
+class WideNet(nn.Module):
+    """Matrices so large that their shards travel in rows, one of them with padding (on 4 ranks)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, 128)
+        self.blocks = nn.ModuleList([nn.Linear(128, 255), nn.Linear(255, 128)])
+        self.mid = nn.Linear(128, 256, bias=False)
+        self.head = nn.Linear(256, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(torch.tanh(self.mid(x)))
+
+
 class TwiceNet(nn.Module):
     """Runs one block twice in a forward, and has a block that never runs."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +26,7 @@ from test import models
 from test.models import CLASSES, FEATURES, Block
 from xla_fsdp import one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
+from xla_fsdp.torus import reduction_steps
 
 STEPS = 3
 ROUNDING = 2e-6  # of a sum over a few hundred fp32 products near 1, in another order
@@ -41,6 +44,7 @@ class Case:
         policy: name of an auto-wrap policy below, instead of ``nest``; ``remat`` then goes inside.
         groups_of: shard over groups of so many neighbouring ranks, and average the gradients
             between the groups by hand.
+        torus: reduce along the axes of a torus of these sizes, x first, one after the other.
         remat: "", "inside" or "outside" of the blocks' units.
         optimizer: "sgd" or "adamw".
         micro_batches: backward passes per step, each on a batch of its own.
@@ -57,6 +61,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
     groups_of: int = 0
+    torus: tuple[int, ...] = ()
     remat: str = ""
     optimizer: str = "sgd"
     micro_batches: int = 1
@@ -66,6 +71,12 @@ class Case:
     statistics_count: int = ROWS
     evaluate: bool = False
     tolerance: float = 2e-5
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether the case can run on so many ranks."""
+        if self.torus:
+            return math.prod(self.torus) == num_ranks
+        return not self.groups_of or num_ranks in (2 * self.groups_of, 4 * self.groups_of)
 
 
 @dataclass
@@ -239,11 +250,23 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
             sharding_rank=rank % size,
             sharding_world_size=size,
         )
+    if case.torus:
+        options["collectives"] = on_torus(case.torus, rank)
     fsdp = partial(XlaFullyShardedDataParallel, **options)
     if not case.policy:
         return fsdp(_nest(model, case, fsdp))
     wrapper = remat_inside if case.remat else None
     return fsdp(model, auto_wrap_policy=_policies()[case.policy], auto_wrapper_callable=wrapper)
+
+
+def on_torus(sizes: tuple[int, ...], rank: int) -> Any:
+    """Collectives that reduce as on a TPU's torus of these sizes."""
+    from xla_fsdp.collectives import XlaCollectives
+
+    slowest_first = [range(size) for size in reversed(sizes)]
+    coords = [tuple(reversed(place)) for place in itertools.product(*slowest_first)]
+    steps = reduction_steps([list(range(len(coords)))], coords)
+    return XlaCollectives(None, rank, len(coords), steps)
 
 
 def remat_inside(module: nn.Module, **options: Any) -> nn.Module:

@@ -12,6 +12,7 @@ LIGHT = [
     "xla_fsdp.launcher",
     "xla_fsdp.wrap",
     "xla_fsdp.config",
+    "xla_fsdp.preflight",
 ]
 
 

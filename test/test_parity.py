@@ -78,6 +78,11 @@ CASES = {
     "clip_flat": Case(clip=(0.3, 1.0), options={"flatten_parameters": True}),
     "evaluate": Case(evaluate=True),
     "evaluate_keeps_params": Case(evaluate=True, options={"reshard_after_forward": False}),
+    "wide": Case(model="WideNet"),
+    "wide_rows": Case(model="WideNet", options={"shard_param_on_dim_0": True}),
+    "torus_2x2": Case(torus=(2, 2)),
+    "torus_2x2_wide": Case(model="WideNet", torus=(2, 2)),
+    "torus_2x2x2": Case(model="WideNet", torus=(2, 2, 2)),
     "auto_always": Case(policy="always"),
     "auto_size": Case(policy="size"),
     "auto_transformer": Case(policy="transformer"),
@@ -88,14 +93,9 @@ CASES = {
 # these on the other numbers.
 QUICK = (
     "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",
-    "clip", "rows", "groups_of_two",
+    "clip", "rows", "groups_of_two", "torus_2x2_wide", "torus_2x2x2",
 )  # fmt: skip
-ALL = [
-    (n, name)
-    for n in (1, 2, 3, 4, 8)
-    for name, case in CASES.items()
-    if not case.groups_of or (n > case.groups_of and n % case.groups_of == 0)
-]
+ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 RUNS = [(n, name) for n, name in ALL if n == 3 or name in QUICK]
 OTHERS = [run for run in ALL if run not in RUNS]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -69,6 +69,26 @@ def running_units() -> list[PassMember]:
     return list(_running.units)
 
 
+class Gate:
+    """What must be computed before the next gather may start: all that went into the unit before.
+
+    Lagging one unit behind, a gather can travel while the unit before it computes, and no more than
+    two units' parameters are there at once.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Tensor] = []
+
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the last call was given, or ``tensors`` if there is none."""
+        last, self._last = self._last, list(tensors)
+        return last or self._last
+
+    def clear(self) -> None:
+        """Begin anew; tensors held on would become outputs of the program."""
+        self._last = []
+
+
 class BackwardPass:
     """Pending tensors and open units of one tree.
 
@@ -78,6 +98,7 @@ class BackwardPass:
 
     def __init__(self, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
+        self.forward_gate, self.backward_gate = Gate(), Gate()
         self._sync_on_end = sync_on_end
         # Units with gradients kept by no_sync; a list, as all ranks must go by the same order.
         self.keeping: list[PassMember] = []
@@ -96,10 +117,11 @@ class BackwardPass:
             self._open[number] = []
             Variable._execution_engine.queue_callback(partial(self._end, number))
 
-    def take_pending(self) -> list[Tensor]:
-        """The pending tensors, which the caller puts behind a barrier."""
+    def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What a unit's gather in backward has to wait for, when ``tensors`` are what its own
+        computation begins with. The caller puts both behind a barrier."""
         pending, self.pending = self.pending, []
-        return pending
+        return self.backward_gate.swap([*tensors, *pending])
 
     def abandon(self) -> None:
         """Forget passes that ended by an exception, and close what they left open. Does nothing
@@ -107,7 +129,7 @@ class BackwardPass:
         if current_pass() != -1:
             return
         leftover, self._open = self._open, {}
-        self.pending.clear()
+        self._forget()
         for units in leftover.values():
             for unit in units:
                 unit.close()
@@ -120,6 +142,10 @@ class BackwardPass:
         # Of units that a synchronized pass did not touch, but an earlier one under no_sync did.
         for unit in list(self.keeping):
             unit.reduce_kept()
-        self.pending.clear()
+        self._forget()
         if self._sync_on_end:
             xla_ops.sync()
+
+    def _forget(self) -> None:
+        self.pending.clear()
+        self.backward_gate.clear()

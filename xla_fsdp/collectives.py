@@ -1,8 +1,10 @@
 """Gather, scatter and reduce lists of shards among the ranks of one group.
 
-Words: a *shard* is a 1-D tensor of one rank; a *stack* is [num_shards, shard length], one row per
-rank. Always true: one call is one collective per dtype, however many tensors it is given, and
-every rank of the group makes the same calls in the same order.
+Words: a *shard* is one rank's tensor, flat [n] or in rows [rows, width]; a *stack* has one shard
+per rank along a first dim; a *step* of a reduction is one ring per axis of the TPU's torus.
+Always true: flat tensors of one call travel joined, in one collective; those in rows in one each,
+so that they need not be laid out anew and the compiler can hide them under compute one by one.
+Every rank of the group makes the same calls in the same order.
 ``XlaCollectives`` communicates; ``LocalCollectives`` has the same shapes and moves nothing, for
 one rank or to measure a program without its communication. What is gathered when is decided by
 ``param_group``.
@@ -10,6 +12,7 @@ one rank or to measure a program without its communication. What is gathered whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -19,10 +22,12 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.layout import LANES, offsets
+from xla_fsdp.torus import reduction_steps
 
-ROWS = 8
-"""Rows of a TPU tile. Operands are [rows, 128] with rows a multiple of 8 per rank: the TPU
-compiler turns the reduce-scatter of a 1-D array into a full all-reduce and a slice."""
+ROWS = 16
+"""Rows of a TPU tile of 16-bit elements. Operands have two dims, and those that are joined a
+multiple of so many rows per rank: the TPU compiler turns the reduce-scatter of a 1-D array, or of
+fewer rows, into a full all-reduce and a slice."""
 
 
 class Collectives(Protocol):
@@ -37,11 +42,11 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Shards of one dtype, [n_i] each, to stacks [num_shards, n_i]."""
+        """Shards of one dtype, [*s_i] each, to stacks [num_shards, *s_i]."""
         ...
 
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Stacks [num_shards, n_i] of one dtype to this rank's row [n_i] of their sum."""
+        """Stacks [num_shards, *s_i] of one dtype to this rank's shard [*s_i] of their sum."""
         ...
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
@@ -50,12 +55,39 @@ class Collectives(Protocol):
 
 
 class XlaCollectives:
-    """Real communication over replica groups; ``rank`` is the caller's place in its group."""
+    """Real communication over replica groups.
 
-    def __init__(self, groups: xla_ops.Groups, rank: int, num_shards: int) -> None:
+    Args:
+        groups: the replica groups; None for one of all ranks.
+        rank: the caller's place in its group.
+        num_shards: the size of a group.
+        steps: replica groups to reduce over one after the other, each scattering what is left
+            (default: along the axes of the TPU's torus, where there is one).
+
+    Raises:
+        ValueError: if the sizes of the steps' groups do not multiply to ``num_shards``.
+    """
+
+    def __init__(
+        self,
+        groups: xla_ops.Groups,
+        rank: int,
+        num_shards: int,
+        steps: Sequence[list[list[int]]] | None = None,
+    ) -> None:
         self.groups = groups
         self.rank = rank
         self.num_shards = num_shards
+        if steps is None:
+            everyone = groups or [list(range(num_shards))]
+            steps = reduction_steps(everyone, xla_ops.torus_coords())
+        sizes = [len(step[0]) for step in steps]
+        if steps and math.prod(sizes) != num_shards:
+            raise ValueError(
+                f"groups of {sizes} ranks, one after the other, reduce over {math.prod(sizes)} "
+                f"ranks; give steps whose sizes multiply to {num_shards}"
+            )
+        self._steps: list[xla_ops.Groups] = list(steps) or [groups]
 
     @property
     def key(self) -> Hashable:
@@ -68,15 +100,18 @@ class XlaCollectives:
         def gather(rows: Tensor) -> Tensor:
             return xla_ops.all_gather(rows, self.groups)
 
-        return _as_one_operand(shards, gather, rows_in=1, rows_out=self.num_shards)
+        return _in_rows(shards, gather, stacks_in=1, stacks_out=self.num_shards)
 
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
 
         def scatter(rows: Tensor) -> Tensor:
-            return xla_ops.reduce_scatter(rows, self.num_shards, self.groups)
+            for groups in self._steps:
+                size = len(groups[0]) if groups else self.num_shards
+                rows = xla_ops.reduce_scatter(rows, size, groups)
+            return rows
 
-        return _as_one_operand(stacks, scatter, rows_in=self.num_shards, rows_out=1)
+        return _in_rows(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
@@ -100,7 +135,7 @@ class LocalCollectives:
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
-        return [shard.expand(self.num_shards, -1) for shard in shards]
+        return [shard.expand(self.num_shards, *shard.shape) for shard in shards]
 
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -111,24 +146,52 @@ class LocalCollectives:
         return value * self.num_shards if op == "sum" else value
 
 
-def _as_one_operand(
+def _in_rows(
     tensors: Sequence[Tensor],
     collective: Callable[[Tensor], Tensor],
     *,
-    rows_in: int,
-    rows_out: int,
+    stacks_in: int,
+    stacks_out: int,
 ) -> list[Tensor]:
-    """Join ``tensors`` ([rows_in, n_i] or [n_i]) side by side, run one collective on the tiled
-    result, and cut what comes back into pieces of the same widths ([rows_out, n_i] or [n_i])."""
-    parts = [t.reshape(rows_in, -1) for t in tensors]
+    """Run ``collective`` on operands [rows, width]: one for each tensor whose shards are rows, and
+    one for all others joined.
+
+    ``stacks_in`` and ``stacks_out`` are the numbers of shards in what goes in and what comes out;
+    a single shard has no stacking dim.
+    """
+    lead_in, lead_out = _lead(stacks_in), _lead(stacks_out)
+    flat = [index for index, each in enumerate(tensors) if each.dim() - len(lead_in) < 2]
+    joined = _joined([tensors[index] for index in flat], collective, stacks_in, stacks_out)
+    results = dict(zip(flat, joined, strict=True))
+    for index, tensor in enumerate(tensors):
+        if index not in results:
+            rows = collective(tensor.reshape(-1, tensor.shape[-1]))
+            results[index] = rows.reshape(*lead_out, *tensor.shape[len(lead_in) :])
+    return [results[index] for index in range(len(tensors))]
+
+
+def _joined(
+    tensors: Sequence[Tensor],
+    collective: Callable[[Tensor], Tensor],
+    stacks_in: int,
+    stacks_out: int,
+) -> list[Tensor]:
+    """Join flat ``tensors`` side by side, run one collective on the tiled result, and cut what
+    comes back into pieces of the same widths."""
+    parts = [tensor.reshape(stacks_in, -1) for tensor in tensors]
     widths = [part.shape[1] for part in parts]
+    lead = _lead(stacks_out)
+    if sum(widths) == 0:
+        return [tensor.new_zeros(*lead, 0) for tensor in tensors]
     joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    if joined.numel() == 0:
-        return [t.new_zeros((rows_out, 0) if rows_out > 1 else 0) for t in tensors]
     padded = F.pad(joined, (0, -joined.shape[1] % (ROWS * LANES)))
-    result = collective(padded.reshape(-1, LANES)).reshape(rows_out, -1)
-    pieces = (
-        xla_ops.cut(result, 1, start, width)
+    result = collective(padded.reshape(-1, LANES)).reshape(stacks_out, -1)
+    return [
+        xla_ops.cut(result, 1, start, width).reshape(*lead, width)
         for start, width in zip(offsets(widths), widths, strict=True)
-    )
-    return [piece.reshape(-1) if rows_out == 1 else piece for piece in pieces]
+    ]
+
+
+def _lead(stacks: int) -> tuple[int, ...]:
+    """The stacking dim, where there is one."""
+    return (stacks,) if stacks > 1 else ()

@@ -37,9 +37,9 @@ class XlaFullyShardedDataParallel(UnitModule):
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
     optimizer afterwards, and call ``optimizer.step()`` itself, not ``xm.optimizer_step``. Each
     wrapped module is one unit: its parameters are gathered before its forward and again before its
-    backward, with one all-gather and one reduce-scatter per dtype. Gradients are averaged over the
-    ranks. Parameters and buffers move to this rank's XLA device. All ranks must hold the same
-    values before wrapping (on CPU ranks that is checked).
+    backward, with one all-gather and one reduce-scatter per dtype (and one for each large matrix).
+    Gradients are averaged over the ranks. Parameters and buffers move to this rank's XLA device.
+    All ranks must hold the same values before wrapping (on CPU ranks that is checked).
 
     Args:
         module: what to wrap; it must define ``forward``.

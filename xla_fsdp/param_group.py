@@ -1,9 +1,10 @@
 """The parameters of one unit, gathered and reduced together.
 
 Words: see ``sharded_param``; a *bucket* is what one collective carries.
-Always true: gathering makes one all-gather per dtype and reducing one reduce-scatter per dtype,
-unless the configuration asks for smaller buckets; a gradient is averaged over the ranks, and its
-shard has the dtype of the shard parameter. When to gather and reduce is decided by ``unit``.
+Always true: gathering and reducing make one collective per dtype, and one for each large matrix,
+whose shards are rows; unless the configuration asks for smaller buckets. A gradient is averaged
+over the ranks, and its shard has the dtype of the shard parameter. When to gather and reduce is
+decided by ``unit``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.config import FSDPConfig
+from xla_fsdp.layout import LANES
 from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.ties import remember
 
@@ -81,7 +83,10 @@ class ParamGroup:
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
-        flat = [shard.detach().reshape(-1) for shard in shards]
+        flat = [
+            shard.detach().reshape(_shard_shape(param))
+            for param, shard in zip(params, shards, strict=True)
+        ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         stacks = _in_buckets(flat, self.collectives.all_gather, limit)
         return [
@@ -157,7 +162,25 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        return self._to_reduce_dtype(param.stack(full)) / self.predivide
+        stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
+        return stack.reshape(param.layout.num_shards, *_shard_shape(param))
+
+
+ROWS = 8
+"""Rows of a TPU tile, of which shards that travel in rows consist."""
+LARGE = 2 * ROWS * LANES
+"""Shards of fewer elements travel joined; see ``collectives.ROWS``."""
+
+
+def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
+    """Shape in which a shard travels: whole rows of the parameter where it consists of such, so
+    that the gathered stack is the parameter as it is; else flat. Laying 50 million elements out
+    anew takes the TPU compiler minutes and the program as much code as 20 transformer blocks."""
+    size = param.layout.shard_numel
+    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 0
+    if not width or width % LANES or size % (width * ROWS) or size < LARGE:
+        return (size,)
+    return (size // width, width)
 
 
 def default_divide_factors(num_shards: int) -> tuple[float, float]:

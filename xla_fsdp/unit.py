@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
-from xla_fsdp.backward import BackwardPass, current_pass, running
+from xla_fsdp.backward import BackwardPass, current_pass, running, running_units
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.graph_nodes import present, through
 from xla_fsdp.param_group import ParamGroup
@@ -92,6 +92,8 @@ class Unit:
         compute = self._recompute if recomputed else self._compute
         result = compute(call, lambda: forward(*inputs[0], **inputs[1]))
         _write_back(given, inputs, versions)
+        if not running_units():
+            self.backward.forward_gate.clear()
         return result
 
     @contextlib.contextmanager
@@ -117,9 +119,7 @@ class Unit:
     def ensure_open(self) -> None:
         """Gather the parameters for backward, unless the modules hold full ones already."""
         if self.state is UnitState.SHARDED:
-            shards = self.group.shards
-            _, ready = self._tie_grads([], [*shards, *self.backward.take_pending()])
-            self._open(ready[: len(shards)])
+            self._open(self._tied_shards([]))
 
     def close(self) -> None:
         """Free what was gathered for backward."""
@@ -191,14 +191,14 @@ class Unit:
 
     def tie(self, tensors: Sequence[Tensor], *, recomputed: bool) -> tuple[list[Tensor], list]:
         """``tensors`` and the shards, each available only once all of them are."""
-        extra = self.backward.take_pending() if recomputed else []
         config = self.config
-        if config.optimization_barrier_in_forward or (
-            recomputed and config.optimization_barrier_in_backward
-        ):
-            ready = xla_ops.barrier([*tensors, *self.group.shards, *extra])
-            return ready[: len(tensors)], ready[len(tensors) : len(ready) - len(extra)]
-        return [tensor.clone() for tensor in tensors], self.group.shards
+        if recomputed:
+            return [tensor.clone() for tensor in tensors], self._tied_shards(tensors)
+        if not config.optimization_barrier_in_forward:
+            return [tensor.clone() for tensor in tensors], self.group.shards
+        before = self.backward.forward_gate.swap(tensors)
+        shards = self.group.shards
+        return xla_ops.barrier(tensors), xla_ops.barrier([*shards, *before])[: len(shards)]
 
     def start_backward(
         self, call: Call, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -209,14 +209,13 @@ class Unit:
         self._check_unchanged(call)
         call.restart()
         if self.state is not UnitState.SHARDED or not self.group.params:
-            return self._tie_grads(grads, [])[0]
+            return self._tie_grads(grads)
         if kept:
+            self.backward.gate(present(grads))
             self._open_with(list(kept))
-            return self._tie_grads(grads, [])[0]
-        shards = self.group.shards
-        grads, ready = self._tie_grads(grads, [*shards, *self.backward.take_pending()])
-        self._open(ready[: len(shards)])
-        return grads
+            return self._tie_grads(grads)
+        self._open(self._tied_shards(present(grads)))
+        return self._tie_grads(grads)
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards from full gradients; none while gradients are not synchronized."""
@@ -246,7 +245,7 @@ class Unit:
     def leave_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs, on their way to the unit before."""
         self.backward.watch()
-        ready, _ = self._tie_grads(grads, [])
+        ready = self._tie_grads(grads)
         self.backward.pending.extend(present(ready))
         return ready
 
@@ -259,15 +258,18 @@ class Unit:
         if call.recomputed or self._opened_in == current_pass():
             self.close()
 
-    def _tie_grads(
-        self, grads: Sequence[Tensor | None], others: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+    def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
-            return list(grads), list(others)
-        given = present(grads)
-        ready = xla_ops.barrier([*given, *others])
-        tied = iter(ready)
-        return [None if grad is None else next(tied) for grad in grads], ready[len(given) :]
+            return list(grads)
+        tied = iter(xla_ops.barrier(present(grads)))
+        return [None if grad is None else next(tied) for grad in grads]
+
+    def _tied_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The shards to gather in backward, for a computation that begins with ``tensors``."""
+        shards, before = self.group.shards, self.backward.gate(tensors)
+        if not self.config.optimization_barrier_in_backward:
+            return shards
+        return xla_ops.barrier([*shards, *before])[: len(shards)]
 
     def _for_backward(self) -> list[Tensor]:
         """Full parameters for a saved-tensor reference, which may be asked for before any output's

@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch_xla
@@ -42,6 +43,25 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks in the job."""
     return xr.world_size()
+
+
+def torus_coords() -> list[list[int]]:
+    """Place of every rank on the TPU's torus, by rank: [core, x, y, z, slice]; empty off a TPU.
+
+    Devices are asked for their places; a rank is the device of that number.
+    """
+    if (pretended := getattr(torus_coords, "pretended", None)) is not None:
+        return pretended
+    if xr.device_type() != "TPU":
+        return []
+    attributes: list[dict[str, Any]] = xr.global_runtime_device_attributes()
+    if not all("coords" in each for each in attributes):
+        return []
+    by_number = sorted(attributes, key=lambda each: _index(each["name"]))
+    return [
+        [each.get("core_on_chip", 0), *each["coords"], each.get("slice_index", 0)]
+        for each in by_number
+    ]
 
 
 def sync() -> None:
@@ -110,13 +130,25 @@ def lowered_hlo(tensors: Sequence[Tensor]) -> str:
 # (github.com/pytorch/xla pull 3511), twice the traffic.
 
 
+def _begin_free() -> None:
+    """Do not make the next collective wait for the last one, as torch_xla does by adding a zero
+    that is computed from its result. Ranks that run one program need no such order, and it keeps
+    the compiler from moving gathers under compute. CPU ranks may run different programs.
+    """
+    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
+    if slot is None or slot.run is None:
+        forget_token()
+
+
 def all_gather(value: Tensor, groups: Groups) -> Tensor:
     """Join ``value`` ([rows, ...]) of every rank of the group along dim 0, in rank order."""
+    _begin_free()
     return xm.all_gather(value, dim=0, groups=groups, pin_layout=False)
 
 
 def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
     """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...]."""
+    _begin_free()
     return xm.reduce_scatter(
         xm.REDUCE_SUM,
         value,
@@ -222,6 +254,82 @@ def refuse_reduce_gradients_of(is_part: Any) -> None:
 
     reduce_gradients.refuses_shards = True  # type: ignore[attr-defined]
     xm.reduce_gradients = reduce_gradients
+
+
+# ---------------------------------------------------------------- pretended ranks
+# What one rank of many would run, found out on a machine that has none of them.
+
+
+@contextlib.contextmanager
+def pretended_rank(
+    rank: int, coords: Sequence[Sequence[int]], instead_of_running: Callable[[], None]
+) -> Iterator[None]:
+    """Inside, the caller is ``rank`` of as many as there are ``coords``, and nothing is executed:
+    wherever a sync or a read would run the traced program, ``instead_of_running()`` is called
+    first. It must leave nothing pending."""
+
+    def first(original: Callable[..., Any], runs: Callable[..., bool]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if runs(*args, **kwargs) and (not isinstance(value, Tensor) or is_pending(value)):
+                instead_of_running()
+            return original(value, *args, **kwargs)
+
+        return call
+
+    def step_marker(*args: Any, **kwargs: Any) -> None:
+        instead_of_running()
+
+    with contextlib.ExitStack() as stack:
+        replace = stack.enter_context
+        replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
+        places = [list(place) for place in coords]
+        replace(mock.patch.object(torus_coords, "pretended", places, create=True))
+        replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
+        for name in ("_xla_sync_multi", "_xla_get_cpu_tensors"):
+            original = getattr(torch_xla._XLAC, name)
+            replace(mock.patch.object(torch_xla._XLAC, name, first(original, _always)))
+        for name in READS:
+            runs = _moves_to_host if name == "to" else _always
+            replace(mock.patch.object(Tensor, name, first(getattr(Tensor, name), runs)))
+        yield
+
+
+def forget_token() -> None:
+    """Begin a new program: what ties collectives to each other's order would lead back into the
+    last one."""
+    torch_xla._XLAC._set_all_reduce_token(str(device()), None)
+
+
+def program_of(tensors: Sequence[Tensor]) -> bytes:
+    """The serialized HLO module, before optimization, of the program that computes ``tensors``."""
+    return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(tensors))
+
+
+def upload(tensor: Tensor) -> Tensor:
+    """A host tensor in a device buffer of its own, at once: ``to`` makes constants of scalars."""
+    return torch_xla._XLAC._xla_tensors_from_aten([tensor], [str(device())], None)[0]
+
+
+def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """The device buffers that ``program_of(tensors)`` takes, in the order of its parameters: an
+    identity, and a tensor of the same shape and dtype."""
+    _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))
+    return list(zip(torch_xla._XLAC._get_tensors_handle(values), values, strict=True))
+
+
+def buffer_id(tensor: Tensor) -> int | None:
+    """Identity of a tensor's device buffer; None if it has none yet, as values that have only been
+    announced for the device."""
+    try:
+        return torch_xla._XLAC._get_tensors_handle([tensor])[0]
+    except RuntimeError:
+        return None
+
+
+def tensor_id(tensor: Tensor) -> int:
+    """The same for Python objects that stand for one XLA tensor."""
+    return torch_xla._XLAC._xla_get_tensor_id(tensor)
 
 
 # ---------------------------------------------------------------- CPU ranks

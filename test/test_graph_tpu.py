@@ -1,0 +1,106 @@
+"""What the real TPU compiler makes of a small transformer's step, on two topologies.
+
+One command for all programs, so these tests run the command line as well. Blocks are units,
+rematerialized, and compute in bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.ranks import cached_outcome, run_python
+from test.tpu_steps import VOCABULARY, WIDTH
+
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytestmark = pytest.mark.slow
+
+# Operands of a block's collectives: large matrices (on 16 ranks one of the four is small), and what
+# is joined.
+OPERANDS = {"v5e:4x4": 3 + 1, "v4:2x2x2": 4 + 1}
+TORI = tuple(OPERANDS)
+BLOCK = 2 * (12 * WIDTH**2 + 13 * WIDTH)  # bytes of its full parameters in bf16
+ROOT = 2 * 2 * VOCABULARY * WIDTH
+
+
+@cached_outcome
+def reports(*arguments: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        where = ("--cache_dir", folder, "--json", str(out))
+        run = ("-m", "xla_fsdp.preflight", "test.tpu_steps:build", *where, *arguments)
+        done = run_python(*run, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())
+
+
+def report(topology: str, depth: int) -> dict[str, Any]:
+    arguments = [word for name in TORI for word in ("--topology", name)]
+    found = reports(*arguments, "--sweep", "depth=1,3")
+    [one] = [
+        each for each in found if (each["topology"], each["options"]["depth"]) == (topology, depth)
+    ]
+    return one
+
+
+def counts(found: dict[str, Any]) -> Counter[str]:
+    """How often collectives of each kind run."""
+    times: Counter[str] = Counter()
+    for each in found["traffic"]:
+        times[each["kind"]] += each["count"]
+    return times
+
+
+def added(topology: str, kind: str) -> int:
+    """Collectives of a kind that two more blocks bring."""
+    return counts(report(topology, 3))[kind] - counts(report(topology, 1))[kind]
+
+
+@pytest.mark.parametrize("topology", TORI)
+def test_gradients_are_reduced_axis_by_axis_and_never_by_an_all_reduce(topology: str) -> None:
+    for depth in (1, 3):
+        found = report(topology, depth)
+        assert counts(found)["all-reduce"] == 0
+        assert not any("all-reduce" in finding for finding in found["findings"])
+    axes = len(topology.partition(":")[2].split("x"))
+    assert added(topology, "reduce-scatter") == 2 * axes * OPERANDS[topology]
+
+
+@pytest.mark.parametrize("topology", TORI)
+def test_every_block_is_gathered_for_forward_and_again_for_backward(topology: str) -> None:
+    assert added(topology, "all-gather") == 2 * 2 * OPERANDS[topology]
+
+
+@pytest.mark.parametrize("topology", TORI)
+def test_full_parameters_do_not_outlive_their_unit(topology: str) -> None:
+    for depth in (1, 3):
+        # The root's, and those of the unit that computes and the one that is gathered ahead.
+        assert report(topology, depth)["full_parameters"] <= 1.2 * (ROOT + 2 * BLOCK)
+
+
+@pytest.mark.parametrize("topology", TORI)
+def test_everything_travels_in_bf16_and_hardly_more_than_necessary(topology: str) -> None:
+    found = report(topology, 3)
+    assert {each["dtype"] for each in found["traffic"]} == {"bf16"}
+    assert found["wire_bytes"] <= 1.1 * found["minimum_wire_bytes"]  # biases and norms are padded
+    assert not any("matrix products" in finding for finding in found["findings"])
+
+
+def test_parameters_and_optimizer_state_are_updated_in_place() -> None:
+    memory = report("v5e:4x4", 3)["memory"]
+    assert memory["optimizer_state"] == 2 * memory["parameters"]
+    assert memory["outputs"] <= 1024  # the loss, in a tile
+
+
+def test_without_barriers_and_torus_the_difference_shows() -> None:
+    arguments = ("--set", "depth=3", "--set", "barriers=off", "--set", "one_step=on")
+    [found] = reports(*arguments)
+    usual = report("v5e:4x4", 3)
+    assert counts(found)["all-gather"] < counts(usual)["all-gather"]
+    assert found["full_parameters"] > usual["full_parameters"]
+    assert counts(found)["all-reduce"] > 0

@@ -1,0 +1,72 @@
+"""Reducing along the axes of a torus must leave every rank with its own slice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xla_fsdp.torus import Coords, Groups, reduction_steps
+
+
+def torus(*sizes: int) -> list[tuple[int, ...]]:
+    """Places in rank order, x fastest."""
+    slowest_first = [range(size) for size in reversed(sizes)]
+    return [tuple(reversed(place)) for place in itertools.product(*slowest_first)]
+
+
+def reduce_in(steps: list[Groups], held: dict[int, list[set[int]]]) -> dict[int, list[set[int]]]:
+    """Every rank holds slices, each the set of ranks summed up in it; each step scatters them."""
+    for step in steps:
+        after = {}
+        for ring in step:
+            for place, rank in enumerate(ring):
+                width = len(held[rank]) // len(ring)
+                mine = slice(place * width, (place + 1) * width)
+                parts = zip(*(held[member][mine] for member in ring), strict=True)
+                after[rank] = [set().union(*slices) for slices in parts]
+        held = after
+    return held
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 2))
+def test_every_rank_gets_its_slice_of_the_whole_sum(sizes: list[int], num_groups: int) -> None:
+    coords = torus(*sizes, num_groups)
+    size = len(coords) // num_groups
+    groups = [list(range(start, start + size)) for start in range(0, len(coords), size)]
+    steps = reduction_steps(groups, coords)
+    assert [len(step[0]) for step in steps] == [n for n in reversed(sizes) if n > 1]
+    # A slice is told by which one it is: rank r starts with {r} in each of ``size`` slices.
+    tagged = {r: [{(r, place)} for place in range(size)] for g in groups for r in g}
+    after = reduce_in(steps, tagged)  # type: ignore[arg-type]
+    for group in groups:
+        for place, rank in enumerate(group):
+            assert after[rank] == [{(member, place) for member in group}]
+
+
+def test_groups_along_one_axis_are_one_ring_each() -> None:
+    rows = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert reduction_steps(rows, torus(4, 2)) == [rows]
+
+
+def test_a_box_inside_the_torus_has_its_own_axes() -> None:
+    boxes = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    steps = reduction_steps(boxes, torus(4, 2))
+    assert steps == [[[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1], [4, 5], [2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "coords"),
+    [
+        ([[0, 1, 2, 5]], torus(3, 2)),  # no box
+        ([[0, 2, 1, 3]], torus(2, 2)),  # numbered along y first
+        ([[0, 1], [0, 2]], torus(2, 2)),  # boxes of different shapes
+        ([[0, 1, 2, 3]], torus(2)),  # ranks without a place
+        ([[0, 1]], []),  # no torus
+    ],
+)
+def test_other_groups_have_no_steps(groups: Groups, coords: Coords) -> None:
+    assert reduction_steps(groups, coords) == []

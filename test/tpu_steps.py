@@ -1,0 +1,86 @@
+"""A small transformer and its training step, for tests that ask the TPU compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS, VOCABULARY, LENGTH = 128, 2, 512, 128
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        split = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (query @ key.transpose(-1, -2) * (width // HEADS) ** -0.5).softmax(-1)
+        mixed = (weights @ value).transpose(1, 2).reshape(rows, length, width)
+        x = x + self.proj(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(depth: int = 2, barriers: bool = True, one_step: bool = False) -> Callable[[], Any]:
+    """A step of the wrapped model, its blocks rematerialized, in bf16.
+
+    Args:
+        depth: number of blocks.
+        barriers: whether units are fenced.
+        one_step: reduce over all ranks at once, whatever the torus.
+    """
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, xla_ops
+    from xla_fsdp.collectives import XlaCollectives
+
+    everyone = [list(range(xla_ops.world_size()))]
+    options: dict[str, Any] = {
+        "compute_dtype": torch.bfloat16,
+        "optimization_barrier_in_forward": barriers,
+        "optimization_barrier_in_backward": barriers,
+    }
+    if one_step:
+        options["collectives"] = XlaCollectives(None, 0, len(everyone[0]), [everyone])
+    model: Any = Transformer(depth)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
+    model = XlaFullyShardedDataParallel(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
+
+    def step() -> float:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    return step

@@ -1,0 +1,11 @@
+"""What a training step needs on a TPU slice, asked of the real TPU compiler: the catalogue.
+
+``preflight(build_step, topology="v5e:4x4", ...)`` returns a ``Report``; the same on the command
+line is ``python -m xla_fsdp.preflight module:function``. Importing this needs no torch_xla.
+"""
+
+from xla_fsdp.preflight.compiler import CompileError
+from xla_fsdp.preflight.examine import preflight
+from xla_fsdp.preflight.report import Report
+
+__all__ = ["CompileError", "Report", "preflight"]

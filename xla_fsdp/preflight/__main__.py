@@ -1,0 +1,152 @@
+"""``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: reports on a terminal.
+
+Words: a *sweep* runs once for every combination of the values given for options.
+Always true: exit code 0 if every program compiled and fits, 1 if one does not, 2 for wrong usage.
+A combination that cannot be compiled is reported and the others are still examined. What is found
+out is ``examine``'s business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xla_fsdp.preflight import text
+from xla_fsdp.preflight.compiler import CompileError
+from xla_fsdp.preflight.examine import preflight
+from xla_fsdp.preflight.html import page
+from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
+
+USAGE_EXIT_CODE = 2
+
+
+class UsageError(Exception):
+    """Arguments that cannot be acted on."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine programs; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        build_step = _load(options.target)
+        runs = list(_runs(options))
+    except (UsageError, ValueError) as error:
+        print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    reports = [report for run in runs if (report := _examine(build_step, *run, options))]
+    if len(reports) == 1:
+        print(text.in_full(reports[0]))
+    elif reports:
+        print(text.table(reports))
+    _write(reports, options)
+    return 0 if len(reports) == len(runs) and all(report.fits for report in reports) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.preflight",
+        description="What a training step needs on a TPU slice, asked of the TPU compiler.",
+        epilog=f"Topologies: {known_names()}",
+    )
+    parser.add_argument("target", help="module:function that builds the model and returns a step")
+    parser.add_argument("--topology", action="append", help="default v5e:4x4; may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE")
+    parser.add_argument("--sweep", action="append", default=[], metavar="OPTION=VALUE,VALUE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
+    parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
+    parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
+    parser.add_argument("--flags", default="", help="more compiler flags, as LIBTPU_INIT_ARGS")
+    return parser
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise UsageError(f"{target!r} is not of the form module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise UsageError(f"cannot import {module_name!r}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"{module_name!r} has no function {name!r}")
+    return found
+
+
+def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Topology and keywords of each run."""
+    topologies = options.topology or ["v5e:4x4"]
+    for name in topologies:
+        find_topology(name)  # all are checked before the first is compiled
+    fixed = {name: [_value(value)] for name, value in map(_pair, options.set)}
+    swept = {
+        name: [_value(each) for each in values.split(",")]
+        for name, values in map(_pair, options.sweep)
+    }
+    choices = {**fixed, **swept}
+    for name, values in itertools.product(topologies, itertools.product(*choices.values())):
+        yield name, dict(zip(choices, values, strict=True))
+
+
+def _pair(text_: str) -> tuple[str, str]:
+    name, equals, value = text_.partition("=")
+    if not name.isidentifier() or not equals or not value:
+        raise UsageError(f"{text_!r} is not of the form option=value")
+    return name, value
+
+
+def _value(word: str) -> Any:
+    """on, off, a number, or the word itself."""
+    if word in ("on", "off"):
+        return word == "on"
+    for number in (int, float):
+        try:
+            return number(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _examine(
+    build_step: Callable[..., Any], topology: str, keywords: dict[str, Any], options: Any
+) -> Report | None:
+    try:
+        return preflight(
+            build_step,
+            topology=topology,
+            max_host_mem=round(options.max_host_mem * GIB),
+            cache_dir=options.cache_dir,
+            flags=options.flags,
+            progress=_progress,
+            **keywords,
+        )
+    except CompileError as error:
+        _progress("")
+        print(f"xla_fsdp.preflight: {topology} {keywords or ''}: {error}", file=sys.stderr)
+        return None
+
+
+def _progress(line: str) -> None:
+    """One line that is written over, and only where somebody watches."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _write(reports: Sequence[Report], options: argparse.Namespace) -> None:
+    _progress("")
+    if options.json:
+        options.json.write_text(json.dumps([json.loads(each.to_json()) for each in reports]))
+    if options.html:
+        options.html.write_text(page(reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The process that compiles one program for a TPU topology: ``python -m ...compile_child FOLDER``.
+
+The folder holds ``job.json`` and ``program.pb`` (an HLO module as torch_xla makes it); this writes
+``optimized.txt`` (the scheduled module) and ``result.json``. Always true: it never loads torch_xla
+(two XLA runtimes in one process clash), touches no TPU, and asks for none.
+Limits, time-outs and reuse of results are left to ``compiler``.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MEMORY_FIELDS = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "generated_code_size_in_bytes",
+    "peak_memory_in_bytes",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile the job in the folder ``argv[0]``; 0, or 1 if the compiler refuses."""
+    folder = Path(argv[0])
+    job = json.loads((folder / "job.json").read_text())
+    started, cpu = time.monotonic(), time.process_time()
+    try:
+        executable = _compile((folder / "program.pb").read_bytes(), job)
+    except Exception as error:  # the compiler's own exception types are many
+        _write(folder, {"error": f"{type(error).__name__}: {error}"})
+        return 1
+    spent = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
+    (folder / "optimized.txt").write_text(executable.hlo_modules()[0].to_string())
+    stats = executable.get_compiled_memory_stats()
+    memory = {name: int(getattr(stats, name, 0) or 0) for name in MEMORY_FIELDS}
+    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    _write(folder, {"memory": memory, "peak_host_bytes": peak_rss, **spent})
+    return 0
+
+
+def _write(folder: Path, result: dict[str, Any]) -> None:
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _compile(program: bytes, job: dict[str, Any]) -> Any:
+    """The executable for all ranks of the topology, each a replica."""
+    import numpy as np
+    from jax._src.interpreters import mlir as jax_mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    devices = _devices(job)
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
+    options = _options(xla_client, np.array([[device.id] for device in devices]))
+    with jax_mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        _alias(ir, module, job["aliases"])
+        code = jax_mlir.module_to_bytecode(module)
+        return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
+
+
+def _devices(job: dict[str, Any]) -> list[Any]:
+    """The topology's devices in rank order."""
+    from jax.experimental import topologies
+
+    config = {"chip_config_name": job["chip_config"]} if job["chip_config"] else {}
+    found: list[Any] = topologies.get_topology_desc(
+        platform="tpu", topology_name=job["topology"], **config
+    ).devices
+    devices = sorted(found, key=lambda device: device.id)
+    places = [[device.core_on_chip, *device.coords] for device in devices]
+    if places != job["coords"]:
+        raise RuntimeError(
+            f"the compiler numbers the devices of {job['topology']} as {places}, "
+            f"expected {job['coords']}"
+        )
+    return devices
+
+
+def _options(xla_client: Any, assignment: Any) -> Any:
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    for target in (options, build):
+        target.num_replicas, target.num_partitions = len(assignment), 1
+    options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+    return options
+
+
+def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
+    """Let output k use the memory of input i, for each pair (i, k)."""
+    main = next(each for each in module.body.operations if each.name.value == "main")
+    count = len(main.type.inputs)
+    known = (
+        list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * count
+    )
+    number = ir.IntegerType.get_signless(32)
+    for source, output in aliases:
+        attributes = {each.name: each.attr for each in known[source]}
+        attributes["tf.aliasing_output"] = ir.IntegerAttr.get(number, output)
+        known[source] = ir.DictAttr.get(attributes)
+    main.arg_attrs = ir.ArrayAttr.get(known)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""``preflight``: from the user's own code to a report.
+
+Words: see ``report``. Always true: nothing runs, here or on a TPU; the user's step is traced as
+rank 0 would trace it (``tracing``), compiled by the real TPU compiler in a child (``compiler``),
+and what it made is read (``traffic``, ``liveness``, ``estimate``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xla_fsdp.preflight import findings
+from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
+from xla_fsdp.preflight.estimate import estimate
+from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
+from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program
+from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
+from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.traffic import Collective, collectives_of
+
+if TYPE_CHECKING:
+    from xla_fsdp.preflight.tracing import Traced
+
+
+def preflight(
+    build_step: Callable[..., Callable[[], Any]],
+    *,
+    topology: str = "v5e:4x4",
+    max_host_mem: int = 10 * GIB,
+    cache_dir: str | Path | None = None,
+    flags: str = "",
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Find out what a training step needs on a TPU slice, without one.
+
+    Args:
+        build_step: called as ``build_step(**options)``; builds the wrapped model and its optimizer
+            and returns a function that makes one training step. Tensors on the XLA device hold
+            zeros while it runs. Build models that are too large for this machine on the meta
+            device: then only one rank's shards take memory.
+        topology: name of the slice, see ``find_topology``.
+        max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
+            is ended.
+        cache_dir: where results are kept (default: the user's cache folder).
+        flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
+        progress: called with a line of text while waiting.
+        options: handed to ``build_step``, and noted in the report.
+
+    Returns:
+        The report, of a step in the steady state: with the optimizer's state there already.
+
+    Raises:
+        ValueError: if there is no such topology, or the step traces nothing.
+        CompileError: if the TPU compiler is not installed, refuses the program or takes too much
+            memory.
+        RuntimeError: if this process uses torch_xla with other devices than one CPU.
+    """
+    slice_ = find_topology(topology)
+    check_installed()
+    from xla_fsdp.preflight.tracing import trace_step
+
+    tell = progress or (lambda text: None)
+    tell(f"{topology}: tracing")
+    traced = trace_step(lambda: build_step(**options), slice_.coords)
+    compiled = [
+        compile_program(
+            program,
+            slice_,
+            max_host_mem=max_host_mem,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            flags=flags,
+            progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
+        )
+        for program in traced.programs
+    ]
+    tell(f"{topology}: reading")
+    return _report(traced, compiled, slice_, options)
+
+
+def _report(
+    traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
+) -> Report:
+    modules = [Module(each.text) for each in compiled]
+    collectives = [each for module in modules for each in collectives_of(module)]
+    largest = max(range(len(compiled)), key=lambda index: compiled[index].peak)
+    peak = fullest_moment(modules[largest])
+    return Report(
+        topology=topology.name,
+        num_ranks=topology.num_ranks,
+        options=options,
+        memory=_memory(traced.programs[largest], compiled[largest], peak, topology),
+        full_parameters=max(map(most_gathered, modules)),
+        largest=tuple(Buffer(*each) for each in peak.largest),
+        traffic=_by_kind(collectives),
+        minimum_wire_bytes=_minimum(traced),
+        step_time=estimate(modules, collectives, traced.model_flops, topology),
+        compile_seconds=sum(each.seconds for each in compiled),
+        compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
+        host_bytes=max(each.peak_host_bytes for each in compiled),
+        findings=tuple(_findings(traced, compiled[largest], modules, collectives)),
+    )
+
+
+def _minimum(traced: Traced) -> int:
+    return sum(each.gathered_bytes + each.reduced_bytes for each in traced.parameters)
+
+
+def _findings(
+    traced: Traced,
+    largest: Compiled,
+    modules: Sequence[Module],
+    collectives: Sequence[Collective],
+) -> Iterator[str]:
+    sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
+    yield from findings.about_programs(len(modules))
+    yield from findings.about_reductions(collectives, sizes, traced.parameters)
+    yield from findings.about_bytes(sum(each.total_bytes for each in collectives), _minimum(traced))
+    yield from findings.about_overlap(collectives)
+    yield from findings.about_dtypes(modules, _dtype(collectives))
+    yield from findings.about_inputs(largest.outputs - largest.aliased)
+    yield from findings.about_loops(modules)
+
+
+def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology) -> Memory:
+    by_role: Counter[str] = Counter()
+    for each in program.inputs:
+        by_role[each.role] += each.nbytes
+    held = {role: by_role[role] for role in (PARAMETER, GRADIENT, STATE)}
+    gathered = min(peak.by_purpose.get(GATHERED, 0), compiled.temporaries)
+    activations = min(
+        peak.total - peak.by_purpose.get(GATHERED, 0), compiled.temporaries - gathered
+    )
+    return Memory(
+        parameters=held[PARAMETER],
+        gradients=held[GRADIENT],
+        optimizer_state=held[STATE],
+        data=compiled.arguments - sum(held.values()),
+        outputs=compiled.outputs - compiled.aliased,
+        gathered_parameters=gathered,
+        activations=activations,
+        scratch=compiled.temporaries - gathered - activations,
+        code=compiled.code,
+        capacity=topology.chip.hbm_bytes,
+    )
+
+
+def _by_kind(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
+    counts: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0])
+    for each in collectives:
+        entry = counts[each.kind, each.dtype, each.group_size, each.overlapped]
+        entry[0] += each.times
+        entry[1] += each.total_bytes
+    return tuple(Traffic(*key, *counts[key]) for key in sorted(counts))
+
+
+def _dtype(collectives: Sequence[Collective]) -> str:
+    """The dtype that most bytes are gathered in, in which products are expected."""
+    gathered: Counter[str] = Counter()
+    for each in collectives:
+        if each.kind == "all-gather":
+            gathered[each.dtype] += each.total_bytes
+    return gathered.most_common(1)[0][0] if gathered else "bf16"

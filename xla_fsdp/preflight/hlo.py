@@ -1,0 +1,238 @@
+"""Read the text of an HLO module: computations, instructions, how often each of them runs.
+
+Words: a *computation* is a function of the module; a *caller* is the instruction that runs it; its
+*executions* are how often it runs in one run of the module, loop trips included.
+Always true: reading is by structure (balanced brackets), never by line order. Nothing here knows
+about collectives; those are found by ``traffic``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
+    "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+    "f8e4m3fn": 8, "f8e5m2": 8,
+}  # fmt: skip
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
+_START = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line: ``name = shape opcode(operands), attributes``."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    def attribute(self, key: str) -> str:
+        """The name or word after ``key=``, "" if there is none."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate of the cycles that it takes, 0 where it gives none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found.group(1)) if found else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return sum(_array_bytes(*array) for array in _ARRAY.findall(self.shape))
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Element types of the result, each once."""
+        found = (dtype for dtype, _ in _ARRAY.findall(self.shape) if dtype in BITS)
+        return list(dict.fromkeys(found))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the (first) array of the result."""
+        found = _ARRAY.search(self.shape)
+        return tuple(int(size) for size in found.group(2).split(",") if size) if found else ()
+
+
+@dataclass
+class Computation:
+    """A function of the module."""
+
+    name: str
+    is_entry: bool
+    instructions: list[Instruction] = field(default_factory=list)
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Instructions by name."""
+        return {each.name: each for each in self.instructions}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Which instructions read one."""
+        users: dict[str, list[Instruction]] = defaultdict(list)
+        for each in self.instructions:
+            for operand in each.operands:
+                users[operand].append(each)
+        return users
+
+    @cached_property
+    def root(self) -> Instruction:
+        """What the computation returns."""
+        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How often a computation runs, and what runs it (None for the entry)."""
+
+    computation: Computation
+    times: int
+    caller: Instruction | None
+    inside: Computation | None
+
+
+class Module:
+    """A parsed module.
+
+    Args:
+        text: what the compiler or torch_xla prints.
+
+    Raises:
+        ValueError: if the text holds no entry computation.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations = {each.name: each for each in _computations(text)}
+        entries = [each for each in self.computations.values() if each.is_entry]
+        if len(entries) != 1:
+            raise ValueError(f"not the text of one HLO module: {len(entries)} entry computations")
+        self.entry = entries[0]
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
+        self.num_devices = 1
+        for count in counts:
+            self.num_devices *= int(count)
+        self.unknown_trips: list[str] = []
+
+    @cached_property
+    def executions(self) -> list[Execution]:
+        """Every run of a computation, those inside fusions included."""
+        return list(self._visit(self.entry, 1, None, None))
+
+    def _visit(
+        self,
+        computation: Computation,
+        times: int,
+        caller: Instruction | None,
+        inside: Computation | None,
+    ) -> Iterator[Execution]:
+        yield Execution(computation, times, caller, inside)
+        for each in computation.instructions:
+            trips = self._trips(computation, each) if each.opcode == "while" else 1
+            for name in _called(each):
+                if name in self.computations:
+                    yield from self._visit(
+                        self.computations[name], times * trips, each, computation
+                    )
+
+    def _trips(self, computation: Computation, loop: Instruction) -> int:
+        found = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
+        trips = int(found.group(1)) if found else self._bound(loop)
+        if trips is None:
+            self.unknown_trips.append(f"{computation.name}/{loop.name}")
+        return 1 if trips is None else trips
+
+    def _bound(self, loop: Instruction) -> int | None:
+        """The constant that a loop's condition compares with, for a counter from 0 in steps of 1.
+
+        Looked for in the condition and in what it calls, which the compiler may have fused.
+        """
+        condition = self.computations.get(loop.attribute("condition"))
+        if condition is None:
+            return None
+        inner = [
+            self.computations[name] for each in condition.instructions for name in _called(each)
+        ]
+        lines = [each for part in (condition, *inner) for each in part.instructions]
+        directions = {each.attribute("direction") for each in lines if each.opcode == "compare"}
+        bounds = {
+            int(each.attributes)
+            for each in lines
+            if each.opcode == "constant" and each.attributes.isdigit()
+        }
+        return bounds.pop() if directions == {"LT"} and len(bounds) == 1 else None
+
+
+def _called(each: Instruction) -> list[str]:
+    """Computations that an instruction runs once each time (not the reducers of a reduction)."""
+    keys = {
+        "fusion": ("calls",),
+        "while": ("body",),
+        "call": ("to_apply",),
+        "async-start": ("calls",),
+        "conditional": ("true_computation", "false_computation"),
+    }.get(each.opcode, ())
+    names = [each.attribute(key) for key in keys]
+    branches = re.search(r"branch_computations=\{([^}]*)\}", each.attributes)
+    if each.opcode == "conditional" and branches:
+        names += _NAME.findall(branches.group(1))
+    return [name for name in names if name]
+
+
+def _computations(text: str) -> Iterator[Computation]:
+    current: Computation | None = None
+    for line in text.splitlines():
+        if current is None:
+            header = None if line.startswith("HloModule") else _HEADER.match(line)
+            if header:
+                current = Computation(header.group(2), bool(header.group(1)))
+        elif line.startswith("}"):
+            yield current
+            current = None
+        elif start := _START.match(line):
+            current.instructions.append(_instruction(line, start))
+
+
+def _instruction(line: str, start: re.Match[str]) -> Instruction:
+    begin = start.end()
+    end = _closing(line, begin) if line[begin] == "(" else line.index(" ", begin)
+    opens = line.index("(", end)
+    closes = _closing(line, opens)
+    opcode, arguments = line[end:opens].strip(), line[opens + 1 : closes - 1]
+    is_value = opcode in ("constant", "parameter")
+    return Instruction(
+        name=start.group(2),
+        shape=line[begin:end],
+        opcode=opcode,
+        operands=() if is_value else tuple(_NAME.findall(arguments)),
+        attributes=arguments if is_value else line[closes:],
+        is_root=bool(start.group(1)),
+    )
+
+
+def _closing(line: str, opens: int) -> int:
+    """Index just behind the bracket that closes the one at ``opens``."""
+    depth = 0
+    for index in range(opens, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[index], 0)
+        if depth == 0:
+            return index + 1
+    return len(line)
+
+
+def _array_bytes(dtype: str, sizes: str) -> int:
+    count = 1
+    for size in sizes.split(","):
+        count *= int(size) if size else 1
+    return count * BITS.get(dtype, 0) // 8

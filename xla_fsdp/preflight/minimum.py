@@ -1,0 +1,70 @@
+"""The least that a sharded model has to put on the wire in one step.
+
+Words: see ``unit`` and ``sharded_param``. Always true: counted is what the wrapping asks for, each
+parameter gathered for its unit's forward, once more for backward where it is freed between, and its
+gradient reduced once, without padding, in a ring. Remat gathers nothing more.
+What the compiler makes of it is found by ``traffic``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class ParameterTraffic:
+    """What one sharded parameter must put on the wire.
+
+    Args:
+        name: of the parameter (of the first, where several are flattened).
+        numel: elements of the full parameter.
+        padded: the same with padding, as it travels.
+        gathered_bytes: sent by a rank for its gathers in a step.
+        reduced_bytes: sent by a rank for the reduction of its gradient.
+    """
+
+    name: str
+    numel: int
+    padded: int
+    gathered_bytes: int
+    reduced_bytes: int
+
+
+def live_units() -> list[Unit]:
+    """Every FSDP unit of this process."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Unit]
+
+
+def parameter_traffic(units: Iterable[Unit]) -> tuple[ParameterTraffic, ...]:
+    """The minimum, by parameter."""
+    return tuple(each for unit in units for each in _of_unit(unit))
+
+
+def _of_unit(unit: Unit) -> list[ParameterTraffic]:
+    group: ParamGroup = unit.group
+    others = group.collectives.num_shards - 1
+    gathers = 2 if unit.reshards_after_forward else 1
+    found = []
+    for param in group.params:
+        shard_numel = param.layout.numel / param.layout.num_shards
+        dtype = param.compute_dtype or param.shard.dtype
+        reduced = torch.float32 if unit.config.fp32_reduce_scatter else dtype
+        needs_grad = param.shard.requires_grad
+        found.append(
+            ParameterTraffic(
+                name=param.members[0].names[0],
+                numel=param.layout.numel,
+                padded=param.layout.padded_numel,
+                gathered_bytes=round(gathers * others * shard_numel * dtype.itemsize),
+                reduced_bytes=round(others * shard_numel * reduced.itemsize * needs_grad),
+            )
+        )
+    return found

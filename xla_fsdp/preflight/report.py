@@ -1,0 +1,122 @@
+"""What a step of a model needs on a topology: memory by part, collectives, time. Plain data.
+
+Words: the *peak* is all that a chip must hold for the step, the program's code included; *scratch*
+is what the compiler reserves beyond the buffers that it can be seen to use.
+Always true: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
+Made by ``examine``, shown by ``text`` and ``html``; what is worth saying in words by ``findings``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xla_fsdp.preflight.estimate import StepTime
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a chip's memory (HBM) per rank, by part."""
+
+    parameters: int
+    gradients: int  # kept between steps; those in flight are among the activations
+    optimizer_state: int
+    data: int  # batch, buffers, constants, and padding of inputs
+    outputs: int  # results that do not take the place of an input
+    gathered_parameters: int
+    activations: int
+    scratch: int
+    code: int
+    capacity: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the step needs."""
+        return sum(value for name, value in asdict(self).items() if name != "capacity")
+
+    @property
+    def left(self) -> int:
+        """Bytes left over; negative if the step does not fit."""
+        return self.capacity - self.peak
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind: how often they run in a step, and bytes that a rank sends."""
+
+    kind: str
+    dtype: str
+    group_size: int
+    overlapped: bool
+    count: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the largest buffers at the fullest moment."""
+
+    nbytes: int
+    shape: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of ``preflight``; sizes in bytes per rank, times in seconds.
+
+    Args:
+        topology: its name.
+        num_ranks: ranks of it.
+        options: what the model was built with.
+        memory: of the program of the step that needs most.
+        full_parameters: bytes of gathered parameters that are there at once, on-chip ones included.
+        largest: buffers at its fullest moment.
+        traffic: collectives of one step.
+        minimum_wire_bytes: what any program must send for this model and wrapping.
+        step_time: an estimate.
+        compile_seconds: that the compiler took, and of CPU time.
+        host_bytes: host memory that the compiler took.
+        findings: what to look at, in words.
+    """
+
+    topology: str
+    num_ranks: int
+    options: dict[str, Any]
+    memory: Memory
+    full_parameters: int
+    largest: tuple[Buffer, ...]
+    traffic: tuple[Traffic, ...]
+    minimum_wire_bytes: int
+    step_time: StepTime
+    compile_seconds: float
+    compile_cpu_seconds: float
+    host_bytes: int
+    findings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits into a chip's memory."""
+        return self.memory.left >= 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sum(each.wire_bytes for each in self.traffic)
+
+    @property
+    def blocking_bytes(self) -> int:
+        """Those of them under which no compute is scheduled."""
+        return sum(each.wire_bytes for each in self.traffic if not each.overlapped)
+
+    def to_json(self) -> str:
+        """All figures; derived ones included."""
+        derived = {
+            "fits": self.fits,
+            "peak_bytes": self.memory.peak,
+            "wire_bytes": self.wire_bytes,
+            "blocking_bytes": self.blocking_bytes,
+            "estimated_step_seconds": self.step_time.total,
+        }
+        return json.dumps({**derived, **asdict(self)}, indent=1, default=str)

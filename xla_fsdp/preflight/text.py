@@ -1,0 +1,122 @@
+"""Reports as text for a terminal: one in full, or several as the rows of a table.
+
+Always true: units are in the text (MiB of memory, MB on the wire, ms), and what is estimated is
+called so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xla_fsdp.preflight.report import Report
+
+MIB, MB = 2**20, 10**6
+PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients kept",
+    "optimizer_state": "optimizer state",
+    "data": "batch, buffers, padding",
+    "outputs": "other results",
+    "gathered_parameters": "gathered parameters",
+    "activations": "activations, gradients",
+    "scratch": "compiler's scratch",
+    "code": "program code",
+}
+
+
+def in_full(report: Report) -> str:
+    """Everything about one program."""
+    sections = (_memory(report), _traffic(report), _time(report), _findings(report))
+    return "\n\n".join((title(report), *sections))
+
+
+def title(report: Report) -> str:
+    """Topology and options."""
+    options = " ".join(f"{name}={value}" for name, value in report.options.items())
+    return f"{report.topology}, {report.num_ranks} ranks {options}".rstrip()
+
+
+def table(reports: Sequence[Report]) -> str:
+    """One row per report."""
+    return "\n".join(aligned([HEADINGS, *map(cells, reports)]))
+
+
+HEADINGS = (
+    "topology",
+    "options",
+    "fits",
+    "peak MiB",
+    "left MiB",
+    "wire MB",
+    "minimum",
+    "blocking",
+    "est. step ms",
+    "est. MFU",
+    "compile s",
+)
+
+
+def cells(report: Report) -> tuple[str, ...]:
+    """A row under ``HEADINGS``."""
+    return (
+        report.topology,
+        " ".join(f"{name}={value}" for name, value in report.options.items()),
+        "yes" if report.fits else "NO",
+        f"{report.memory.peak / MIB:,.0f}",
+        f"{report.memory.left / MIB:,.0f}",
+        f"{report.wire_bytes / MB:,.0f}",
+        f"{report.minimum_wire_bytes / MB:,.0f}",
+        f"{report.blocking_bytes / MB:,.0f}",
+        f"{report.step_time.total * 1e3:.1f}",
+        f"{report.step_time.mfu:.0%}",
+        f"{report.compile_seconds:.0f}",
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines in which columns are as wide as their longest cell; the first two flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _memory(report: Report) -> str:
+    memory = report.memory
+    verdict = "fits, with" if report.fits else "does NOT fit: short of"
+    rows = [(label, "", f"{getattr(memory, name) / MIB:,.1f}") for name, label in PARTS.items()]
+    rows.append(("peak", "", f"{memory.peak / MIB:,.1f}"))
+    head = f"HBM per rank (MiB), {verdict} {abs(memory.left) / MIB:,.0f} left"
+    if not report.fits:
+        head = f"HBM per rank (MiB), {verdict} {-memory.left / MIB:,.0f}"
+    return "\n".join((head, *(f"  {line}" for line in aligned(rows))))
+
+
+def _traffic(report: Report) -> str:
+    rows = [("collective", "dtype", "ranks", "times", "MB", "")]
+    for each in report.traffic:
+        when = "overlapped" if each.overlapped else "blocking"
+        size, count = str(each.group_size), str(each.count)
+        rows.append((each.kind, each.dtype, size, count, f"{each.wire_bytes / MB:,.1f}", when))
+    head = (
+        f"On the wire per rank and step: {report.wire_bytes / MB:,.0f} MB (minimum "
+        f"{report.minimum_wire_bytes / MB:,.0f}), {report.blocking_bytes / MB:,.0f} MB blocking"
+    )
+    return "\n".join((head, *(f"  {line}" for line in aligned(rows))))
+
+
+def _time(report: Report) -> str:
+    time = report.step_time
+    return (
+        f"Estimated step: {time.total * 1e3:.1f} ms (compute {time.compute * 1e3:.1f}, blocking "
+        f"collectives {time.blocking * 1e3:.1f}), estimated MFU {time.mfu:.1%}. Compiled in "
+        f"{report.compile_seconds:.0f} s with {report.host_bytes / MIB:,.0f} MiB of host memory"
+    )
+
+
+def _findings(report: Report) -> str:
+    return "\n".join(f"- {finding}" for finding in report.findings) or "Nothing to remark."

@@ -1,0 +1,164 @@
+"""TPU topologies by name: how many ranks, where each is on the torus, what a chip can do.
+
+Words: a *topology* is a generation and the chips along each torus axis, ``v5e:4x4``; a *rank* is
+one device as torch_xla runs it: a chip, or on v2 and v3 one of a chip's two cores.
+Always true: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
+the cores of a chip first, then x, y and z.
+Pure data and arithmetic: the compiler is asked by ``compile_child``, groups are made by
+``xla_fsdp.torus``. Speeds are the vendor's published peaks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+GIB = 2**30
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation of TPU, per rank.
+
+    Args:
+        hbm_bytes: device memory.
+        peak_flops: bf16 floating-point operations per second.
+        clock_hz: cycles per second of the compute core.
+        link_bytes: bytes per second of one torus link in one direction.
+        cores: ranks per chip.
+        num_axes: torus axes of a slice.
+        hosts: chips of one host along each axis, a divisor of every slice.
+        config: name of the chip configuration for the compiler, "" for its default.
+        accelerator: an accelerator type of this generation, which the compiler wants to be told.
+        init_args: what torch_xla adds to ``LIBTPU_INIT_ARGS`` on this generation alone.
+    """
+
+    hbm_bytes: int
+    peak_flops: float
+    clock_hz: float
+    link_bytes: float
+    cores: int = 1
+    num_axes: int = 2
+    hosts: tuple[int, ...] = (2, 2)
+    config: str = ""
+    accelerator: str = ""
+    init_args: tuple[str, ...] = ()
+
+
+_ASYNC = ("--xla_enable_async_all_gather=true", "--xla_enable_async_collective_permute=true")
+_ALWAYS = (
+    "--xla_tpu_use_enhanced_launch_barrier=false",
+    "--xla_latency_hiding_scheduler_rerun=1",
+    "--xla_tpu_prefer_async_allgather_to_allreduce=true",
+    "--xla_tpu_enable_flash_attention=false",
+)
+
+CHIPS = {
+    "v2": Chip(8 * GIB, 22.5e12, 0.70e9, 62 * GB, cores=2, accelerator="v2-8"),
+    "v3": Chip(16 * GIB, 61.5e12, 0.94e9, 82 * GB, cores=2, accelerator="v3-8"),
+    "v4": Chip(
+        32 * GIB,
+        275e12,
+        1.05e9,
+        50 * GB,
+        num_axes=3,
+        hosts=(2, 2, 1),
+        config="megacore",
+        accelerator="v4-8",
+    ),
+    "v5e": Chip(16 * GIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8", init_args=_ASYNC),
+    "v5p": Chip(
+        95 * GIB,
+        459e12,
+        1.75e9,
+        100 * GB,
+        num_axes=3,
+        hosts=(2, 2, 1),
+        accelerator="v5p-8",
+        init_args=_ASYNC,
+    ),
+    "v6e": Chip(32 * GIB, 918e12, 1.75e9, 112 * GB, accelerator="v6e-8"),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice of one generation: ``name`` as given, ``shape`` the chips along x, y (and z)."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape) * self.chip.cores
+
+    @property
+    def coords(self) -> list[tuple[int, ...]]:
+        """Place of every rank, [core, x, y, z], in rank order."""
+        padded = (*self.shape, *(1,) * (3 - len(self.shape)))
+        axes = [range(size) for size in reversed(padded)]
+        return [
+            (core, x, y, z)
+            for z, y, x in itertools.product(*axes)
+            for core in range(self.chip.cores)
+        ]
+
+    @property
+    def init_args(self) -> str:
+        """``LIBTPU_INIT_ARGS`` as torch_xla sets it on this generation."""
+        return " ".join((*_ALWAYS, *self.chip.init_args))
+
+
+def find_topology(name: str) -> Topology:
+    """The topology called ``name``, such as ``v5e:4x4``.
+
+    Raises:
+        ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
+            number of axes or does not consist of whole hosts, or several slices are asked for.
+    """
+    generation, _, layout = name.partition(":")
+    if generation not in CHIPS:
+        raise ValueError(f"{name!r} is no TPU topology; give one of {known_names()}")
+    chip = CHIPS[generation]
+    if "*" in layout or "," in layout:
+        raise ValueError(
+            f"{name!r} names several slices. One program over several slices is not examined; "
+            f"give one slice, such as {example(generation)}"
+        )
+    shape = _sizes(layout)
+    if len(shape) != chip.num_axes:
+        raise ValueError(
+            f"{name!r}: chips of {generation} lie along {chip.num_axes} axes; give a shape such as "
+            f"{example(generation)}"
+        )
+    if any(size % host for size, host in zip(shape, chip.hosts, strict=True)):
+        hosts = "x".join(map(str, chip.hosts))
+        raise ValueError(
+            f"{name!r} does not consist of whole hosts of {hosts} chips; give a shape such as "
+            f"{example(generation)}"
+        )
+    return Topology(name, chip, shape)
+
+
+def known_names() -> str:
+    """The form of the names that ``find_topology`` takes, one per generation."""
+    forms = {2: "AxB", 3: "AxBxC"}
+    return ", ".join(
+        f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
+    )
+
+
+def example(generation: str) -> str:
+    """A topology of this generation."""
+    return f"{generation}:4x4" if CHIPS[generation].num_axes == 2 else f"{generation}:2x2x2"
+
+
+def _sizes(layout: str) -> tuple[int, ...]:
+    parts = layout.split("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        return ()
+    return tuple(int(part) for part in parts)

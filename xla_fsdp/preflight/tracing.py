@@ -1,0 +1,219 @@
+"""Trace one rank's step of the user's own code on this machine, with the other ranks pretended.
+
+Words: the *steady state* is a step whose inputs include the optimizer's state, as from the second
+one on; to *cut* is to take what is pending as a program and go on as if it had run.
+Always true: nothing is executed; values are zeros from the first cut on, shapes and dtypes right.
+Only one rank's shards take memory. What the programs need is found by ``compiler`` and ``traffic``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from xla_fsdp import xla_ops
+from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.minimum import ParameterTraffic, live_units, parameter_traffic
+from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program
+from xla_fsdp.preflight.traffic import KINDS
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One steady-state step.
+
+    Args:
+        programs: what it runs, in order.
+        model_flops: matrix-product operations of forward and backward, recomputation left out.
+        parameters: the sharded parameters, and what they must put on the wire.
+    """
+
+    programs: tuple[Program, ...]
+    model_flops: int
+    parameters: tuple[ParameterTraffic, ...]
+
+
+def trace_step(
+    build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
+) -> Traced:
+    """What ``rank`` runs in a step.
+
+    Args:
+        build_step: builds model and optimizer, and returns a function that makes one step.
+        coords: place on the torus of every pretended rank.
+        rank: which of them to be.
+
+    Raises:
+        RuntimeError: if this process has started torch_xla on anything but one CPU device.
+        ValueError: if a step leaves nothing to run.
+    """
+    _use_one_cpu_device()
+    earlier = {id(unit) for unit in live_units()}
+    recorder = _Recorder()
+    with xla_ops.pretended_rank(rank, coords, recorder.cut):
+        step = build_step()
+        recorder.cut()
+        step()  # makes the optimizer's state
+        recorder.cut()
+        with recorder.recording():
+            step()
+            recorder.cut()
+        units = [unit for unit in live_units() if id(unit) not in earlier]
+        # Last: tensors made under a dispatch mode are of another kind, and nothing can follow.
+        with recorder.discarding():
+            flops = _count_flops(step)
+    if not recorder.programs:
+        raise ValueError(
+            "the step traced no XLA operations. build_step() must return a function that makes one "
+            "training step on the XLA device"
+        )
+    return Traced(tuple(recorder.programs), flops, parameter_traffic(units))
+
+
+def _use_one_cpu_device() -> None:
+    if not xla_ops.runtime_started():
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    kind, count = os.environ.get("PJRT_DEVICE"), xla_ops.local_device_count()
+    if kind != "CPU" or count != 1:
+        raise RuntimeError(
+            f"tracing wants one CPU device, and this process uses PJRT_DEVICE={kind} with {count} "
+            f"device(s). Run it in a "
+            f"process of its own with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=1"
+        )
+
+
+@dataclass
+class _Recorder:
+    """Takes what is pending as a program, and puts zeros in its place."""
+
+    programs: list[Program] = field(default_factory=list)
+    _recording: bool = False
+    _discarding: bool = False
+    _before: dict[int, tuple[int, str]] = field(default_factory=dict)  # by tensor: buffer and role
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Programs cut inside are kept."""
+        self._note_buffers()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """What is cut inside is lost; afterwards the tensors cannot be used any more."""
+        self._discarding = True
+        yield
+
+    def cut(self) -> None:
+        """Take what is pending."""
+        pending = [tensor for tensor in _live_tensors() if xla_ops.is_pending(tensor)]
+        if not pending:
+            return
+        if self._discarding:
+            for tensor in pending:
+                xla_ops.release(tensor, _zeros(tensor))
+            return
+        if self._recording:
+            self.programs.append(self._program(_distinct(pending)))
+        for tensor in pending:
+            # Not in place, which torch_xla would trace as one more operation on the old value.
+            tensor.data = _zeros(tensor)
+        xla_ops.forget_token()
+        if self._recording:
+            self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        roles = _roles()
+        self._before = {
+            id(tensor): (buffer, roles.get(id(tensor), DATA))
+            for tensor in _live_tensors()
+            if (buffer := xla_ops.buffer_id(tensor)) is not None
+        }
+
+    def _program(self, pending: list[Tensor]) -> Program:
+        roles = dict(self._before.values())
+        buffers = xla_ops.input_buffers(pending)
+        place = {buffer: index for index, (buffer, _) in enumerate(buffers)}
+        aliases = []
+        for output, tensor in enumerate(pending):
+            buffer, _ = self._before.get(id(tensor), (-1, DATA))
+            if buffer in place:
+                aliases.append((place[buffer], output))
+        inputs = tuple(
+            Input(roles.get(buffer, DATA), value.numel() * value.element_size())
+            for buffer, value in buffers
+        )
+        return Program(xla_ops.program_of(pending), inputs, tuple(aliases), _operand_sizes(pending))
+
+
+def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
+    """Elements that each collective of the traced program takes, by the name of its instruction."""
+    entry = Module(xla_ops.lowered_hlo(pending)).entry
+    return {
+        each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
+        for each in entry.instructions
+        if each.opcode in KINDS
+    }
+
+
+def _live_tensors() -> list[Tensor]:
+    """Every Python object that stands for a tensor on the device."""
+    found: dict[int, Tensor] = {}
+    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+        for each in (tensor, tensor.grad if tensor.is_leaf else None):
+            if each is not None and each.device.type == "xla":
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return xla_ops.upload(torch.zeros(like.shape, dtype=like.dtype))
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """One of the objects for each tensor on the device."""
+    return list({xla_ops.tensor_id(tensor): tensor for tensor in tensors}.values())
+
+
+def _roles() -> dict[int, str]:
+    """What tensors are for, by identity of the Python object."""
+    roles: dict[int, str] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            states = [value for state in each.state.values() for value in state.values()]
+            roles.update({id(value): STATE for value in states if isinstance(value, Tensor)})
+        elif issubclass(type(each), torch.nn.Parameter):
+            roles[id(each)] = PARAMETER
+            if each.grad is not None:
+                roles[id(each.grad)] = GRADIENT
+    return roles
+
+
+class _ForwardFlops(FlopCounterMode):
+    """Counts outside of backward passes only, so neither gradients nor recomputations."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
+
+
+def _count_flops(step: Step) -> int:
+    """Three times the forward's: each product has two in backward."""
+    with _ForwardFlops(display=False) as counter:
+        step()
+    return 3 * counter.get_total_flops()

@@ -43,7 +43,7 @@ FOUND = [
     )
     for remat in ("", "inside", "outside")
 ]
-COUNT = 12
+COUNT = 6
 SPACING = 8  # hypothesis varies what it has just drawn; these are far enough apart
 
 

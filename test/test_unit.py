@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -51,6 +53,27 @@ def forward_between_backward_and_step(rank: int) -> tuple[Tensor, Tensor]:
 def test_a_forward_before_the_step_changes_nothing() -> None:
     without, with_forward = result("forward_between_backward_and_step")
     assert torch.equal(without, with_forward)
+
+
+@scenario
+def freed(rank: int) -> list[bool]:
+    found = []
+    gc.disable()  # what a cycle keeps is freed on each rank at another time, with its graph
+    try:
+        for options in ({}, {"flatten_parameters": True}):
+            model = nested(make(), **options)
+            model(rows()).sum().backward()
+            model.load_state_dict(model.state_dict())
+            alive = weakref.ref(model)
+            del model
+            found.append(alive() is None)
+    finally:
+        gc.enable()
+    return found
+
+
+def test_a_model_is_no_reference_cycle() -> None:
+    assert result("freed") == [True, True]
 
 
 # ---------------------------------------------------------------- full parameters come and go

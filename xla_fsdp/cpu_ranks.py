@@ -22,9 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 STACK_LINES = 4
 
 
@@ -92,7 +89,7 @@ class Run:
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
         self._turn = Turn()
-        self._random_states: dict[int, Tensor] = {}
+        self._random_states: dict[int, Any] = {}
         self._exchanges = [0] * self.num_ranks
         self._exchanged: dict[int, dict[int, bytes]] = {}
 
@@ -174,6 +171,8 @@ class Run:
         for ``resume_seeding``."""
         if not self.is_seeding(rank):
             return
+        import torch  # not above: the launcher sets the environment before torch is loaded
+
         with self._changed:
             self._random_states[rank] = torch.get_rng_state()
             self._turn.holder = None
@@ -188,6 +187,8 @@ class Run:
         ``rank`` where they stood then."""
         state = self._random_states.get(rank)
         if state is not None:  # else it was not given up
+            import torch
+
             self.begin_seeding(rank)
             torch.set_rng_state(state)
 

@@ -12,7 +12,7 @@ Full tensors are cut on the device where they are, so that the rank's device see
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -85,23 +85,17 @@ def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDi
 class StateLoading:
     """Makes shards of what a state dict holds for one module and the units in it.
 
-    Args:
-        shards: gives the sharded parameters of the module and of units in it, outer ones first.
-        inner: gives the ``StateLoading`` of the units inside.
+    Knows the load that is going on, and no module: a reference back would make every model a cycle,
+    which is freed some time later, with what of its graph has not been computed.
     """
 
-    def __init__(
-        self,
-        shards: Callable[[], Iterator[NamedShard]],
-        inner: Callable[[], Iterator[StateLoading]],
-    ) -> None:
-        self._shards = shards
-        self._inner = inner
+    def __init__(self) -> None:
         self._done_in: list[str] | None = None  # the load in which an outer module did all
 
     def translate(
         self,
-        module: nn.Module,
+        shards: Sequence[NamedShard],
+        inside: Iterable[StateLoading],
         state: dict[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],
@@ -110,7 +104,12 @@ class StateLoading:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Hook before ``module`` is loaded from ``state``: replaces full tensors by shards.
+        """Before a module is loaded from ``state``: replace full tensors by shards.
+
+        Args:
+            shards: the sharded parameters of the module and of units in it, outer ones first.
+            inside: those of the units in it, which have nothing left to do in this load.
+            state: and what follows, as torch gives them to its hooks.
 
         Raises:
             ValueError: if the form cannot be told.
@@ -118,20 +117,18 @@ class StateLoading:
         if self._done_in is errors:  # torch hands one list through all modules of a load
             return
         _rename_upstream(state, prefix)
-        shards = list(self._shards())
         _complete_ties(state, prefix, shards)
         if _form(state, prefix, shards, local_metadata.get(MARK)) is Form.FULL:
             for shard in shards:
                 _Cut(state, prefix, shard, missing, errors).run()
         else:
             errors += _other_layouts(state, prefix, shards)
-        for other in self._inner():
+        for other in inside:
             other._done_in = errors
 
-    def finish(self, module: nn.Module, report: Any) -> None:
-        """Hook after ``module`` and what is in it were loaded."""
-        for other in self._inner():
-            other._done_in = None
+    def finish(self) -> None:
+        """Afterwards."""
+        self._done_in = None
 
 
 class _Cut:

@@ -47,10 +47,10 @@ class UnitModule(nn.Module):
             inner._unit.join(unit)
         for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
             register(_close_failed_passes)
-        self._state_loading = StateLoading(self._named_shards, self._loading_inside)
+        self._state_loading = StateLoading()
         # Before names get their hidden child, which only nn.Module's own loading wants.
         self.register_load_state_dict_pre_hook(_translate)
-        self.register_load_state_dict_post_hook(self._state_loading.finish)
+        self.register_load_state_dict_post_hook(_finish_loading)
         HiddenChild(_INNER).register_on(self)
         # A partial because torch sets an attribute on this hook.
         self.register_state_dict_post_hook(partial(_mark_shards))
@@ -173,7 +173,13 @@ def _refuse_dynamo() -> None:
 
 def _translate(wrapper: UnitModule, *load: Any) -> None:
     if wrapper._unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
-        wrapper._state_loading.translate(wrapper, *load)
+        shards = list(wrapper._named_shards())
+        wrapper._state_loading.translate(shards, wrapper._loading_inside(), *load)
+
+
+def _finish_loading(wrapper: UnitModule, report: Any) -> None:
+    for loading in (wrapper._state_loading, *wrapper._loading_inside()):
+        loading.finish()
 
 
 def _mark_shards(wrapper: UnitModule, state: Any, prefix: str, local_metadata: Any) -> None:

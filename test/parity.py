@@ -329,12 +329,14 @@ def _join_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dic
 # ---------------------------------------------------------------- comparison
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float) -> None:
+def assert_same(
+    found: Outcome, expected: Outcome, tolerance: float, smallest: float = 1e-2
+) -> None:
     """Equal losses, norms, gradients (where there are any to compare) and states."""
     assert found.losses == pytest.approx(expected.losses, rel=tolerance)
     assert found.norms == pytest.approx(expected.norms, rel=tolerance)
-    assert_close(found.grads, expected.grads, tolerance, "gradient")
-    assert_close(found.state, expected.state, tolerance, "state")
+    assert_close(found.grads, expected.grads, tolerance, "gradient", smallest)
+    assert_close(found.state, expected.state, tolerance, "state", smallest)
 
 
 def assert_close(
@@ -342,8 +344,10 @@ def assert_close(
     expected: dict[str, Tensor],
     tolerance: float,
     what: str,
+    smallest: float = 1e-2,
 ) -> None:
-    """Same names, and errors within ``tolerance`` times the expected tensor's largest value."""
+    """Same names, and errors within ``tolerance`` times the expected tensor's largest value, or
+    times ``smallest`` if that is larger."""
     assert set(found) == set(expected), what
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape
@@ -351,5 +355,5 @@ def assert_close(
         if not tensor.numel():
             continue
         error = (found[name].double() - tensor.double()).abs().max()
-        scale = tensor.double().abs().max().clamp(min=1e-2)
+        scale = tensor.double().abs().max().clamp(min=smallest)
         assert error <= tolerance * scale + ROUNDING, f"{what} of {name}: {error} against {scale}"

@@ -95,7 +95,9 @@ def _compare(num_ranks: int, index: int) -> None:
     if recipe.options["flatten_parameters"]:
         found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
     try:
-        assert_same(found, expected, recipe.tolerance)
+        # A small sum of large 16-bit terms is as wrong as the terms are.
+        smallest = 0.2 if recipe.tolerance > 0.01 else 0.01
+        assert_same(found, expected, recipe.tolerance, smallest)
     except AssertionError as difference:
         raise AssertionError(f"{recipe}: {difference}") from None
 

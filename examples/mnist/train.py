@@ -91,8 +91,8 @@ def shard_model(model: MnistNet, options: Options) -> FSDP:
         for name in ("conv1", "conv2", "fc1", "fc2"):
             layer = remat(getattr(model, name))
             setattr(model, name, wrap(layer) if options.use_nested_fsdp else layer)
-    policies: dict[str, Callable[..., bool] | None] = {
-        "none": None,
+        return wrap(model)
+    policies: dict[str, Callable[..., bool]] = {
         "size_based": functools.partial(
             size_based_auto_wrap_policy, min_num_params=options.auto_wrap_min_num_params
         ),

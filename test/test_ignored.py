@@ -132,7 +132,7 @@ def refused(rank: int) -> dict[str, str]:
 
     return {
         "names": wrap(ignored_params=["head.bias"]),
-        "one": wrap(ignored_modules=nn.Linear(2, 2)),
+        "one": wrap(ignored_modules=make(lambda: nn.Linear(2, 2))),
         "params": wrap(ignored_modules=[nn.Parameter(torch.zeros(1))]),
         "shard": wrap(ignored_params=list(wrapped.parameters())[:1]),
     }

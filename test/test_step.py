@@ -47,7 +47,7 @@ def compiled(rank: int) -> dict[str, Any]:
     import torch_xla
 
     plain, model = nested(make()), nested(make())
-    inner = nn.Sequential(nn.Linear(FEATURES, FEATURES), fsdp(make(lambda: nn.Linear(FEATURES, 2))))
+    inner = nn.Sequential(nn.Tanh(), fsdp(make(lambda: nn.Linear(FEATURES, 2))))
     return {
         "expected": train(plain, simple_step(plain)),
         "found": train(model, torch_xla.compile(simple_step(model))),
@@ -163,7 +163,7 @@ def sync_batch_norm(rank: int) -> dict[str, Any]:
         state = full_state_dict(model)
         model.eval()
         found[name] = (state, model(part(0, 9).to(model.xla_device)).detach().float().cpu())
-    layer = fsdp_message(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    layer = fsdp_message(nn.Sequential(nn.Tanh(), nn.SyncBatchNorm(2)))
     return {**found, "torch's": layer, "shape": message(lambda: SyncBatchNorm(3)(torch.ones(2, 2)))}
 
 

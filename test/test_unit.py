@@ -457,8 +457,8 @@ def misuse(rank: int) -> dict[str, str]:
     return {
         "not a module": message(lambda: fsdp(3)),
         "twice": message(lambda: fsdp(wrapped)),
-        "list": message(lambda: fsdp(nn.ModuleList([nn.Linear(2, 2)]))),
-        "policy": message(lambda: fsdp(nn.Linear(2, 2), auto_wrap_policy=3)),
+        "list": message(lambda: fsdp(make(lambda: nn.ModuleList([nn.Linear(2, 2)])))),
+        "policy": message(lambda: fsdp(make(lambda: nn.Linear(2, 2)), auto_wrap_policy=3)),
         "both": message(lambda: fsdp(nn.Sequential(wrapped), auto_wrap_policy=lambda **_: True)),
     }
 

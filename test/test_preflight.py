@@ -16,8 +16,7 @@ from xla_fsdp.preflight.findings import about_dtypes, about_reductions
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.html import page
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
-from xla_fsdp.preflight.minimum import ParameterTraffic
-from xla_fsdp.preflight.program import Program
+from xla_fsdp.preflight.program import ParameterTraffic, Program
 from xla_fsdp.preflight.report import Buffer, Memory, Traffic
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine programs; returns the exit code."""
     options = _parser().parse_args(argv)
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # before torch_xla is imported, which warns else
     try:
         build_step = _load(options.target)
         runs = list(_runs(options))

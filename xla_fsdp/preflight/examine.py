@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xla_fsdp.preflight import findings
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
-from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program
+from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
-
-if TYPE_CHECKING:
-    from xla_fsdp.preflight.tracing import Traced
 
 
 def preflight(
@@ -79,12 +76,13 @@ def preflight(
         for program in traced.programs
     ]
     tell(f"{topology}: reading")
-    return _report(traced, compiled, slice_, options)
+    return report_on(traced, compiled, slice_, options)
 
 
-def _report(
+def report_on(
     traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
 ) -> Report:
+    """What a step's compiled programs, in the order of ``traced.programs``, come to."""
     modules = [Module(each.text) for each in compiled]
     collectives = [each for module in modules for each in collectives_of(module)]
     largest = max(range(len(compiled)), key=lambda index: compiled[index].peak)

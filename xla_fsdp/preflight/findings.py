@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from xla_fsdp.preflight.hlo import Instruction, Module
+from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.preflight.traffic import Collective
-
-if TYPE_CHECKING:
-    from xla_fsdp.preflight.minimum import ParameterTraffic
 
 MB = 10**6
 WORTH_SAYING = 1 * MB

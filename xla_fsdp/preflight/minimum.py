@@ -10,31 +10,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.unit import Unit
-
-
-@dataclass(frozen=True)
-class ParameterTraffic:
-    """What one sharded parameter must put on the wire.
-
-    Args:
-        name: of the parameter (of the first, where several are flattened).
-        numel: elements of the full parameter.
-        padded: the same with padding, as it travels.
-        gathered_bytes: sent by a rank for its gathers in a step.
-        reduced_bytes: sent by a rank for the reduction of its gradient.
-    """
-
-    name: str
-    numel: int
-    padded: int
-    gathered_bytes: int
-    reduced_bytes: int
 
 
 def live_units() -> list[Unit]:

@@ -112,8 +112,8 @@ def _step(model: nn.Module, shape: Shape) -> Callable[[], None]:
     tokens, targets = (torch.zeros(size, dtype=torch.long).to(torch_xla.device()) for _ in range(2))
 
     def step() -> None:
-        logits = model(tokens)
-        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        # No name for the logits: one that lives until the sync would be a result of the program.
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from xla_fsdp.preflight import CompileError, Report, text
+from test.example_report import report
+from xla_fsdp.preflight import CompileError, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.compiler import compile_program
-from xla_fsdp.preflight.estimate import StepTime
 from xla_fsdp.preflight.findings import about_dtypes, about_reductions
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.html import page
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
-from xla_fsdp.preflight.report import Buffer, Memory, Traffic
+from xla_fsdp.preflight.report import Memory
+from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 from xla_fsdp.torus import reduction_steps
@@ -79,7 +78,7 @@ ENTRY %main (weight: bf16[8,128]) -> bf16[8,128] {{
   %begun = (bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%weight), kind=kCustom, calls=%start
   %sent = bf16[8,128]{{1,0}} get-tuple-element(%begun), index=0
   %into = bf16[32,128]{{1,0:T(8,128)(2,1)}} get-tuple-element(%begun), index=1
-  %computed = (f32[32,128]{{1,0:T(8,128)}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%sent, %into), kind=kOutput, calls=%middle
+  %computed = (f32[32,128]{{1,0:T(8,128)}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%sent, %into), kind=kOutput, calls=%middle, backend_config={{"estimated_cycles":"1500000"}}
   %full = bf16[32,128]{{1,0:T(8,128)(2,1)}} fusion(%sent, %into), kind=kCustom, calls=%done
   %grad = bf16[16,128]{{1,0}} fusion(%full), kind=kCustom, calls=%scatter
   %whole = bf16[32,128]{{1,0}} all-reduce(%full), replica_groups=[1,4]<=[4], to_apply=%add, metadata={{op_name="reduce-scatter.7"}}
@@ -154,6 +153,23 @@ def test_a_gathered_parameter_lives_until_it_is_read_last() -> None:
     on_chip = Module(OPTIMIZED.replace("T(8,128)(2,1)}", "T(8,128)(2,1)S(1)}"))
     assert "gathered parameters" not in fullest_moment(on_chip).by_purpose
     assert most_gathered(on_chip) == FULL
+
+
+def test_a_timeline_shows_what_is_held_and_on_its_way(found: list[Collective]) -> None:
+    drawn = timeline(Module(OPTIMIZED), found, find_topology("v5e:2x2"))
+    gather, scatter = (
+        next(span for span in drawn.spans if span.kind == kind)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    assert (gather.start, gather.end) == (0, pytest.approx(1e-3))  # 1,500,000 cycles of 1.5 GHz
+    assert scatter.start == gather.end
+    assert scatter.end - scatter.start == pytest.approx(FULL / 2 / 100e9)  # two links of 50 GB/s
+    permute = drawn.spans[-1]
+    assert (permute.times, permute.end) == (5, drawn.seconds)
+    assert max(moment.gathered_parameters for moment in drawn.moments) == FULL
+    assert [moment.seconds for moment in drawn.moments] == sorted(
+        moment.seconds for moment in drawn.moments
+    )
 
 
 def test_text_that_is_no_module_is_refused() -> None:
@@ -237,23 +253,6 @@ def test_wrong_usage_is_told(
     assert reason in capsys.readouterr().err
 
 
-def report(**changes: Any) -> Report:
-    """A report with round figures."""
-    memory = Memory(*[part * 2**20 for part in (1, 2, 3, 4, 5, 6, 7, 8, 9)], capacity=16 * GIB)
-    facts: dict[str, Any] = {
-        "topology": "v5e:4x4", "num_ranks": 16, "options": {"batch": 2}, "memory": memory,
-        "full_parameters": 10, "largest": (Buffer(7, "bf16[7]", "dot.1"),),
-        "traffic": (
-            Traffic("all-gather", "bf16", 16, True, 3, 2_000_000),
-            Traffic("reduce-scatter", "bf16", 4, False, 6, 1_000_000),
-        ),
-        "minimum_wire_bytes": 2_500_000, "step_time": StepTime(0.02, 0.01, 10**12, 0.25),
-        "compile_seconds": 5.0, "compile_cpu_seconds": 9.0, "host_bytes": 2**30,
-        "findings": ("<something> to look at",),
-    }  # fmt: skip
-    return Report(**{**facts, **changes})
-
-
 def test_a_report_in_full() -> None:
     lines = text.in_full(report())
     assert "v5e:4x4, 16 ranks batch=2" in lines
@@ -275,10 +274,3 @@ def test_json_holds_derived_figures() -> None:
     assert (found["fits"], found["wire_bytes"], found["blocking_bytes"]) == (True, 3e6, 1e6)
     assert found["peak_bytes"] == 45 * 2**20
     assert found["memory"]["code"] == 9 * 2**20
-
-
-def test_the_page_escapes_and_shows_every_report() -> None:
-    shown = page([report(), report(topology="v4:2x2x2")])
-    assert "&lt;something&gt;" in shown
-    assert "<something>" not in shown
-    assert shown.count("<h2>") == 2

@@ -19,6 +19,7 @@ from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
 from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
+from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
@@ -84,7 +85,8 @@ def report_on(
 ) -> Report:
     """What a step's compiled programs, in the order of ``traced.programs``, come to."""
     modules = [Module(each.text) for each in compiled]
-    collectives = [each for module in modules for each in collectives_of(module)]
+    by_module = [collectives_of(module) for module in modules]
+    collectives = [each for found in by_module for each in found]
     largest = max(range(len(compiled)), key=lambda index: compiled[index].peak)
     peak = fullest_moment(modules[largest])
     return Report(
@@ -101,6 +103,7 @@ def report_on(
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
         findings=tuple(_findings(traced, compiled[largest], modules, collectives)),
+        timeline=timeline(modules[largest], by_module[largest], topology),
     )
 
 

@@ -95,12 +95,26 @@ class Computation:
 
 @dataclass(frozen=True)
 class Execution:
-    """How often a computation runs, and what runs it (None for the entry)."""
+    """How often a computation runs, and what runs it (None for the entry).
+
+    Args:
+        computation: what runs.
+        times: how often.
+        caller: the instruction that runs it.
+        inside: the computation that holds the caller.
+        place: index of the entry's instruction that it is a part of; None for the entry itself.
+    """
 
     computation: Computation
     times: int
     caller: Instruction | None
     inside: Computation | None
+    place: int | None
+
+    def place_of(self, index: int) -> int:
+        """Index in the entry of the computation's instruction number ``index``, or of what it is a
+        part of."""
+        return index if self.place is None else self.place
 
 
 class Module:
@@ -128,23 +142,18 @@ class Module:
     @cached_property
     def executions(self) -> list[Execution]:
         """Every run of a computation, those inside fusions included."""
-        return list(self._visit(self.entry, 1, None, None))
+        return list(self._visit(Execution(self.entry, 1, None, None, None)))
 
-    def _visit(
-        self,
-        computation: Computation,
-        times: int,
-        caller: Instruction | None,
-        inside: Computation | None,
-    ) -> Iterator[Execution]:
-        yield Execution(computation, times, caller, inside)
-        for each in computation.instructions:
+    def _visit(self, execution: Execution) -> Iterator[Execution]:
+        yield execution
+        computation = execution.computation
+        for index, each in enumerate(computation.instructions):
             trips = self._trips(computation, each) if each.opcode == "while" else 1
+            place = execution.place_of(index)
             for name in _called(each):
-                if name in self.computations:
-                    yield from self._visit(
-                        self.computations[name], times * trips, each, computation
-                    )
+                if (called := self.computations.get(name)) is not None:
+                    times = execution.times * trips
+                    yield from self._visit(Execution(called, times, each, computation, place))
 
     def _trips(self, computation: Computation, loop: Instruction) -> int:
         found = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)

@@ -63,6 +63,37 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What the program's buffers hold from ``seconds`` on, its inputs left out; an estimate."""
+
+    seconds: float
+    gathered_parameters: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A collective on its way; all executions of one in a loop are one span."""
+
+    kind: str
+    dtype: str
+    overlapped: bool
+    start: float
+    end: float
+    times: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One program of the step over its estimated time, in seconds."""
+
+    seconds: float
+    moments: tuple[Moment, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of ``preflight``; sizes in bytes per rank, times in seconds.
 
@@ -79,6 +110,7 @@ class Report:
         compile_seconds: that the compiler took, and of CPU time.
         host_bytes: host memory that the compiler took.
         findings: what to look at, in words.
+        timeline: of the program that needs most memory.
     """
 
     topology: str
@@ -94,6 +126,7 @@ class Report:
     compile_cpu_seconds: float
     host_bytes: int
     findings: tuple[str, ...]
+    timeline: Timeline
 
     @property
     def fits(self) -> bool:

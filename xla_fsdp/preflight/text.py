@@ -26,14 +26,22 @@ PARTS = {
 
 def in_full(report: Report) -> str:
     """Everything about one program."""
-    sections = (_memory(report), _traffic(report), _time(report), _findings(report))
-    return "\n\n".join((title(report), *sections))
+    return "\n\n".join((title(report), figures(report), _findings(report)))
+
+
+def figures(report: Report) -> str:
+    """Memory, collectives and time."""
+    return "\n\n".join((_memory(report), _traffic(report), _time(report)))
 
 
 def title(report: Report) -> str:
     """Topology and options."""
-    options = " ".join(f"{name}={value}" for name, value in report.options.items())
-    return f"{report.topology}, {report.num_ranks} ranks {options}".rstrip()
+    return f"{report.topology}, {report.num_ranks} ranks {options(report)}".rstrip()
+
+
+def options(report: Report) -> str:
+    """What the model was built with."""
+    return " ".join(f"{name}={value}" for name, value in report.options.items())
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -60,7 +68,7 @@ def cells(report: Report) -> tuple[str, ...]:
     """A row under ``HEADINGS``."""
     return (
         report.topology,
-        " ".join(f"{name}={value}" for name, value in report.options.items()),
+        options(report),
         "yes" if report.fits else "NO",
         f"{report.memory.peak / MIB:,.0f}",
         f"{report.memory.left / MIB:,.0f}",

@@ -34,6 +34,7 @@ class Collective:
         overlapped: whether compute is scheduled between its start and its end.
         only_sliced: for an all-reduce: whether every reader takes a slice of the result only.
         origin: name of the instruction that torch_xla made, as far as the compiler kept it.
+        places: indices of the entry's instructions in which it starts and ends.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Collective:
     overlapped: bool
     only_sliced: bool
     origin: str
+    places: tuple[int, int] = (0, 0)
 
     @property
     def total_bytes(self) -> int:
@@ -62,24 +64,32 @@ class _Finder:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._middles: dict[tuple[str, ...], int] = defaultdict(int)
-        starts: list[tuple[Execution, Instruction, bool]] = []
+        self._ends: dict[tuple[str, ...], int] = {}
+        starts: list[tuple[Execution, int, bool]] = []
         for execution in module.executions:
-            for each in execution.computation.instructions:
-                if (kind := _kind(each)) and self._begins(execution, each, kind):
-                    starts.append((execution, each, _piece(execution.computation, each) == START))
+            for index, each in enumerate(execution.computation.instructions):
+                if _kind(each) and self._begins(execution, index):
+                    starts.append((execution, index, _piece(execution.computation, each) == START))
         self.collectives = [self._collective(*start) for start in starts]
 
-    def _begins(self, execution: Execution, each: Instruction, kind: str) -> bool:
-        """Whether this instruction is the one to count; notes the pieces that compute meanwhile."""
+    def _begins(self, execution: Execution, index: int) -> bool:
+        """Whether this instruction is the one to count; notes the pieces that compute meanwhile,
+        and the last one."""
+        each = execution.computation.instructions[index]
         piece = _piece(execution.computation, each)
         if piece in ("", START):
             return True
-        if piece != DONE:
+        if piece == DONE:
+            self._ends[_chain(each)] = execution.place_of(index)
+        else:
             self._middles[_chain(each)] += 1
         return False
 
-    def _collective(self, execution: Execution, each: Instruction, split: bool) -> Collective:
+    def _collective(self, execution: Execution, index: int, split: bool) -> Collective:
         inside = execution.computation
+        each = inside.instructions[index]
+        start = execution.place_of(index)
+        end = self._ends.get(_chain(each), start) if split else _place_of_done(execution, index)
         kind = _kind(each)
         sliced = kind == "all-reduce" and _only_sliced(self._module, inside, each.name)
         fused = execution.caller is not None and execution.caller.opcode == "fusion"
@@ -97,6 +107,7 @@ class _Finder:
             overlapped=self._middles[_chain(each)] > 0 if split else _waits(execution, each),
             only_sliced=sliced,
             origin=_origin(each),
+            places=(start, max(start, end)),
         )
 
 
@@ -156,18 +167,36 @@ def _wire_bytes(kind: str, sent: int, size: int) -> int:
 
 def _waits(execution: Execution, each: Instruction) -> bool:
     """Whether compute is scheduled between a ``-start`` and its ``-done``."""
+    found = _start_and_done(execution, each)
+    if found is None:
+        return False
+    inside, start, done = found
+    order = inside.instructions
+    between = order[order.index(start) + 1 : order.index(done)]
+    return any(line.cycles > 0 or line.opcode == "while" for line in between)
+
+
+def _start_and_done(
+    execution: Execution, each: Instruction
+) -> tuple[Computation, Instruction, Instruction] | None:
+    """The ``-start`` that a collective is or is wrapped in, its ``-done``, and what holds both."""
     inside, start = execution.computation, each
     if execution.caller is not None and execution.caller.opcode == "async-start":
         assert execution.inside is not None  # a caller is in a computation
         inside, start = execution.inside, execution.caller
     if not start.opcode.endswith("-start"):
-        return False
+        return None
     ends = [user for user in inside.users[start.name] if user.opcode.endswith("-done")]
-    if not ends:
-        return False
-    order = inside.instructions
-    between = order[order.index(start) + 1 : order.index(ends[0])]
-    return any(line.cycles > 0 or line.opcode == "while" for line in between)
+    return (inside, start, ends[0]) if ends else None
+
+
+def _place_of_done(execution: Execution, index: int) -> int:
+    """Place in the entry where a collective that is not split into fusions ends."""
+    found = _start_and_done(execution, execution.computation.instructions[index])
+    if found is None or not found[0].is_entry:
+        return execution.place_of(index)
+    entry, _, done = found
+    return entry.instructions.index(done)
 
 
 _PASS_ON = ("get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "reshape", "convert")

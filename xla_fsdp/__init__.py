@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from xla_fsdp.grad_scaler import ShardedGradScaler
     from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
+    from xla_fsdp.mesh import Mesh, init_mesh
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
     from xla_fsdp.state_dicts import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "LocalCollectives",
+    "Mesh",
     "PendingSave",
     "RankError",
     "ShardedGradScaler",
@@ -48,6 +50,7 @@ __all__ = [
     "consolidate_sharded_state_dicts",
     "full_state_dict",
     "init_from_checkpoint",
+    "init_mesh",
     "latest_step",
     "launch",
     "load_checkpoint",
@@ -63,6 +66,7 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "checkpoint",
     "LocalCollectives": "collectives",
+    "Mesh": "mesh",
     "PendingSave": "save_load",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
@@ -74,6 +78,7 @@ _HOMES = {
     "consolidate_sharded_state_dicts": "checkpoint",
     "full_state_dict": "state_dicts",
     "init_from_checkpoint": "init_source",
+    "init_mesh": "mesh",
     "latest_step": "checkpoint.step_directory",
     "launch": "launcher",
     "load_checkpoint": "save_load",

@@ -1,10 +1,12 @@
 """The options of one unit, as one frozen object that is validated when it is made.
 
 Words: *compute dtype* is what full parameters are gathered and used in; *reduce dtype* is what
-gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in.
+gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in; the
+*upstream* options are those of ``torch_xla.distributed.fsdp``, the first ones here.
 Always true: a config that exists is consistent, and it never changes afterwards.
-Field names and order are those of the constructor of ``XlaFullyShardedDataParallel``, so that a
-config can be handed to any wrapper callable as keywords.
+Names and order of the upstream options are those of the constructor of
+``XlaFullyShardedDataParallel``, so that they can be handed to any wrapper callable as keywords. The
+others are said in other words there (``mixed_precision``, ...), and translated by ``fsdp1``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from xla_fsdp.mesh import REPLICA, SHARD, Mesh
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,17 +48,34 @@ class FSDPConfig:
     pin_layout_in_collective_ops: bool = False
     reduce_scatter_bucket_size_mb: float | None = None
     coalesce_all_gather_ops: bool = True
+    # Beyond upstream's. The mesh has one axis, to shard over, or two: replicas and shards.
+    mesh: Mesh | None = None
+    reduce_dtype: torch.dtype | None = None  # None: fp32, or the gradient's own
+    keep_buffer_dtypes: bool = False  # where no buffer dtype is given
+    cast_forward_inputs: bool = True  # of units inside others
+    cast_root_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("buffer_dtype", self.buffer_dtype)
+        _check_dtype("reduce_dtype", self.reduce_dtype)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
+        _check_mesh(self.mesh, self.sharding_groups)
         _warn_about_ignored(self)
 
     def as_keywords(self) -> dict[str, Any]:
-        """The options as constructor keywords, by reference (nothing is copied)."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The upstream options as constructor keywords, by reference (nothing is copied)."""
+        names = [field.name for field in fields(self)]
+        return {name: getattr(self, name) for name in names[: names.index("mesh")]}
+
+    def reduces(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of ``dtype`` are reduced in."""
+        return self.reduce_dtype or (torch.float32 if self.fp32_reduce_scatter else dtype)
+
+    def keeps_buffers_in(self) -> torch.dtype | None:
+        """What floating-point buffers are cast to; None leaves each its own."""
+        return self.buffer_dtype or (None if self.keep_buffer_dtypes else self.compute_dtype)
 
 
 def _check_dtype(name: str, dtype: object) -> None:
@@ -93,6 +114,23 @@ def _check_groups(groups: list[list[int]] | None, rank: int | None, world_size: 
         raise ValueError(f"a rank appears twice in sharding_groups {groups}")
     if not 0 <= rank < world_size:
         raise ValueError(f"sharding_rank {rank} is not in range(sharding_world_size={world_size})")
+
+
+def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
+    if mesh is None:
+        return
+    if groups is not None:
+        raise ValueError("both a mesh and sharding_groups say who shares parameters; give one")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"the mesh has axes {', '.join(mesh.axis_names)}; give the one to shard over, or two, "
+            f"replicas first: mesh['shard'], mesh['replica', 'shard']"
+        )
+    if mesh.ndim == 2 and (mesh.axis_names[0] == SHARD or mesh.axis_names[1] == REPLICA):
+        raise ValueError(
+            f"the mesh has axes {', '.join(mesh.axis_names)}; the first one is for replicas, the "
+            f"second for shards"
+        )
 
 
 def _warn_about_ignored(config: FSDPConfig) -> None:

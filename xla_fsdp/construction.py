@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from xla_fsdp import guards, xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.collectives import Collectives
+from xla_fsdp.communication import Communication, communication_for
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.meta_init import materialize
@@ -33,7 +34,7 @@ class BuiltUnit:
     """A new unit, what it communicates by, and the original dtypes of the buffers it cast."""
 
     unit: Unit
-    collectives: Collectives
+    communication: Communication
     cast_buffers: dict[str, torch.dtype]
 
 
@@ -103,19 +104,14 @@ def build_unit(
     _refuse_cuda_layers(scope)
     origins = materialize(scope, param_init_fn)
     device = xla_ops.device()
-    collectives = collectives or _collectives_for(config)
+    communication = communication_for(config, collectives)
     params = shard_own_parameters(
-        scope,
-        config,
-        rank=collectives.rank,
-        num_shards=collectives.num_shards,
-        device=device,
-        origins=origins,
+        scope, config, communication=communication, device=device, origins=origins
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    unit = Unit(ParamGroup(params, collectives, config), config, device)
-    return BuiltUnit(unit, collectives, cast_buffers)
+    group = ParamGroup(params, communication.shards, config, communication.replicas)
+    return BuiltUnit(Unit(group, config, device), communication, cast_buffers)
 
 
 def _refuse_cuda_layers(scope: Scope) -> None:
@@ -134,15 +130,3 @@ def finish_unit(config: FSDPConfig) -> None:
     if config.execute_sharding_on_init:
         gc.collect()  # full parameters in reference cycles would survive the sync
         xla_ops.sync()
-
-
-def _collectives_for(config: FSDPConfig) -> Collectives:
-    if config.sharding_groups is not None:
-        assert config.sharding_rank is not None  # FSDPConfig has checked both
-        assert config.sharding_world_size is not None
-        rank, num_shards = config.sharding_rank, config.sharding_world_size
-    else:
-        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
-    if num_shards == 1:
-        return LocalCollectives()
-    return XlaCollectives(config.sharding_groups, rank, num_shards)

@@ -34,7 +34,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> di
     """
     _raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
-    shown = not rank0_only or all(shard.rank == 0 for shard in shards)
+    shown = not rank0_only or all(shard.group.is_first for shard in shards)
     whole: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
         for name, entry_name, tensor in _gathered(state, names, list(together)):

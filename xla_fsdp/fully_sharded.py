@@ -23,6 +23,7 @@ from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
 from xla_fsdp.grad_clip import Slices, clip_grads_by_norm_, clip_grads_by_value_
 from xla_fsdp.ignored import Ignored
+from xla_fsdp.mesh import Mesh
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
@@ -115,6 +116,7 @@ class XlaFullyShardedDataParallel(UnitModule):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         check_wrappable(module)
         options = FSDPConfig(
@@ -135,6 +137,7 @@ class XlaFullyShardedDataParallel(UnitModule):
             pin_layout_in_collective_ops=pin_layout_in_collective_ops,
             reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
             coalesce_all_gather_ops=coalesce_all_gather_ops,
+            mesh=mesh,
         )
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
@@ -142,14 +145,15 @@ class XlaFullyShardedDataParallel(UnitModule):
         with xla_ops.own_random_numbers():
             if auto_wrap_policy is not None:
                 wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                given = {"param_init_fn": param_init_fn, "collectives": collectives}
+                given = {"param_init_fn": param_init_fn, "collectives": collectives, "mesh": mesh}
                 wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
             built = build_unit(module, options, ignored, param_init_fn, collectives)
             super().__init__(module, built.unit, built.cast_buffers)
             self.xla_device = built.unit.device
-            self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
+            self._communication = built.communication
+            self.rank = built.communication.shards.rank
+            self.world_size = built.communication.shards.num_shards
             self._options = options
-            self._collectives = built.collectives
             finish_unit(options)
 
     def extra_repr(self) -> str:
@@ -306,10 +310,7 @@ class XlaFullyShardedDataParallel(UnitModule):
             UnitContent(name, wrapper._unit.group.params, wrapper._cast_buffers)
             for name, wrapper in named_units(self, remove_duplicate=False)
         ]
-        groups = self._options.sharding_groups
-        if self._options.sharding_world_size != self.world_size:
-            groups = None  # other collectives were passed
-        return describe(units, self.rank, self.world_size, groups).to_dict()
+        return describe(units, self.rank, self.world_size, self._communication.groups).to_dict()
 
     def _sharded_params(self) -> Iterator[tuple[str, ShardedParam]]:
         for prefix, wrapper in self._named_wrappers():

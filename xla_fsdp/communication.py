@@ -25,11 +25,13 @@ class Communication:
     Args:
         shards: joins the ranks that share the parameters.
         replicas: joins the ranks that hold the same shards; of one rank, if there are no others.
+        everyone: joins all of these ranks.
         groups: all sharding groups, if there are several.
         covers_all: whether all ranks of the job hold the same model.
     """
 
     shards: Collectives
+    everyone: Collectives
     replicas: Collectives = field(default_factory=LocalCollectives)
     groups: Groups | None = None
     covers_all: bool = True
@@ -42,14 +44,16 @@ def communication_for(config: FSDPConfig, given: Collectives | None) -> Communic
         ValueError: if the mesh is not one of this job's ranks.
     """
     if given is not None:
-        return Communication(given)
+        return Communication(given, given)
     if config.mesh is not None:
         return _over_mesh(config.mesh)
     rank, size = config.sharding_rank, config.sharding_world_size
     if config.sharding_groups is None or rank is None or size is None:
-        return Communication(_over(None, xla_ops.rank(), xla_ops.world_size()))
+        all_ranks = _over(None, xla_ops.rank(), xla_ops.world_size())
+        return Communication(all_ranks, all_ranks)
     groups = config.sharding_groups
-    return Communication(_over(groups, rank, size), groups=groups, covers_all=False)
+    own = _over(groups, rank, size)
+    return Communication(own, own, groups=groups, covers_all=False)
 
 
 def _over_mesh(mesh: Mesh) -> Communication:
@@ -61,15 +65,16 @@ def _over_mesh(mesh: Mesh) -> Communication:
     shard = mesh.axis_names[-1]
     groups = mesh.groups(shard)
     return Communication(
-        _along(mesh, shard),
-        _along(mesh, mesh.axis_names[0]) if mesh.ndim > 1 else LocalCollectives(),
+        _along(mesh[shard]),
+        _along(mesh),
+        _along(mesh[mesh.axis_names[0]]) if mesh.ndim > 1 else LocalCollectives(),
         groups if len(groups) > 1 else None,
         covers_all=mesh.size() == mesh.world_size,
     )
 
 
-def _along(mesh: Mesh, name: str) -> Collectives:
-    return _over(mesh.groups(name), mesh.place(xla_ops.rank(), name), mesh.size(name))
+def _along(mesh: Mesh) -> Collectives:
+    return _over(mesh.groups(), mesh.place(xla_ops.rank()), mesh.size())
 
 
 def _over(groups: Groups | None, rank: int, size: int) -> Collectives:

@@ -5,8 +5,8 @@ gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers
 *upstream* options are those of ``torch_xla.distributed.fsdp``, the first ones here.
 Always true: a config that exists is consistent, and it never changes afterwards.
 Names and order of the upstream options are those of the constructor of
-``XlaFullyShardedDataParallel``, so that they can be handed to any wrapper callable as keywords. The
-others are said in other words there (``mixed_precision``, ...), and translated by ``fsdp1``.
+``XlaFullyShardedDataParallel``, so that they can be handed to any wrapper callable as keywords.
+The others are said in other words there (``mixed_precision``) and translated by ``torch_options``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FSDPConfig:
     # Beyond upstream's. The mesh has one axis, to shard over, or two: replicas and shards.
     mesh: Mesh | None = None
     reduce_dtype: torch.dtype | None = None  # None: fp32, or the gradient's own
-    keep_buffer_dtypes: bool = False  # where no buffer dtype is given
+    cast_buffers: bool = True  # to the compute dtype, where no buffer dtype is given
     cast_forward_inputs: bool = True  # of units inside others
     cast_root_forward_inputs: bool = True
 
@@ -59,6 +59,7 @@ class FSDPConfig:
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("buffer_dtype", self.buffer_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
+        _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
         _check_mesh(self.mesh, self.sharding_groups)
@@ -69,18 +70,32 @@ class FSDPConfig:
         names = [field.name for field in fields(self)]
         return {name: getattr(self, name) for name in names[: names.index("mesh")]}
 
-    def reduces(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of ``dtype`` are reduced in."""
-        return self.reduce_dtype or (torch.float32 if self.fp32_reduce_scatter else dtype)
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """What gradients are reduced in; None for the dtype that they are computed in."""
+        return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
-    def keeps_buffers_in(self) -> torch.dtype | None:
-        """What floating-point buffers are cast to; None leaves each its own."""
-        return self.buffer_dtype or (None if self.keep_buffer_dtypes else self.compute_dtype)
+    @property
+    def wanted_buffer_dtype(self) -> torch.dtype | None:
+        """What floating-point buffers are cast to; None for no cast."""
+        return self.buffer_dtype or (self.compute_dtype if self.cast_buffers else None)
+
+    def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
+        """What floating-point inputs of a unit are cast to; None for no cast."""
+        casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
+        return self.compute_dtype if casts else None
 
 
 def _check_dtype(name: str, dtype: object) -> None:
     if dtype is not None and dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be one of {FLOAT_DTYPES} or None, got {dtype!r}")
+
+
+def _check_reduction(dtype: torch.dtype | None, *, fp32: bool) -> None:
+    if fp32 and dtype not in (None, torch.float32):
+        raise ValueError(
+            f"fp32_reduce_scatter=True and reduce_dtype={dtype} contradict each other; give one"
+        )
 
 
 def _check_bucket(size_mb: float | None) -> None:

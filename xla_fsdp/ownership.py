@@ -74,7 +74,7 @@ def move_buffers(scope: Scope, config: FSDPConfig, device: torch.device) -> dict
         statistics = statistics_dtype(owner, config)
         if config.compute_dtype not in (None, statistics) and statistics is not None:
             compute_in(statistics, config.compute_dtype, owner)
-        wanted = statistics or config.keeps_buffers_in()
+        wanted = statistics or config.wanted_buffer_dtype
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue

@@ -147,7 +147,8 @@ class ParamGroup:
         self._unreduced = {}
 
     def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
-        return grad.to(self._config.reduces(grad.dtype))
+        dtype = self._config.gradient_dtype
+        return grad if dtype is None else grad.to(dtype)
 
     def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""

@@ -129,9 +129,7 @@ class Unit:
     # ------------------------------------------------------------ forward
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        config = self.config
-        casts = config.cast_root_forward_inputs if self.is_root else config.cast_forward_inputs
-        dtype = config.compute_dtype if casts else None
+        dtype = self.config.input_dtype(of_root=self.is_root)
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _compute(self, call: Call, forward: Callable[[], Any]) -> Any:

@@ -57,7 +57,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     for param in group.params:
         shard_numel = param.layout.numel / param.layout.num_shards
         dtype = param.compute_dtype or param.shard.dtype
-        reduced = unit.config.reduces(dtype)
+        reduced = unit.config.gradient_dtype or dtype
         needs_grad = param.shard.requires_grad
         found.append(
             ParameterTraffic(

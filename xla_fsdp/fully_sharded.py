@@ -25,13 +25,14 @@ from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.state_dict_types import StateDictTypes
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.torch_options import TorchOptions, translate
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_module import UnitModule, named_units
+from xla_fsdp.unit_module import named_units
 
 
-class XlaFullyShardedDataParallel(UnitModule):
+class XlaFullyShardedDataParallel(StateDictTypes):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the

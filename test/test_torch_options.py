@@ -288,7 +288,7 @@ class Odd(nn.Module):
         super().__init__()
         self.layer = nn.Linear(FEATURES, 3)
         nn.init.constant_(self.layer.weight, value)
-        nn.init.constant_(self.layer.bias, -0.0 if value == 0 else float("nan"))
+        nn.init.constant_(self.layer.bias, 0.5 if value == 0 else float("nan"))
         self.low = nn.Parameter(torch.full((5,), value, dtype=BF16))
         self.steps = nn.Parameter(torch.tensor([int(value)]), requires_grad=False)
         self.register_buffer("flag", torch.tensor([value == 0, True]))
@@ -315,7 +315,36 @@ def test_states_are_those_of_the_first_rank() -> None:
         for name, value in expected.items():
             assert found[name].dtype == value.dtype
             assert torch.equal(found[name], value)
-        assert torch.signbit(found["layer.bias"]).all()
+
+
+@scenarios.add
+def same_bits(rank: int) -> list[torch.Tensor]:
+    import torch_xla
+
+    from xla_fsdp.broadcast import broadcast_
+    from xla_fsdp.collectives import XlaCollectives
+
+    values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
+    broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())
+    return [value.contiguous().view(torch.uint8) for value in values]
+
+
+def special_values() -> list[torch.Tensor]:
+    numbers = torch.tensor([-0.0, float("nan"), float("-inf"), 1e-45, 3.0])
+    dtypes = (FP32, BF16, torch.float16, torch.float64)
+    return [numbers.to(dtype) for dtype in dtypes] + [
+        torch.tensor([2**62 + 1, -1]),
+        torch.tensor([True, False]),
+        torch.tensor([1 - 2j, 0j]),
+        torch.arange(6.0).reshape(2, 3).t(),
+    ]
+
+
+def test_every_bit_is_the_first_ranks() -> None:
+    for rank in range(RANKS):
+        found = result("same_bits", rank)
+        for value, expected in zip(found, special_values(), strict=True):
+            assert torch.equal(value, expected.contiguous().view(torch.uint8))
 
 
 # ---------------------------------------------------------------- meshes of torch

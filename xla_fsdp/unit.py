@@ -129,7 +129,7 @@ class Unit:
     # ------------------------------------------------------------ forward
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        dtype = self.config.compute_dtype
+        dtype = self.config.input_dtype(of_root=self.is_root)
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _compute(self, call: Call, forward: Callable[[], Any]) -> Any:

@@ -25,7 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import gpt
-from xla_fsdp.preflight.compiler import Compiled, compile_program, compiler_environment
+from xla_fsdp.preflight.compiler import (
+    Compiled,
+    CompileError,
+    compile_program,
+    compiler_environment,
+)
 from xla_fsdp.preflight.examine import report_on
 from xla_fsdp.preflight.program import Traced
 from xla_fsdp.preflight.report import Report
@@ -67,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     lines = [_introduction(sys.argv[1:] if argv is None else argv)]
     for case in _cases(options):
-        lines += ["", f"## {case.title}", "", *_table(_results(case, options))]
+        results, problems = _results(case, options)
+        lines += ["", f"## {case.title}", "", *_table(results), *problems]
         if options.write:  # after every case: a run may take hours
             options.write.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -93,15 +99,20 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(gpt.Shape(int(width), int(blocks)), find_topology(name))
 
 
-def _results(case: Case, options: argparse.Namespace) -> list[Result]:
-    names = [name for name in PROGRAMS if name in options.only.split(",")]
-    results = [_examine(name, case, options) for name in names]
+def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """What was found out, and what could not be compiled."""
+    results, problems = [], []
+    for name in [name for name in PROGRAMS if name in options.only.split(",")]:
+        try:
+            results.append(_examine(name, case, options))
+        except CompileError as error:
+            problems += ["", f"{name}: {error}"]
     traced = [result.name for result in results if result.name in TRACED_EVERY_STEP]
     _tell(f"{case.title}: host time of a step")
     seconds = _in_child(_trace_seconds, traced, case, options.rounds) if traced else {}
     for result in results:
         result.trace_seconds = seconds.get(result.name, [])
-    return results
+    return results, problems
 
 
 def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:

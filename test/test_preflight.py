@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from test.example_report import report
-from xla_fsdp.preflight import CompileError, text
+from xla_fsdp.mesh import init_mesh
+from xla_fsdp.preflight import CompileError, preflight, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.compiler import compile_program
+from xla_fsdp.preflight.examine import noted_options
 from xla_fsdp.preflight.findings import about_dtypes, about_reductions
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
@@ -244,6 +246,10 @@ def test_without_the_compiler_the_error_says_what_to_install(
         (["json:nothing"], "has no function 'nothing'"),
         (["json:dumps", "--topology", "v9:1"], "is no TPU topology"),
         (["json:dumps", "--sweep", "batch"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard=x"], "not of the form axis=size,axis=size"),
+        (["json:dumps", "--mesh", "a=2,b=4"], "2 x 4 = 8 ranks, but the job has 16"),
+        (["platform:uname", "--set", "batch=2"], "uname() cannot be called with batch"),
     ],
 )
 def test_wrong_usage_is_told(
@@ -260,6 +266,21 @@ def test_a_report_in_full() -> None:
     assert "3 MB (minimum 2), 1 MB blocking" in lines
     assert "Estimated step: 30.0 ms" in lines
     assert "- <something> to look at" in lines
+
+
+def test_warnings_are_on_top_and_below_a_table() -> None:
+    warned = report(warnings=("one step",))
+    assert text.in_full(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
+    assert text.table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
+
+
+def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
+    mesh = init_mesh((2, 4), ("replica", "shard"), world_size=8)
+    with pytest.raises(ValueError, match="lays out 8 ranks, but v5e:4x4 has 16"):
+        preflight(lambda mesh: None, topology="v5e:4x4", mesh=mesh)
+    assert noted_options({"mesh": mesh, "batch": 2}) == {
+        "mesh": "replica 2 x shard 4", "batch": 2,
+    }  # fmt: skip
 
 
 def test_a_report_of_what_does_not_fit() -> None:

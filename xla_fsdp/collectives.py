@@ -91,6 +91,7 @@ class XlaCollectives:
                 f"groups of {sizes} ranks, one after the other, reduce over {math.prod(sizes)} "
                 f"ranks; give steps whose sizes multiply to {num_shards}"
             )
+        self.follows_torus = bool(steps)
         self._steps: list[xla_ops.Groups] = list(steps) or [groups]
 
     @property

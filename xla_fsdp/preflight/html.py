@@ -57,7 +57,8 @@ def _row(report: Report) -> str:
 
 
 def _section(report: Report) -> str:
-    findings = "".join(f"<li>{escape(finding)}</li>" for finding in report.findings)
+    warnings = "".join(f'<li class="no">{escape(warning)}</li>' for warning in report.warnings)
+    findings = warnings + "".join(f"<li>{escape(finding)}</li>" for finding in report.findings)
     return (
         f"<h2>{escape(text.title(report))}</h2>"
         f"<ul>{findings or '<li>Nothing to remark.</li>'}</ul>"

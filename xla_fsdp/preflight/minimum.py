@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 
+from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.unit import Unit
@@ -33,6 +34,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     others = group.collectives.num_shards - 1
     replicas = group.replicas.num_shards
     over_replicas = 2 * (replicas - 1) / replicas  # of a shard
+    off_torus = _off_torus(group.collectives)
     gathers = 2 if unit.reshards_after_forward else 1
     found = []
     for param in group.params:
@@ -49,6 +51,15 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
                 reduced_bytes=round(
                     (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
                 ),
+                off_torus=off_torus if needs_grad else (),
             )
         )
     return found
+
+
+def _off_torus(collectives: Collectives) -> tuple[int, ...]:
+    """The first group of ranks, if the groups do not follow the torus."""
+    if not isinstance(collectives, XlaCollectives) or collectives.follows_torus:
+        return ()
+    groups = collectives.groups
+    return tuple(groups[0] if groups else range(collectives.num_shards))

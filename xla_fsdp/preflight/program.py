@@ -59,6 +59,8 @@ class ParameterTraffic:
         padded: the same with padding, as it travels.
         gathered_bytes: sent by a rank for its gathers in a step.
         reduced_bytes: sent by a rank for the reduction of its gradient.
+        off_torus: the ranks that share it, if they fill no box on the torus in order, so that its
+            gradient cannot be reduced axis by axis.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ParameterTraffic:
     padded: int
     gathered_bytes: int
     reduced_bytes: int
+    off_torus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Report:
         step_time: an estimate.
         compile_seconds: that the compiler took, and of CPU time.
         host_bytes: host memory that the compiler took.
+        warnings: what is done in a worse way than it could be because of the configuration.
         findings: what to look at, in words.
         timeline: of the program that needs most memory.
     """
@@ -125,6 +126,7 @@ class Report:
     compile_seconds: float
     compile_cpu_seconds: float
     host_bytes: int
+    warnings: tuple[str, ...]
     findings: tuple[str, ...]
     timeline: Timeline
 

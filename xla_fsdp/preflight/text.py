@@ -1,12 +1,13 @@
 """Reports as text for a terminal: one in full, or several as the rows of a table.
 
-Always true: units are in the text (MiB of memory, MB on the wire, ms), and what is estimated is
-called so.
+Always true: units are in the text (MiB of memory, MB on the wire, ms), what is estimated is called
+so, and warnings are shown in every form, on top of a report in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xla_fsdp.preflight.report import Report
 
@@ -26,7 +27,8 @@ PARTS = {
 
 def in_full(report: Report) -> str:
     """Everything about one program."""
-    return "\n\n".join((title(report), figures(report), _findings(report)))
+    top = "\n".join((title(report), *_warnings(report)))
+    return "\n\n".join((top, figures(report), _findings(report)))
 
 
 def figures(report: Report) -> str:
@@ -41,12 +43,18 @@ def title(report: Report) -> str:
 
 def options(report: Report) -> str:
     """What the model was built with."""
-    return " ".join(f"{name}={value}" for name, value in report.options.items())
+    return shown(report.options)
+
+
+def shown(options: Mapping[str, Any]) -> str:
+    """Options in a line."""
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def table(reports: Sequence[Report]) -> str:
     """One row per report."""
-    return "\n".join(aligned([HEADINGS, *map(cells, reports)]))
+    warnings = dict.fromkeys(line for report in reports for line in _warnings(report))
+    return "\n".join((*aligned([HEADINGS, *map(cells, reports)]), *warnings))
 
 
 HEADINGS = (
@@ -91,6 +99,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _warnings(report: Report) -> list[str]:
+    return [f"WARNING: {report.topology}: {warning}" for warning in report.warnings]
 
 
 def _memory(report: Report) -> str:

@@ -15,6 +15,7 @@ TIMELINE = Timeline(
     moments=(Moment(0.0, 0, 1 * MIB), Moment(0.01, 6 * MIB, 7 * MIB), Moment(0.02, 0, 2 * MIB)),
     spans=(
         Span("all-gather", "bf16", True, 0.0, 0.01, 3, 2_000_000),
+        Span("all-reduce between slices", "bf16", True, 0.005, 0.03, 1, 500_000),
         Span("reduce-scatter", "bf16", False, 0.02, 0.025, 6, 1_000_000),
     ),
 )

@@ -60,12 +60,20 @@ OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4
   ROOT %slice = bf16[16,128]{{1,0}} dynamic-slice(%reduce, %zero, %zero), dynamic_slice_sizes={{16,128}}
 }}
 
+%increment (x: s32[], y: s32[]) -> s32[] {{
+  %x = s32[] parameter(0)
+  %y = s32[] parameter(1)
+  ROOT %sum = s32[] add(%x, %y)
+}}
+
 %body (state: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {{
   %state = (s32[], bf16[8,128]{{1,0}}) parameter(0)
   %count = s32[] get-tuple-element(%state), index=0
   %value = bf16[8,128]{{1,0}} get-tuple-element(%state), index=1
   %moved = bf16[8,128]{{1,0}} collective-permute(%value), source_target_pairs={{{{0,1}}}}
-  ROOT %next = (s32[], bf16[8,128]{{1,0}}) tuple(%count, %moved)
+  %one = s32[] constant(1)
+  %counted = s32[] fusion(%count, %one), kind=kLoop, calls=%increment
+  ROOT %next = (s32[], bf16[8,128]{{1,0}}) tuple(%counted, %moved)
 }}
 
 %condition (state: (s32[], bf16[8,128])) -> pred[] {{
@@ -135,6 +143,53 @@ def test_what_a_loop_holds_counts_for_every_trip(found: list[Collective]) -> Non
     assert (permute.times, permute.total_bytes) == (5, 5 * SHARD)
 
 
+RENDEZVOUS = '_xla_host_transfer_rendezvous="all-reduce.7_1",_xla_megascale_target="{1,2}x{0:7}"'
+SENT = f"""  %after = token[] after-all()
+  %send = (bf16[8,128]{{1,0}}, u32[], token[]) send(%part, %after), channel_id=1, is_host_transfer=true, frontend_attributes={{{RENDEZVOUS},_xla_megascale_transfer_type="ALL_REDUCE"}}
+  %meanwhile = bf16[8,128]{{1,0}} fusion(%part), kind=kLoop, calls=%scatter, backend_config={{"estimated_cycles":"5"}}
+  %recv = (bf16[8,128]{{1,0}}, u32[], token[]) recv(%after), channel_id=2, frontend_attributes={{{RENDEZVOUS}}}
+  %recv-done = (bf16[8,128]{{1,0}}, token[]) recv-done(%recv), channel_id=2
+  %init ="""  # noqa: E501
+
+
+def test_what_is_sent_between_slices_is_a_kind_of_its_own() -> None:
+    def sent(source: str) -> Collective:
+        kind = "all-reduce between slices"
+        [one] = [each for each in collectives_of(Module(source)) if each.kind == kind]
+        return one
+
+    both = sent(OPTIMIZED.replace("  %init =", SENT))
+    assert (both.group_size, both.dtype, both.wire_bytes) == (2, "bf16", SHARD)
+    assert both.overlapped
+    waiting = SENT.replace('"estimated_cycles":"5"', '"other":"5"')
+    assert not sent(OPTIMIZED.replace("  %init =", waiting)).overlapped
+    four = SENT.replace("{1,2}x", "{1:4}x")
+    assert sent(OPTIMIZED.replace("  %init =", four)).wire_bytes == SHARD * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (("one = s32[] constant(1)", "one = s32[] constant(2)"), 3),
+        (("zero = s32[] constant(0)", "zero = s32[] constant(2)"), 3),
+        (("fusion(%count, %one), kind=kLoop, calls=%increment", "add(%count, %one)"), 5),
+        (("constant(5)", "constant(0)"), 0),
+    ],
+)
+def test_trips_depend_on_where_a_counter_starts_and_what_is_added(
+    change: tuple[str, str], times: int
+) -> None:
+    module = Module(OPTIMIZED.replace(*change))
+    assert collectives_of(module)[-1].times == times
+    assert module.unknown_trips == []
+
+
+def test_a_loop_that_does_not_count_is_told() -> None:
+    module = Module(OPTIMIZED.replace("add(%x, %y)\n}\n\n%body", "multiply(%x, %y)\n}\n\n%body"))
+    assert [each.times for each in collectives_of(module)][-1] == 1
+    assert module.unknown_trips == ["main/loop"]
+
+
 def test_a_loop_without_a_known_bound_is_told() -> None:
     module = Module(OPTIMIZED.replace("direction=LT", "direction=NE"))
     assert [each.times for each in collectives_of(module)][-1] == 1
@@ -193,11 +248,19 @@ def test_all_ranks_reduce_in_one_step_for_each_axis(generation: str) -> None:
     assert [len(step[0]) for step in steps] == sizes
 
 
+def test_slices_are_numbered_last_and_their_ranks_one_after_the_other() -> None:
+    two = find_topology("v5e:2x4*2")
+    assert (two.num_ranks, two.slice_name, two.slices) == (16, "v5e:2x4", 2)
+    assert two.coords[7:9] == [(0, 1, 3, 0, 0), (0, 0, 0, 0, 1)]
+    mesh = init_mesh((2, 8), ("replica", "shard"), coords=two.coords)
+    assert mesh.groups("shard") == [list(range(8)), list(range(8, 16))]
+
+
 def test_ranks_are_numbered_core_first_then_x() -> None:
     assert find_topology("v5e:4x2").coords[:5] == [
-        (0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0), (0, 3, 0, 0), (0, 0, 1, 0),
+        (0, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 2, 0, 0, 0), (0, 3, 0, 0, 0), (0, 0, 1, 0, 0),
     ]  # fmt: skip
-    assert find_topology("v3:2x2").coords[:3] == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0)]
+    assert find_topology("v3:2x2").coords[:2] == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +271,8 @@ def test_ranks_are_numbered_core_first_then_x() -> None:
         ("v4:4x4", "along 3 axes"),
         ("v5e:3x3", "whole hosts of 2x2"),
         ("v5e:", "along 2 axes"),
-        ("v5e:4x4*2", "several slices"),
+        ("v5e:4x4*", r"give the number of slices, such as v5e:4x4\*2"),
+        ("v5e:4x4*two", "give the number of slices"),
     ],
 )
 def test_other_names_are_refused(name: str, reason: str) -> None:

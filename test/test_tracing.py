@@ -6,6 +6,8 @@ Nothing is compiled. A child traces every case, as torch_xla must not start in p
 from __future__ import annotations
 
 import json
+import os
+import resource
 import sys
 from collections import Counter
 from typing import Any
@@ -100,5 +102,39 @@ def test_what_a_step_raises_is_told_in_one_line() -> None:
     assert shown.stderr.splitlines()[-1].endswith("does not fit the mask")
 
 
+LARGE_WIDTH, LARGE_TOPOLOGY = 6144, "v5e:8x8"
+LARGE_BLOCK = 4 * 12 * LARGE_WIDTH**2
+
+
+def traced_large() -> dict[str, Any]:
+    """A model of more bytes than this machine has memory; run in the child."""
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    depth = 1 + memory // LARGE_BLOCK
+    coords = find_topology(LARGE_TOPOLOGY).coords
+    found = trace_step(lambda: build(depth=depth, width=LARGE_WIDTH, meta=True), coords)
+    [program] = found.programs
+    return {
+        "memory": memory,
+        "model": 4 * sum(each.numel for each in found.parameters),
+        "shards": sum(each.nbytes for each in program.inputs),
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machines_memory_is_traced_unit_by_unit() -> None:
+    done = run_python("-m", "test.test_tracing", timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] > found["memory"]
+    assert found["shards"] == pytest.approx(3 * found["model"] / 64, rel=0.01)
+    # One unit on its way to its shards, the shards, zeros that take their place, torch_xla itself.
+    assert found["peak"] < 2 * LARGE_BLOCK + 3 * found["shards"] + 2 * 2**30
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: traced(name) for name in sys.argv[1:]}))
+    names = sys.argv[1:]
+    print(json.dumps({name: traced(name) for name in names} if names else traced_large()))

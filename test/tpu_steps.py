@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def build(
     barriers: bool = True,
     one_step: bool = False,
     fp32_reduce_scatter: bool = False,
+    meta: bool = False,
     fails: str = "",
 ) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
@@ -67,6 +69,7 @@ def build(
         barriers: whether units are fenced.
         one_step: reduce over all ranks at once, whatever the torus.
         fp32_reduce_scatter: reduce gradients in fp32.
+        meta: build the model on the meta device, so that one unit is in memory at a time.
         fails: "build" or "step": raise there, as a user's code may.
     """
     import torch_xla
@@ -87,7 +90,8 @@ def build(
         options["mesh"] = mesh
     if one_step:
         options["collectives"] = XlaCollectives(None, 0, len(everyone[0]), [everyone])
-    model: Any = Transformer(depth, width)
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model: Any = Transformer(depth, width)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
     model = XlaFullyShardedDataParallel(model, **options)

@@ -182,8 +182,9 @@ def _in_rows(
     results = dict(zip(flat, joined, strict=True))
     for index, tensor in enumerate(tensors):
         if index not in results:
-            rows = collective(tensor.reshape(-1, tensor.shape[-1]))
-            results[index] = rows.reshape(*lead_out, *tensor.shape[len(lead_in) :])
+            width = tensor.shape[-1]
+            rows = collective(xla_ops.shaped(tensor, (tensor.numel() // width, width)))
+            results[index] = xla_ops.shaped(rows, (*lead_out, *tensor.shape[len(lead_in) :]))
     return [results[index] for index in range(len(tensors))]
 
 
@@ -195,7 +196,7 @@ def _joined(
 ) -> list[Tensor]:
     """Join flat ``tensors`` side by side, run one collective on the tiled result, and cut what
     comes back into pieces of the same widths."""
-    parts = [tensor.reshape(stacks_in, -1) for tensor in tensors]
+    parts = [xla_ops.shaped(each, (stacks_in, each.numel() // stacks_in)) for each in tensors]
     widths = [part.shape[1] for part in parts]
     lead = _lead(stacks_out)
     if sum(widths) == 0:
@@ -204,7 +205,7 @@ def _joined(
     padded = F.pad(joined, (0, -joined.shape[1] % (ROWS * LANES)))
     result = collective(padded.reshape(-1, LANES)).reshape(stacks_out, -1)
     return [
-        xla_ops.cut(result, 1, start, width).reshape(*lead, width)
+        xla_ops.shaped(xla_ops.cut(result, 1, start, width), (*lead, width))
         for start, width in zip(offsets(widths), widths, strict=True)
     ]
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
@@ -85,10 +86,11 @@ class ParamGroup:
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
-        cast = [
-            shard.detach().to(param.compute_dtype or shard.dtype)
-            for param, shard in zip(self.params, shards, strict=True)
-        ]
+        with torch.no_grad():
+            cast = [
+                shard.to(param.compute_dtype or shard.dtype)
+                for param, shard in zip(self.params, shards, strict=True)
+            ]
         return self.gather_as_stored(self.params, cast)
 
     def gather_as_stored(
@@ -96,15 +98,18 @@ class ParamGroup:
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
-        flat = [
-            shard.detach().reshape(_shard_shape(param))
-            for param, shard in zip(params, shards, strict=True)
-        ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
-        stacks = _in_buckets(flat, self.collectives.all_gather, limit)
-        return [
-            full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
-        ]
+        with torch.no_grad():
+            flat = [
+                xla_ops.shaped(shard, _shard_shape(param))
+                for param, shard in zip(params, shards, strict=True)
+            ]
+            stacks = _in_buckets(flat, self.collectives.all_gather, limit)
+            return [
+                full
+                for param, stack in zip(params, stacks, strict=True)
+                for full in param.split(stack)
+            ]
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
@@ -153,7 +158,7 @@ class ParamGroup:
     def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
         wide = reduced.to(torch.promote_types(reduced.dtype, shard.dtype))
-        return (wide / self.postdivide).to(shard.dtype).reshape(shard.shape)
+        return xla_ops.shaped((wide / self.postdivide).to(shard.dtype), shard.shape)
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -178,7 +183,7 @@ class ParamGroup:
             for member, grad in zip(param.members, grads, strict=True)
         ]
         stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
-        return stack.reshape(param.layout.num_shards, *_shard_shape(param))
+        return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
 
 
 ROWS = 8

@@ -226,7 +226,8 @@ class Unit:
                 self.backward.keeping.append(self)
             return [None] * len(self.group.params)
         reduced = self.group.reduce(grads)
-        self.backward.pending.extend(present(reduced))
+        # Aliases: autograd copies a gradient that somebody else holds.
+        self.backward.pending.extend(grad.detach() for grad in present(reduced))
         return reduced
 
     def reduce_kept(self) -> None:

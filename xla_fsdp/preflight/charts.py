@@ -14,7 +14,7 @@ from html import escape
 from xla_fsdp.preflight import text
 from xla_fsdp.preflight.report import Memory, Moment, Report, Span
 
-WIDTH, LEFT, RIGHT = 1000, 215, 115
+WIDTH, LEFT, RIGHT = 1000, 250, 115
 HEIGHT, LANE, GAP = 220, 18, 6
 COLORS = {
     "parameters": "#4c78a8", "gradients": "#f58518", "optimizer_state": "#72b7b2",
@@ -214,4 +214,4 @@ def _mib(size: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 26 else f"{label[:25]}\N{HORIZONTAL ELLIPSIS}"
+    return label if len(label) <= 32 else f"{label[:31]}\N{HORIZONTAL ELLIPSIS}"

@@ -81,10 +81,10 @@ def _devices(job: dict[str, Any]) -> list[Any]:
 
     config = {"chip_config_name": job["chip_config"]} if job["chip_config"] else {}
     found: list[Any] = topologies.get_topology_desc(
-        platform="tpu", topology_name=job["topology"], **config
+        platform="tpu", topology_name=job["topology"], num_slices=job["slices"], **config
     ).devices
     devices = sorted(found, key=lambda device: device.id)
-    places = [[device.core_on_chip, *device.coords] for device in devices]
+    places = [[each.core_on_chip, *each.coords, each.slice_index] for each in devices]
     if places != job["coords"]:
         raise RuntimeError(
             f"the compiler numbers the devices of {job['topology']} as {places}, "

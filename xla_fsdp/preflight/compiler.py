@@ -141,7 +141,8 @@ def _keep(entry: Path, compiled: Compiled) -> None:
 
 def _write_job(folder: Path, program: Program, topology: Topology) -> None:
     job = {
-        "topology": topology.name,
+        "topology": topology.slice_name,
+        "slices": topology.slices,
         "chip_config": topology.chip.config,
         "coords": topology.coords,
         "aliases": program.aliases,

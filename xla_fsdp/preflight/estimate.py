@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from xla_fsdp.preflight.between_slices import SUFFIX
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.traffic import Collective
@@ -59,7 +60,10 @@ def clock(module: Module, collectives: Iterable[Collective], topology: Topology)
 
 
 def wire_seconds(collective: Collective, topology: Topology) -> float:
-    """Time of one execution at the speed of two links of every axis that the group may span."""
+    """Time of one execution at the speed of two links of every axis that the group may span, or of
+    the network between slices."""
+    if collective.kind.endswith(SUFFIX):
+        return collective.wire_bytes / (topology.chip.network_bytes / topology.chip.cores)
     axes, spanned = 0, 1
     for size in sorted(topology.shape, reverse=True):
         if spanned < collective.group_size and size > 1:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from xla_fsdp.preflight.loops import trips
+
 BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
@@ -148,39 +150,19 @@ class Module:
         yield execution
         computation = execution.computation
         for index, each in enumerate(computation.instructions):
-            trips = self._trips(computation, each) if each.opcode == "while" else 1
+            rounds = self._trips(computation, each) if each.opcode == "while" else 1
             place = execution.place_of(index)
             for name in _called(each):
                 if (called := self.computations.get(name)) is not None:
-                    times = execution.times * trips
+                    times = execution.times * rounds
                     yield from self._visit(Execution(called, times, each, computation, place))
 
     def _trips(self, computation: Computation, loop: Instruction) -> int:
         found = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
-        trips = int(found.group(1)) if found else self._bound(loop)
-        if trips is None:
+        times = int(found.group(1)) if found else trips(self.computations, computation, loop)
+        if times is None:
             self.unknown_trips.append(f"{computation.name}/{loop.name}")
-        return 1 if trips is None else trips
-
-    def _bound(self, loop: Instruction) -> int | None:
-        """The constant that a loop's condition compares with, for a counter from 0 in steps of 1.
-
-        Looked for in the condition and in what it calls, which the compiler may have fused.
-        """
-        condition = self.computations.get(loop.attribute("condition"))
-        if condition is None:
-            return None
-        inner = [
-            self.computations[name] for each in condition.instructions for name in _called(each)
-        ]
-        lines = [each for part in (condition, *inner) for each in part.instructions]
-        directions = {each.attribute("direction") for each in lines if each.opcode == "compare"}
-        bounds = {
-            int(each.attributes)
-            for each in lines
-            if each.opcode == "constant" and each.attributes.isdigit()
-        }
-        return bounds.pop() if directions == {"LT"} and len(bounds) == 1 else None
+        return 1 if times is None else times
 
 
 def _called(each: Instruction) -> list[str]:

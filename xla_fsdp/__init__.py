@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from xla_fsdp.grad_scaler import ShardedGradScaler
     from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
+    from xla_fsdp.mesh import Mesh, init_mesh
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
     from xla_fsdp.state_dicts import (
@@ -32,14 +33,41 @@ if TYPE_CHECKING:
         optim_state_dict,
     )
     from xla_fsdp.sync_batch_norm import SyncBatchNorm
+    from xla_fsdp.torch_names import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictSettings,
+        StateDictType,
+    )
     from xla_fsdp.unit_module import register_fsdp_forward_method
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CheckpointError",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "LocalCollectives",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "Mesh",
+    "MixedPrecision",
     "PendingSave",
     "RankError",
     "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictSettings",
+    "StateDictType",
     "SyncBatchNorm",
     "XlaFullyShardedDataParallel",
     "checkpoint_module",
@@ -48,6 +76,7 @@ __all__ = [
     "consolidate_sharded_state_dicts",
     "full_state_dict",
     "init_from_checkpoint",
+    "init_mesh",
     "latest_step",
     "launch",
     "load_checkpoint",
@@ -61,11 +90,24 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BackwardPrefetch": "torch_names",
+    "CPUOffload": "torch_names",
     "CheckpointError": "checkpoint",
+    "FullOptimStateDictConfig": "torch_names",
+    "FullStateDictConfig": "torch_names",
     "LocalCollectives": "collectives",
+    "LocalOptimStateDictConfig": "torch_names",
+    "LocalStateDictConfig": "torch_names",
+    "Mesh": "mesh",
+    "MixedPrecision": "torch_names",
     "PendingSave": "save_load",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
+    "ShardedOptimStateDictConfig": "torch_names",
+    "ShardedStateDictConfig": "torch_names",
+    "ShardingStrategy": "torch_names",
+    "StateDictSettings": "torch_names",
+    "StateDictType": "torch_names",
     "SyncBatchNorm": "sync_batch_norm",
     "XlaFullyShardedDataParallel": "fully_sharded",
     "checkpoint_module": "remat",
@@ -74,12 +116,13 @@ _HOMES = {
     "consolidate_sharded_state_dicts": "checkpoint",
     "full_state_dict": "state_dicts",
     "init_from_checkpoint": "init_source",
+    "init_mesh": "mesh",
     "latest_step": "checkpoint.step_directory",
     "launch": "launcher",
     "load_checkpoint": "save_load",
     "load_full_state_dict": "state_dicts",
-    "load_sharded_state_dict": "state_dicts",
     "load_optim_state_dict": "state_dicts",
+    "load_sharded_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
     "register_fsdp_forward_method": "unit_module",

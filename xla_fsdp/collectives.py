@@ -49,6 +49,10 @@ class Collectives(Protocol):
         """Stacks [num_shards, *s_i] of one dtype to this rank's shard [*s_i] of their sum."""
         ...
 
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Shards of one dtype, [*s_i] each, to their sums over the ranks."""
+        ...
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """``value`` combined over the ranks by ``op``, "sum" or "max"."""
         ...
@@ -87,6 +91,7 @@ class XlaCollectives:
                 f"groups of {sizes} ranks, one after the other, reduce over {math.prod(sizes)} "
                 f"ranks; give steps whose sizes multiply to {num_shards}"
             )
+        self.follows_torus = bool(steps)
         self._steps: list[xla_ops.Groups] = list(steps) or [groups]
 
     @property
@@ -112,6 +117,14 @@ class XlaCollectives:
             return rows
 
         return _in_rows(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)
+
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Collectives``."""
+
+        def add(rows: Tensor) -> Tensor:
+            return xla_ops.all_reduce("sum", rows, self.groups)
+
+        return _in_rows(shards, add, stacks_in=1, stacks_out=1)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
@@ -141,6 +154,10 @@ class LocalCollectives:
         """See ``Collectives``."""
         return [stack[self.rank] * self.num_shards for stack in stacks]
 
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Collectives``."""
+        return [shard * self.num_shards for shard in shards]
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
         return value * self.num_shards if op == "sum" else value
@@ -165,8 +182,9 @@ def _in_rows(
     results = dict(zip(flat, joined, strict=True))
     for index, tensor in enumerate(tensors):
         if index not in results:
-            rows = collective(tensor.reshape(-1, tensor.shape[-1]))
-            results[index] = rows.reshape(*lead_out, *tensor.shape[len(lead_in) :])
+            width = tensor.shape[-1]
+            rows = collective(xla_ops.shaped(tensor, (tensor.numel() // width, width)))
+            results[index] = xla_ops.shaped(rows, (*lead_out, *tensor.shape[len(lead_in) :]))
     return [results[index] for index in range(len(tensors))]
 
 
@@ -178,7 +196,7 @@ def _joined(
 ) -> list[Tensor]:
     """Join flat ``tensors`` side by side, run one collective on the tiled result, and cut what
     comes back into pieces of the same widths."""
-    parts = [tensor.reshape(stacks_in, -1) for tensor in tensors]
+    parts = [xla_ops.shaped(each, (stacks_in, each.numel() // stacks_in)) for each in tensors]
     widths = [part.shape[1] for part in parts]
     lead = _lead(stacks_out)
     if sum(widths) == 0:
@@ -187,7 +205,7 @@ def _joined(
     padded = F.pad(joined, (0, -joined.shape[1] % (ROWS * LANES)))
     result = collective(padded.reshape(-1, LANES)).reshape(stacks_out, -1)
     return [
-        xla_ops.cut(result, 1, start, width).reshape(*lead, width)
+        xla_ops.shaped(xla_ops.cut(result, 1, start, width), (*lead, width))
         for start, width in zip(offsets(widths), widths, strict=True)
     ]
 

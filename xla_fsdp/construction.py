@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xla_fsdp import guards, xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.broadcast import broadcast_
+from xla_fsdp.collectives import Collectives
+from xla_fsdp.communication import Communication, communication_for
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.meta_init import materialize
 from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
+from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_module import is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
@@ -33,7 +36,7 @@ class BuiltUnit:
     """A new unit, what it communicates by, and the original dtypes of the buffers it cast."""
 
     unit: Unit
-    collectives: Collectives
+    communication: Communication
     cast_buffers: dict[str, torch.dtype]
 
 
@@ -97,25 +100,41 @@ def build_unit(
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
     collectives: Collectives | None,
+    *,
+    sync_module_states: bool = False,
 ) -> BuiltUnit:
-    """Make a unit of what ``module`` holds outside of other units."""
+    """Make a unit of what ``module`` holds outside of other units.
+
+    Args:
+        module: the unit's.
+        config: its options.
+        ignored: what to leave alone.
+        param_init_fn: gives modules on the meta device their values.
+        collectives: replaces the communication.
+        sync_module_states: take over the first rank's values.
+    """
     scope = Scope(module, ignored)
     _refuse_cuda_layers(scope)
     origins = materialize(scope, param_init_fn)
     device = xla_ops.device()
-    collectives = collectives or _collectives_for(config)
+    communication = communication_for(config, collectives)
+    if sync_module_states:
+        broadcast_(_values(scope), communication.everyone, device)
     params = shard_own_parameters(
-        scope,
-        config,
-        rank=collectives.rank,
-        num_shards=collectives.num_shards,
-        device=device,
-        origins=origins,
+        scope, config, communication=communication, device=device, origins=origins
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    unit = Unit(ParamGroup(params, collectives, config), config, device)
-    return BuiltUnit(unit, collectives, cast_buffers)
+    group = ParamGroup(params, communication.shards, config, communication.replicas)
+    return BuiltUnit(Unit(group, config, device), communication, cast_buffers)
+
+
+def _values(scope: Scope) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    params = [param for _, _, _, param in scope.parameters()]
+    buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
+    found = {id(each): each for each in (*params, *buffers) if each is not None}
+    return [each for each in found.values() if not is_sharded(each)]
 
 
 def _refuse_cuda_layers(scope: Scope) -> None:
@@ -134,15 +153,3 @@ def finish_unit(config: FSDPConfig) -> None:
     if config.execute_sharding_on_init:
         gc.collect()  # full parameters in reference cycles would survive the sync
         xla_ops.sync()
-
-
-def _collectives_for(config: FSDPConfig) -> Collectives:
-    if config.sharding_groups is not None:
-        assert config.sharding_rank is not None  # FSDPConfig has checked both
-        assert config.sharding_world_size is not None
-        rank, num_shards = config.sharding_rank, config.sharding_world_size
-    else:
-        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
-    if num_shards == 1:
-        return LocalCollectives()
-    return XlaCollectives(config.sharding_groups, rank, num_shards)

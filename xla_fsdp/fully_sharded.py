@@ -19,19 +19,20 @@ from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, XlaCollectives
-from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
 from xla_fsdp.grad_clip import Slices, clip_grads_by_norm_, clip_grads_by_value_
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.state_dict_types import StateDictTypes
 from xla_fsdp.summon import SummonOptions, summoned
+from xla_fsdp.torch_options import TorchOptions, translate
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_module import UnitModule, named_units
+from xla_fsdp.unit_module import named_units
 
 
-class XlaFullyShardedDataParallel(UnitModule):
+class XlaFullyShardedDataParallel(StateDictTypes):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
@@ -81,10 +82,13 @@ class XlaFullyShardedDataParallel(UnitModule):
             to the device, gradients not reduced. Units inside ignore them, too.
         ignored_params: parameters to leave alone in the same way.
         ignored_states: modules or parameters; another spelling of the two above.
+        torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
+            ``torch_options.TorchOptions``.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
-        ValueError: if the module is wrapped already or has no forward, or options contradict.
+        ValueError: if the module is wrapped already or has no forward, options contradict, or the
+            mesh is not one of this job's ranks.
     """
 
     def __init__(
@@ -115,41 +119,58 @@ class XlaFullyShardedDataParallel(UnitModule):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+        **torch_options: Any,
     ) -> None:
         check_wrappable(module)
-        options = FSDPConfig(
-            reshard_after_forward=reshard_after_forward,
-            flatten_parameters=flatten_parameters,
-            execute_sharding_on_init=execute_sharding_on_init,
-            optimization_barrier_in_forward=optimization_barrier_in_forward,
-            optimization_barrier_in_backward=optimization_barrier_in_backward,
-            sync_on_finalization=sync_on_finalization,
-            disable_reshard_on_root=disable_reshard_on_root,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            sharding_groups=sharding_groups,
-            sharding_rank=sharding_rank,
-            sharding_world_size=sharding_world_size,
-            shard_param_on_dim_0=shard_param_on_dim_0,
-            pin_layout_in_collective_ops=pin_layout_in_collective_ops,
-            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
-            coalesce_all_gather_ops=coalesce_all_gather_ops,
-        )
+        upstream = {
+            "reshard_after_forward": reshard_after_forward,
+            "flatten_parameters": flatten_parameters,
+            "execute_sharding_on_init": execute_sharding_on_init,
+            "optimization_barrier_in_forward": optimization_barrier_in_forward,
+            "optimization_barrier_in_backward": optimization_barrier_in_backward,
+            "sync_on_finalization": sync_on_finalization,
+            "disable_reshard_on_root": disable_reshard_on_root,
+            "compute_dtype": compute_dtype,
+            "buffer_dtype": buffer_dtype,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "sharding_groups": sharding_groups,
+            "sharding_rank": sharding_rank,
+            "sharding_world_size": sharding_world_size,
+            "shard_param_on_dim_0": shard_param_on_dim_0,
+            "pin_layout_in_collective_ops": pin_layout_in_collective_ops,
+            "reduce_scatter_bucket_size_mb": reduce_scatter_bucket_size_mb,
+            "coalesce_all_gather_ops": coalesce_all_gather_ops,
+        }
+        theirs = TorchOptions(**torch_options)
+        options = translate(theirs, upstream)
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
         with xla_ops.own_random_numbers():
             if auto_wrap_policy is not None:
                 wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                given = {"param_init_fn": param_init_fn, "collectives": collectives}
+                given = {
+                    "param_init_fn": param_init_fn,
+                    "collectives": collectives,
+                    "mesh": options.mesh,
+                    "mixed_precision": theirs.mixed_precision,
+                    "sync_module_states": theirs.sync_module_states or None,
+                }
                 wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
-            built = build_unit(module, options, ignored, param_init_fn, collectives)
+            built = build_unit(
+                module,
+                options,
+                ignored,
+                param_init_fn,
+                collectives,
+                sync_module_states=theirs.sync_module_states,
+            )
             super().__init__(module, built.unit, built.cast_buffers)
             self.xla_device = built.unit.device
-            self.rank, self.world_size = built.collectives.rank, built.collectives.num_shards
+            self._communication = built.communication
+            self.rank = built.communication.shards.rank
+            self.world_size = built.communication.shards.num_shards
             self._options = options
-            self._collectives = built.collectives
             finish_unit(options)
 
     def extra_repr(self) -> str:
@@ -306,10 +327,7 @@ class XlaFullyShardedDataParallel(UnitModule):
             UnitContent(name, wrapper._unit.group.params, wrapper._cast_buffers)
             for name, wrapper in named_units(self, remove_duplicate=False)
         ]
-        groups = self._options.sharding_groups
-        if self._options.sharding_world_size != self.world_size:
-            groups = None  # other collectives were passed
-        return describe(units, self.rank, self.world_size, groups).to_dict()
+        return describe(units, self.rank, self.world_size, self._communication.groups).to_dict()
 
     def _sharded_params(self) -> Iterator[tuple[str, ShardedParam]]:
         for prefix, wrapper in self._named_wrappers():

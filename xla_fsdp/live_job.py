@@ -34,6 +34,7 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.state_dict_types import unchosen
 
 
 class LRScheduler(Protocol):
@@ -104,7 +105,7 @@ class LiveJob:
 
     def _values(self, extra: Any) -> Packed:
         """Everything that has no shards."""
-        state = self.model.state_dict()
+        state = self._state()
         values = {
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
@@ -121,9 +122,14 @@ class LiveJob:
         """The state dict's tensors, each once."""
         return {
             key: value
-            for key, value in self.model.state_dict().items()
+            for key, value in self._state().items()
             if isinstance(value, Tensor) and key not in self.metadata.ties
         }
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's shards, whichever type of state dict the user has chosen."""
+        with unchosen(self.model):
+            return self.model.state_dict()
 
     # ------------------------------------------------------------ loading
 
@@ -169,7 +175,7 @@ class LiveJob:
         return state_from(loaded.groups, loaded.states, self.params)
 
     def _take_model(self, loaded: LoadedStep, strict: bool) -> None:
-        live = self.model.state_dict()
+        live = self._state()
         state: dict[str, Any] = {
             key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
         }
@@ -177,7 +183,8 @@ class LiveJob:
             if alias in live and canonical in state:
                 state[alias] = state[canonical]
         state.update(loaded.values.get("model", {}))
-        self.model.load_state_dict(state, strict=strict)
+        with unchosen(self.model):
+            self.model.load_state_dict(state, strict=strict)
 
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):

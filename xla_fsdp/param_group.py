@@ -3,8 +3,9 @@
 Words: see ``sharded_param``; a *bucket* is what one collective carries.
 Always true: gathering and reducing make one collective per dtype, and one for each large matrix,
 whose shards are rows; unless the configuration asks for smaller buckets. A gradient is averaged
-over the ranks, and its shard has the dtype of the shard parameter. When to gather and reduce is
-decided by ``unit``.
+over the ranks: scattered over those that share the parameters, then, as a shard, summed over their
+replicas; its shard has the dtype of the shard parameter. When to gather and reduce is decided by
+``unit``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.collectives import Collectives
+from xla_fsdp import xla_ops
+from xla_fsdp.collectives import Collectives, LocalCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
 from xla_fsdp.sharded_param import ShardedParam
@@ -31,15 +33,22 @@ class ParamGroup:
         params: the unit's shards, in the order of the module's parameters.
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
+        replicas: communication among the ranks that hold the same shards (default: no others).
     """
 
     def __init__(
-        self, params: Sequence[ShardedParam], collectives: Collectives, config: FSDPConfig
+        self,
+        params: Sequence[ShardedParam],
+        collectives: Collectives,
+        config: FSDPConfig,
+        replicas: Collectives | None = None,
     ) -> None:
         self.params = tuple(params)
         self.collectives = collectives
+        self.replicas = replicas or LocalCollectives()
         self._config = config
-        self.predivide, self.postdivide = default_divide_factors(collectives.num_shards)
+        num_ranks = collectives.num_shards * self.replicas.num_shards
+        self.predivide, self.postdivide = default_divide_factors(num_ranks)
         self._unreduced: dict[int, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,6 +61,11 @@ class ParamGroup:
     def shards(self) -> list[Tensor]:
         """The shard parameters."""
         return [param.shard for param in self.params]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all that hold these parameters."""
+        return self.collectives.rank == self.replicas.rank == 0
 
     @property
     def versions(self) -> list[int]:
@@ -72,10 +86,11 @@ class ParamGroup:
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
-        cast = [
-            shard.detach().to(param.compute_dtype or shard.dtype)
-            for param, shard in zip(self.params, shards, strict=True)
-        ]
+        with torch.no_grad():
+            cast = [
+                shard.to(param.compute_dtype or shard.dtype)
+                for param, shard in zip(self.params, shards, strict=True)
+            ]
         return self.gather_as_stored(self.params, cast)
 
     def gather_as_stored(
@@ -83,15 +98,18 @@ class ParamGroup:
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
-        flat = [
-            shard.detach().reshape(_shard_shape(param))
-            for param, shard in zip(params, shards, strict=True)
-        ]
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
-        stacks = _in_buckets(flat, self.collectives.all_gather, limit)
-        return [
-            full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
-        ]
+        with torch.no_grad():
+            flat = [
+                xla_ops.shaped(shard, _shard_shape(param))
+                for param, shard in zip(params, shards, strict=True)
+            ]
+            stacks = _in_buckets(flat, self.collectives.all_gather, limit)
+            return [
+                full
+                for param, stack in zip(params, stacks, strict=True)
+                for full in param.split(stack)
+            ]
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
@@ -101,19 +119,20 @@ class ParamGroup:
         """
         grads = self._with_kept(grads)
         stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        present = [stack for stack in stacked if stack is not None]
-        limit = self._config.reduce_scatter_bucket_size_mb
-        reduced = iter(
-            _in_buckets(
-                present,
-                self.collectives.reduce_scatter,
-                math.inf if limit is None else limit * 2**20,
-            )
-        )
+        reduced = iter(self._reduce_stacks([stack for stack in stacked if stack is not None]))
         return [
             None if stack is None else self._finish(next(reduced), param.shard)
             for param, stack in zip(self.params, stacked, strict=True)
         ]
+
+    def _reduce_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of the sums over all ranks."""
+        megabytes = self._config.reduce_scatter_bucket_size_mb
+        limit = math.inf if megabytes is None else megabytes * 2**20
+        shards = _in_buckets(stacks, self.collectives.reduce_scatter, limit)
+        if self.replicas.num_shards == 1:
+            return shards
+        return _in_buckets(shards, self.replicas.all_reduce_shards, limit)
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
@@ -133,12 +152,13 @@ class ParamGroup:
         self._unreduced = {}
 
     def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
-        return grad.to(torch.float32) if self._config.fp32_reduce_scatter else grad
+        dtype = self._config.gradient_dtype
+        return grad if dtype is None else grad.to(dtype)
 
     def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
         wide = reduced.to(torch.promote_types(reduced.dtype, shard.dtype))
-        return (wide / self.postdivide).to(shard.dtype).reshape(shard.shape)
+        return xla_ops.shaped((wide / self.postdivide).to(shard.dtype), shard.shape)
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -163,7 +183,7 @@ class ParamGroup:
             for member, grad in zip(param.members, grads, strict=True)
         ]
         stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
-        return stack.reshape(param.layout.num_shards, *_shard_shape(param))
+        return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
 
 
 ROWS = 8
@@ -183,14 +203,14 @@ def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
     return (size // width, width)
 
 
-def default_divide_factors(num_shards: int) -> tuple[float, float]:
+def default_divide_factors(num_ranks: int) -> tuple[float, float]:
     """What gradients are divided by before and after the sum over ranks; the product is the
     number of ranks. Splitting it near the square root keeps 16-bit sums from overflow before and
     from underflow after (the rule of torch's own FSDP)."""
     before = 1
-    while num_shards % before == 0 and num_shards / before > before:
+    while num_ranks % before == 0 and num_ranks / before > before:
         before *= 2
-    return float(before), num_shards / before
+    return float(before), num_ranks / before
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -225,16 +225,16 @@ class ShardedParam:
 
         The results are tensors of their own, not views: a view would keep the whole stack alive.
         """
-        joined = stack.reshape(-1)
+        joined = xla_ops.shaped(stack, (stack.numel(),))
         numels = [member.shape.numel() for member in self.members]
         return [
-            torch.view_copy(xla_ops.cut(joined, 0, start, numel), member.shape)
+            xla_ops.shaped(xla_ops.cut(joined, 0, start, numel), member.shape).clone()
             for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
         ]
 
     def stack(self, full: Sequence[Tensor]) -> Tensor:
         """The inverse of ``split``, with zeros as padding: [num_shards, shard_numel]."""
-        flat = [tensor.reshape(-1) for tensor in full]
+        flat = [xla_ops.shaped(tensor, (tensor.numel(),)) for tensor in full]
         joined = torch.cat(flat) if len(flat) > 1 else flat[0]
         padding = self.layout.padded_numel - self.layout.numel
         if padding:

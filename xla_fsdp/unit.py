@@ -129,7 +129,7 @@ class Unit:
     # ------------------------------------------------------------ forward
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        dtype = self.config.compute_dtype
+        dtype = self.config.input_dtype(of_root=self.is_root)
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _compute(self, call: Call, forward: Callable[[], Any]) -> Any:
@@ -226,7 +226,8 @@ class Unit:
                 self.backward.keeping.append(self)
             return [None] * len(self.group.params)
         reduced = self.group.reduce(grads)
-        self.backward.pending.extend(present(reduced))
+        # Aliases: autograd copies a gradient that somebody else holds.
+        self.backward.pending.extend(grad.detach() for grad in present(reduced))
         return reduced
 
     def reduce_kept(self) -> None:

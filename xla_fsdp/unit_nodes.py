@@ -88,7 +88,7 @@ class Unshard(torch.autograd.Function):
         unit = call.unit
         ctx.call = call
         if shards is None:
-            full = [tensor.detach().clone() for tensor in unit.full]
+            full = [tensor.clone() for tensor in unit.full]
         else:
             full = unit.group.gather(shards)
         needs = [

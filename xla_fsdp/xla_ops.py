@@ -80,20 +80,30 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     torch_xla aborts the process when an index (of ``index_select``, say) comes out of a barrier,
     and nothing that takes memory or time computes them.
     """
-    fresh = [t.detach().clone() for t in tensors]
+    with torch.no_grad():
+        fresh = [t.clone() for t in tensors]
     held = [t for t in fresh if t.is_floating_point() or t.is_complex()]
     if held:
         torch_xla._XLAC._xla_optimization_barrier_(held)
     return fresh
 
 
+# torch's view_copy and narrow_copy go through Python, and a reshape to the same shape is an
+# operation like any other; without them the host traces a step in a tenth less time.
+
+
 def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """``tensor.narrow(...)`` as a tensor of its own. XLA refuses slices of length 0."""
+    """``tensor.narrow(...)``, also of length 0, which XLA refuses."""
     if length == 0:
         shape = list(tensor.shape)
         shape[dim] = 0
         return tensor.new_zeros(shape)
-    return torch.narrow_copy(tensor, dim, start, length)
+    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, start, length)
+
+
+def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor.reshape(shape)``; the tensor itself, if that is its shape."""
+    return tensor if tensor.shape == tuple(shape) else tensor.reshape(shape)
 
 
 def release(tensor: Tensor, dummy: Tensor) -> None:
@@ -162,6 +172,7 @@ def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
 
 def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
+    _begin_free()
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 

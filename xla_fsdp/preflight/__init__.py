@@ -5,7 +5,7 @@ line is ``python -m xla_fsdp.preflight module:function``. Importing this needs n
 """
 
 from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.examine import preflight
+from xla_fsdp.preflight.examine import PreflightWarning, preflight
 from xla_fsdp.preflight.report import Report
 
-__all__ = ["CompileError", "Report", "preflight"]
+__all__ = ["CompileError", "PreflightWarning", "Report", "preflight"]

@@ -1,9 +1,9 @@
 """``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: reports on a terminal.
 
 Words: a *sweep* runs once for every combination of the values given for options.
-Always true: exit code 0 if every program compiled and fits, 1 if one does not, 2 for wrong usage.
-A combination that cannot be compiled is reported and the others are still examined. What is found
-out is ``examine``'s business.
+Always true: exit code 0 if every program compiled and fits, 1 if one does not or its step raised, 2
+for wrong usage. A combination that fails is reported in one line and the others are still examined.
+What is found out is ``examine``'s business.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from xla_fsdp.preflight import text
 from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.examine import preflight
+from xla_fsdp.preflight.examine import (
+    PreflightWarning,
+    check_options,
+    laid_out,
+    noted_options,
+    preflight,
+)
 from xla_fsdp.preflight.html import page
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
@@ -34,12 +43,16 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine programs; returns the exit code."""
     options = _parser().parse_args(argv)
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # before torch_xla is imported, which warns else
     try:
         build_step = _load(options.target)
         runs = list(_runs(options))
+        for _, keywords in runs:
+            check_options(build_step, keywords)
     except (UsageError, ValueError) as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    warnings.simplefilter("ignore", PreflightWarning)  # reports show them
     reports = [report for run in runs if (report := _examine(build_step, *run, options))]
     if len(reports) == 1:
         print(text.in_full(reports[0]))
@@ -57,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", help="module:function that builds the model and returns a step")
     parser.add_argument("--topology", action="append", help="default v5e:4x4; may be repeated")
+    parser.add_argument("--mesh", action="append", default=[], metavar="AXIS=SIZE,...")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="OPTION=VALUE,VALUE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -64,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
     parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
     parser.add_argument("--flags", default="", help="more compiler flags, as LIBTPU_INIT_ARGS")
+    parser.add_argument("--traceback", action="store_true", help="show where a step raised")
     return parser
 
 
@@ -83,17 +98,25 @@ def _load(target: str) -> Callable[..., Any]:
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Topology and keywords of each run."""
-    topologies = options.topology or ["v5e:4x4"]
-    for name in topologies:
-        find_topology(name)  # all are checked before the first is compiled
     fixed = {name: [_value(value)] for name, value in map(_pair, options.set)}
     swept = {
         name: [_value(each) for each in values.split(",")]
         for name, values in map(_pair, options.sweep)
     }
     choices = {**fixed, **swept}
-    for name, values in itertools.product(topologies, itertools.product(*choices.values())):
-        yield name, dict(zip(choices, values, strict=True))
+    for name in options.topology or ["v5e:4x4"]:
+        topology = find_topology(name)
+        meshes = [{"mesh": laid_out(_axes(words), topology)} for words in options.mesh]
+        for mesh, values in itertools.product(meshes or [{}], itertools.product(*choices.values())):
+            yield name, {**mesh, **dict(zip(choices, values, strict=True))}
+
+
+def _axes(words: str) -> dict[str, int]:
+    """Sizes of a mesh by axis name."""
+    pairs = [_pair(word) for word in words.split(",")]
+    if not all(size.isdecimal() for _, size in pairs):
+        raise UsageError(f"{words!r} is not of the form axis=size,axis=size")
+    return {name: int(size) for name, size in pairs}
 
 
 def _pair(text_: str) -> tuple[str, str]:
@@ -128,10 +151,24 @@ def _examine(
             progress=_progress,
             **keywords,
         )
-    except CompileError as error:
+    except Exception as error:  # what the user's code raises may be anything
         _progress("")
-        print(f"xla_fsdp.preflight: {topology} {keywords or ''}: {error}", file=sys.stderr)
+        if options.traceback:
+            traceback.print_exc()
+        _tell(error, topology, keywords, options)
         return None
+
+
+def _tell(
+    error: Exception, topology: str, keywords: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """One line on stderr."""
+    said = str(error)
+    if not isinstance(error, CompileError):
+        more = "" if options.traceback else " (--traceback shows where)"
+        said = f"{type(error).__name__}: {' '.join(said.split())}{more}"
+    noted = text.shown(noted_options(keywords))
+    print(f"xla_fsdp.preflight: {f'{topology} {noted}'.rstrip()}: {said}", file=sys.stderr)
 
 
 def _progress(line: str) -> None:

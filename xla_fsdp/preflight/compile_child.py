@@ -1,8 +1,9 @@
 """The process that compiles one program for a TPU topology: ``python -m ...compile_child FOLDER``.
 
-The folder holds ``job.json`` and ``program.pb`` (an HLO module as torch_xla makes it); this writes
-``optimized.txt`` (the scheduled module) and ``result.json``. Always true: it never loads torch_xla
-(two XLA runtimes in one process clash), touches no TPU, and asks for none.
+The folder holds ``job.json`` and ``program.pb`` (an HLO module as torch_xla makes it, or what JAX
+lowers a program to that is yet to be partitioned); this writes ``optimized.txt`` (the scheduled
+module) and ``result.json``. Always true: it never loads torch_xla (two XLA runtimes in one process
+clash), touches no TPU, and asks for none.
 Limits, time-outs and reuse of results are left to ``compiler``.
 """
 
@@ -50,20 +51,28 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _compile(program: bytes, job: dict[str, Any]) -> Any:
-    """The executable for all ranks of the topology, each a replica."""
+    """The executable for all ranks of the topology: replicas, or partitions of one program."""
     import numpy as np
+    from jax._src.lib import xla_client
+
+    devices, order = _devices(job), job["partition_order"]
+    assignment = np.array([[devices[rank].id for rank in order or range(len(devices))]])
+    options = _options(xla_client, assignment if order else assignment.T)
+    code = program if order else _replica_code(program, job["aliases"])
+    return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
+
+
+def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
+    """MLIR bytecode of a serialized HLO module."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
-    devices = _devices(job)
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
-    options = _options(xla_client, np.array([[device.id] for device in devices]))
     with jax_mlir.make_ir_context():
         module = ir.Module.parse(text)
-        _alias(ir, module, job["aliases"])
-        code = jax_mlir.module_to_bytecode(module)
-        return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
+        _alias(ir, module, aliases)
+        return jax_mlir.module_to_bytecode(module)
 
 
 def _devices(job: dict[str, Any]) -> list[Any]:
@@ -72,10 +81,10 @@ def _devices(job: dict[str, Any]) -> list[Any]:
 
     config = {"chip_config_name": job["chip_config"]} if job["chip_config"] else {}
     found: list[Any] = topologies.get_topology_desc(
-        platform="tpu", topology_name=job["topology"], **config
+        platform="tpu", topology_name=job["topology"], num_slices=job["slices"], **config
     ).devices
     devices = sorted(found, key=lambda device: device.id)
-    places = [[device.core_on_chip, *device.coords] for device in devices]
+    places = [[each.core_on_chip, *each.coords, each.slice_index] for each in devices]
     if places != job["coords"]:
         raise RuntimeError(
             f"the compiler numbers the devices of {job['topology']} as {places}, "
@@ -85,10 +94,12 @@ def _devices(job: dict[str, Any]) -> list[Any]:
 
 
 def _options(xla_client: Any, assignment: Any) -> Any:
+    """Options for device ids [replica, partition]."""
     options = xla_client.CompileOptions()
     build = options.executable_build_options
     for target in (options, build):
-        target.num_replicas, target.num_partitions = len(assignment), 1
+        target.num_replicas, target.num_partitions = assignment.shape
+    build.use_spmd_partitioning = build.use_shardy_partitioner = assignment.shape[1] > 1
     options.device_assignment = xla_client.DeviceAssignment.create(assignment)
     return options
 

@@ -85,7 +85,8 @@ def compile_program(
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         job = Path(name)
         _write_job(job, program, topology)
-        _run_child(job, _environment(topology, flags), max_host_mem, progress)
+        environment = compiler_environment(topology, _all_flags(program, topology, flags))
+        _run_child(job, environment, max_host_mem, progress)
         compiled = _result(job)
     _keep(entry, compiled)
     return compiled
@@ -108,12 +109,16 @@ def _key(program: Program, topology: Topology, flags: str) -> str:
     facts = [
         program.digest,
         topology.name,
-        topology.init_args,
-        flags,
+        _all_flags(program, topology, flags),
         importlib.metadata.version("libtpu"),
         importlib.metadata.version("jaxlib"),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _all_flags(program: Program, topology: Topology, flags: str) -> str:
+    """With those that torch_xla sets, in its programs; JAX sets none."""
+    return flags if program.partition_order else f"{topology.init_args} {flags}".strip()
 
 
 def _read(entry: Path) -> Compiled | None:
@@ -136,17 +141,19 @@ def _keep(entry: Path, compiled: Compiled) -> None:
 
 def _write_job(folder: Path, program: Program, topology: Topology) -> None:
     job = {
-        "topology": topology.name,
+        "topology": topology.slice_name,
+        "slices": topology.slices,
         "chip_config": topology.chip.config,
         "coords": topology.coords,
         "aliases": program.aliases,
+        "partition_order": program.partition_order,
     }
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "program.pb").write_bytes(program.hlo)
 
 
-def _environment(topology: Topology, flags: str) -> dict[str, str]:
-    """What makes the compiler answer on a machine without a TPU, and torch_xla's own flags."""
+def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
+    """What makes the compiler answer on a machine without a TPU."""
     unwanted = ("PJRT_DEVICE", "XLA_FLAGS", "TPU_MEGACORE")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
     return {
@@ -157,7 +164,7 @@ def _environment(topology: Topology, flags: str) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"{topology.init_args} {flags}".strip(),
+        "LIBTPU_INIT_ARGS": flags,
     }
 
 

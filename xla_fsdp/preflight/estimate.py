@@ -1,4 +1,4 @@
-"""How long a step takes, estimated from the compiler's schedule; not a measurement.
+"""How long a step and its parts take, estimated from the compiler's schedule; not measured.
 
 Words: *compute* is the sum of the cycles that the compiler expects of each instruction, loops
 included; *blocking* is the time of collectives under which no compute is scheduled, at the full
@@ -8,9 +8,11 @@ Always true: overlapped collectives are taken to be hidden entirely, so real ste
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from xla_fsdp.preflight.between_slices import SUFFIX
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.traffic import Collective
@@ -38,29 +40,45 @@ def estimate(
     topology: Topology,
 ) -> StepTime:
     """The estimate for the programs of one step."""
-    compute = sum(map(_cycles, modules)) / topology.chip.clock_hz
+    compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
     blocking = sum(
-        each.total_bytes / _bandwidth(each, topology) for each in collectives if not each.overlapped
+        wire_seconds(each, topology) * each.times for each in collectives if not each.overlapped
     )
     seconds = compute + blocking
     mfu = model_flops / (seconds * topology.chip.peak_flops) if seconds else 0.0
     return StepTime(compute, blocking, model_flops, mfu)
 
 
-def _cycles(module: Module) -> int:
-    """Cycles of a run; a fusion's are its own, those inside it are part of them."""
-    return sum(
-        each.cycles * execution.times
-        for execution in module.executions
-        if execution.caller is None or execution.caller.opcode != "fusion"
-        for each in execution.computation.instructions
-    )
+def clock(module: Module, collectives: Iterable[Collective], topology: Topology) -> list[float]:
+    """Seconds from the start of a module until each of its entry's instructions begins, and until
+    the last has ended."""
+    seconds = _compute_seconds(module, topology)
+    for each in collectives:
+        if not each.overlapped:
+            seconds[each.places[0]] += wire_seconds(each, topology) * each.times
+    return list(itertools.accumulate(seconds, initial=0.0))
 
 
-def _bandwidth(collective: Collective, topology: Topology) -> float:
-    """Bytes per second that a rank can send: two links of every axis that the group may span."""
+def wire_seconds(collective: Collective, topology: Topology) -> float:
+    """Time of one execution at the speed of two links of every axis that the group may span, or of
+    the network between slices."""
+    if collective.kind.endswith(SUFFIX):
+        return collective.wire_bytes / (topology.chip.network_bytes / topology.chip.cores)
     axes, spanned = 0, 1
     for size in sorted(topology.shape, reverse=True):
         if spanned < collective.group_size and size > 1:
             axes, spanned = axes + 1, spanned * size
-    return 2 * max(axes, 1) * topology.chip.link_bytes
+    return collective.wire_bytes / (2 * max(axes, 1) * topology.chip.link_bytes)
+
+
+def _compute_seconds(module: Module, topology: Topology) -> list[float]:
+    """Of each instruction of the entry, what it runs included. The cycles of a fusion are its own,
+    those inside it are part of them."""
+    seconds = [0.0] * len(module.entry.instructions)
+    for execution in module.executions:
+        if execution.caller is not None and execution.caller.opcode == "fusion":
+            continue
+        for index, each in enumerate(execution.computation.instructions):
+            cycles = each.cycles * execution.times
+            seconds[execution.place_of(index)] += cycles / topology.chip.clock_hz
+    return seconds

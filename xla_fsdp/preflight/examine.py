@@ -7,29 +7,35 @@ and what it made is read (``traffic``, ``liveness``, ``estimate``).
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from xla_fsdp.mesh import Mesh, init_mesh
 from xla_fsdp.preflight import findings
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
-from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program
+from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
+from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
-if TYPE_CHECKING:
-    from xla_fsdp.preflight.tracing import Traced
+
+class PreflightWarning(UserWarning):
+    """Something of the configuration makes the step send more than it would have to."""
 
 
 def preflight(
     build_step: Callable[..., Callable[[], Any]],
     *,
     topology: str = "v5e:4x4",
+    mesh: Mesh | Mapping[str, int] | None = None,
     max_host_mem: int = 10 * GIB,
     cache_dir: str | Path | None = None,
     flags: str = "",
@@ -44,6 +50,8 @@ def preflight(
             zeros while it runs. Build models that are too large for this machine on the meta
             device: then only one rank's shards take memory.
         topology: name of the slice, see ``find_topology``.
+        mesh: handed on as ``build_step(mesh=mesh, **options)``; a mapping of axis names to sizes is
+            laid out on the slice by ``init_mesh``, the outermost axis first.
         max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
             is ended.
         cache_dir: where results are kept (default: the user's cache folder).
@@ -55,18 +63,21 @@ def preflight(
         The report, of a step in the steady state: with the optimizer's state there already.
 
     Raises:
-        ValueError: if there is no such topology, or the step traces nothing.
+        ValueError: if there is no such topology, the mesh does not have its ranks, ``build_step``
+            does not take the options, or the step traces nothing.
         CompileError: if the TPU compiler is not installed, refuses the program or takes too much
             memory.
         RuntimeError: if this process uses torch_xla with other devices than one CPU.
     """
     slice_ = find_topology(topology)
+    given = options if mesh is None else {**options, "mesh": laid_out(mesh, slice_)}
+    check_options(build_step, given)
     check_installed()
     from xla_fsdp.preflight.tracing import trace_step
 
     tell = progress or (lambda text: None)
     tell(f"{topology}: tracing")
-    traced = trace_step(lambda: build_step(**options), slice_.coords)
+    traced = trace_step(lambda: build_step(**given), slice_.coords)
     compiled = [
         compile_program(
             program,
@@ -79,14 +90,56 @@ def preflight(
         for program in traced.programs
     ]
     tell(f"{topology}: reading")
-    return _report(traced, compiled, slice_, options)
+    report = report_on(traced, compiled, slice_, noted_options(given))
+    for warning in report.warnings:
+        warnings.warn(f"{topology}: {warning}", PreflightWarning, stacklevel=2)
+    return report
 
 
-def _report(
+def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``build_step`` cannot be called with these keywords."""
+    try:
+        signature = inspect.signature(build_step)
+    except ValueError:  # not known of everything that can be called
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        names = ", ".join(options) or "no options"
+        raise ValueError(
+            f"{build_step.__name__}{signature} cannot be called with {names}: {error}"
+        ) from None
+
+
+def laid_out(mesh: Mesh | Mapping[str, int], topology: Topology) -> Mesh:
+    """The mesh on a slice; ValueError if it does not have the slice's ranks."""
+    if isinstance(mesh, Mapping):
+        return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
+    if mesh.world_size != topology.num_ranks:
+        raise ValueError(
+            f"the mesh lays out {mesh.world_size} ranks, but {topology.name} has "
+            f"{topology.num_ranks}; give sizes that multiply to {topology.num_ranks}"
+        )
+    return mesh
+
+
+def noted_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a report shows them: a mesh by its axes."""
+    return {
+        name: " x ".join(f"{axis.name} {axis.size}" for axis in value.axes)
+        if isinstance(value, Mesh)
+        else value
+        for name, value in options.items()
+    }
+
+
+def report_on(
     traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
 ) -> Report:
+    """What a step's compiled programs, in the order of ``traced.programs``, come to."""
     modules = [Module(each.text) for each in compiled]
-    collectives = [each for module in modules for each in collectives_of(module)]
+    by_module = [collectives_of(module) for module in modules]
+    collectives = [each for found in by_module for each in found]
     largest = max(range(len(compiled)), key=lambda index: compiled[index].peak)
     peak = fullest_moment(modules[largest])
     return Report(
@@ -102,7 +155,9 @@ def _report(
         compile_seconds=sum(each.seconds for each in compiled),
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
+        warnings=tuple(findings.about_groups(traced.parameters)),
         findings=tuple(_findings(traced, compiled[largest], modules, collectives)),
+        timeline=timeline(modules[largest], by_module[largest], topology),
     )
 
 

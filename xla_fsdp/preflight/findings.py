@@ -8,17 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from xla_fsdp.preflight.hlo import Instruction, Module
+from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.preflight.traffic import Collective
-
-if TYPE_CHECKING:
-    from xla_fsdp.preflight.minimum import ParameterTraffic
 
 MB = 10**6
 WORTH_SAYING = 1 * MB
 """Traffic and memory below this many bytes are not spoken of."""
+
+
+def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
+    """Groups of ranks whose reductions cannot go along the torus axis by axis."""
+    by_group: dict[tuple[int, ...], list[str]] = {}
+    for each in parameters:
+        if each.off_torus:
+            by_group.setdefault(each.off_torus, []).append(each.name)
+    for group, names in by_group.items():
+        ranks = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
+        yield (
+            f"ranks {ranks} fill no box on the torus in order, so the gradients of "
+            f"{_listed(names)} are reduced in one step, of which the compiler may make a full "
+            f"all-reduce with twice the traffic. Make groups by init_mesh, which follows the torus"
+        )
 
 
 def about_reductions(
@@ -106,8 +118,13 @@ def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
     matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
     if not matching:
         return f"parameters of {numel:,} elements together" if numel else "some parameters"
-    listed = ", ".join(f"`{name}`" for name in matching[:3])
-    return listed if len(matching) <= 3 else f"{listed} and {len(matching) - 3} more of its size"
+    return _listed(matching) + (" of its size" if len(matching) > 3 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    listed = ", ".join(f"`{name}`" for name in names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"
 
 
 def _operand_dtype(by_name: Mapping[str, Instruction], product: Instruction) -> str:

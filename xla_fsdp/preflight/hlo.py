@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from xla_fsdp.preflight.loops import trips
+
 BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
@@ -95,12 +97,26 @@ class Computation:
 
 @dataclass(frozen=True)
 class Execution:
-    """How often a computation runs, and what runs it (None for the entry)."""
+    """How often a computation runs, and what runs it (None for the entry).
+
+    Args:
+        computation: what runs.
+        times: how often.
+        caller: the instruction that runs it.
+        inside: the computation that holds the caller.
+        place: index of the entry's instruction that it is a part of; None for the entry itself.
+    """
 
     computation: Computation
     times: int
     caller: Instruction | None
     inside: Computation | None
+    place: int | None
+
+    def place_of(self, index: int) -> int:
+        """Index in the entry of the computation's instruction number ``index``, or of what it is a
+        part of."""
+        return index if self.place is None else self.place
 
 
 class Module:
@@ -128,50 +144,25 @@ class Module:
     @cached_property
     def executions(self) -> list[Execution]:
         """Every run of a computation, those inside fusions included."""
-        return list(self._visit(self.entry, 1, None, None))
+        return list(self._visit(Execution(self.entry, 1, None, None, None)))
 
-    def _visit(
-        self,
-        computation: Computation,
-        times: int,
-        caller: Instruction | None,
-        inside: Computation | None,
-    ) -> Iterator[Execution]:
-        yield Execution(computation, times, caller, inside)
-        for each in computation.instructions:
-            trips = self._trips(computation, each) if each.opcode == "while" else 1
+    def _visit(self, execution: Execution) -> Iterator[Execution]:
+        yield execution
+        computation = execution.computation
+        for index, each in enumerate(computation.instructions):
+            rounds = self._trips(computation, each) if each.opcode == "while" else 1
+            place = execution.place_of(index)
             for name in _called(each):
-                if name in self.computations:
-                    yield from self._visit(
-                        self.computations[name], times * trips, each, computation
-                    )
+                if (called := self.computations.get(name)) is not None:
+                    times = execution.times * rounds
+                    yield from self._visit(Execution(called, times, each, computation, place))
 
     def _trips(self, computation: Computation, loop: Instruction) -> int:
         found = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
-        trips = int(found.group(1)) if found else self._bound(loop)
-        if trips is None:
+        times = int(found.group(1)) if found else trips(self.computations, computation, loop)
+        if times is None:
             self.unknown_trips.append(f"{computation.name}/{loop.name}")
-        return 1 if trips is None else trips
-
-    def _bound(self, loop: Instruction) -> int | None:
-        """The constant that a loop's condition compares with, for a counter from 0 in steps of 1.
-
-        Looked for in the condition and in what it calls, which the compiler may have fused.
-        """
-        condition = self.computations.get(loop.attribute("condition"))
-        if condition is None:
-            return None
-        inner = [
-            self.computations[name] for each in condition.instructions for name in _called(each)
-        ]
-        lines = [each for part in (condition, *inner) for each in part.instructions]
-        directions = {each.attribute("direction") for each in lines if each.opcode == "compare"}
-        bounds = {
-            int(each.attributes)
-            for each in lines
-            if each.opcode == "constant" and each.attributes.isdigit()
-        }
-        return bounds.pop() if directions == {"LT"} and len(bounds) == 1 else None
+        return 1 if times is None else times
 
 
 def _called(each: Instruction) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,8 @@ _RENAMES = ("tuple", "bitcast", "opt-barrier")
 Array = tuple[str, str, str, str]
 """Dtype, sizes, order of the dims (minor first) and layout, as the text has them."""
 Size = Callable[[Array], int]
+Level = tuple[int, dict[str, int]]
+"""Index of an instruction, and bytes by purpose from there on."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ def fullest_moment(module: Module) -> Peak:
     return _peak_of(_buffers(module, module.entry, _hbm_only))
 
 
+def levels(module: Module) -> list[Level]:
+    """What the entry computation holds in HBM, in the order of the schedule."""
+    return _levels(_buffers(module, module.entry, _hbm_only))
+
+
 def most_gathered(module: Module) -> int:
     """Bytes of gathered parameters that are there at once at most, in HBM or on the chip."""
     buffers = _buffers(module, module.entry, _anywhere)
@@ -61,15 +68,7 @@ class _Buffer:
 
 
 def _peak_of(buffers: Sequence[_Buffer]) -> Peak:
-    changes: dict[int, int] = defaultdict(int)
-    for buffer in buffers:
-        changes[buffer.made] += buffer.nbytes
-        changes[buffer.last_read + 1] -= buffer.nbytes
-    level, fullest, moment = 0, -1, 0
-    for at in sorted(changes):
-        level += changes[at]
-        if level > fullest:
-            fullest, moment = level, at
+    moment, _ = max(_levels(buffers), key=lambda level: sum(level[1].values()))
     alive = [buffer for buffer in buffers if buffer.made <= moment <= buffer.last_read]
     by_purpose: dict[str, int] = defaultdict(int)
     for buffer in alive:
@@ -79,6 +78,19 @@ def _peak_of(buffers: Sequence[_Buffer]) -> Peak:
         dict(by_purpose),
         tuple((each.nbytes, each.maker.shape, _origin(each.maker)) for each in largest),
     )
+
+
+def _levels(buffers: Sequence[_Buffer]) -> list[Level]:
+    changes: dict[int, Counter[str]] = defaultdict(Counter)
+    for buffer in buffers:
+        changes[buffer.made][buffer.purpose] += buffer.nbytes
+        changes[buffer.last_read + 1][buffer.purpose] -= buffer.nbytes
+    now: Counter[str] = Counter()
+    levels: list[Level] = [(0, {})]
+    for at in sorted(changes):
+        now.update(changes[at])
+        levels.append((at, dict(now)))
+    return levels
 
 
 def _buffers(module: Module, computation: Computation, size: Size) -> list[_Buffer]:

@@ -2,7 +2,8 @@
 
 Words: see ``unit`` and ``sharded_param``. Always true: counted is what the wrapping asks for, each
 parameter gathered for its unit's forward, once more for backward where it is freed between, and its
-gradient reduced once, without padding, in a ring. Remat gathers nothing more.
+gradient reduced once, as a shard also over replicas, without padding, in rings. Remat gathers
+nothing more.
 What the compiler makes of it is found by ``traffic``.
 """
 
@@ -10,31 +11,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import torch
-
+from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.unit import Unit
-
-
-@dataclass(frozen=True)
-class ParameterTraffic:
-    """What one sharded parameter must put on the wire.
-
-    Args:
-        name: of the parameter (of the first, where several are flattened).
-        numel: elements of the full parameter.
-        padded: the same with padding, as it travels.
-        gathered_bytes: sent by a rank for its gathers in a step.
-        reduced_bytes: sent by a rank for the reduction of its gradient.
-    """
-
-    name: str
-    numel: int
-    padded: int
-    gathered_bytes: int
-    reduced_bytes: int
 
 
 def live_units() -> list[Unit]:
@@ -51,12 +32,15 @@ def parameter_traffic(units: Iterable[Unit]) -> tuple[ParameterTraffic, ...]:
 def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     group: ParamGroup = unit.group
     others = group.collectives.num_shards - 1
+    replicas = group.replicas.num_shards
+    over_replicas = 2 * (replicas - 1) / replicas  # of a shard
+    off_torus = _off_torus(group.collectives)
     gathers = 2 if unit.reshards_after_forward else 1
     found = []
     for param in group.params:
         shard_numel = param.layout.numel / param.layout.num_shards
         dtype = param.compute_dtype or param.shard.dtype
-        reduced = torch.float32 if unit.config.fp32_reduce_scatter else dtype
+        reduced = unit.config.gradient_dtype or dtype
         needs_grad = param.shard.requires_grad
         found.append(
             ParameterTraffic(
@@ -64,7 +48,18 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
                 numel=param.layout.numel,
                 padded=param.layout.padded_numel,
                 gathered_bytes=round(gathers * others * shard_numel * dtype.itemsize),
-                reduced_bytes=round(others * shard_numel * reduced.itemsize * needs_grad),
+                reduced_bytes=round(
+                    (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
+                ),
+                off_torus=off_torus if needs_grad else (),
             )
         )
     return found
+
+
+def _off_torus(collectives: Collectives) -> tuple[int, ...]:
+    """The first group of ranks, if the groups do not follow the torus."""
+    if not isinstance(collectives, XlaCollectives) or collectives.follows_torus:
+        return ()
+    groups = collectives.groups
+    return tuple(groups[0] if groups else range(collectives.num_shards))

@@ -63,6 +63,37 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What the program's buffers hold from ``seconds`` on, its inputs left out; an estimate."""
+
+    seconds: float
+    gathered_parameters: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A collective on its way; all executions of one in a loop are one span."""
+
+    kind: str
+    dtype: str
+    overlapped: bool
+    start: float
+    end: float
+    times: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One program of the step over its estimated time, in seconds."""
+
+    seconds: float
+    moments: tuple[Moment, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of ``preflight``; sizes in bytes per rank, times in seconds.
 
@@ -78,7 +109,9 @@ class Report:
         step_time: an estimate.
         compile_seconds: that the compiler took, and of CPU time.
         host_bytes: host memory that the compiler took.
+        warnings: what is done in a worse way than it could be because of the configuration.
         findings: what to look at, in words.
+        timeline: of the program that needs most memory.
     """
 
     topology: str
@@ -93,7 +126,9 @@ class Report:
     compile_seconds: float
     compile_cpu_seconds: float
     host_bytes: int
+    warnings: tuple[str, ...]
     findings: tuple[str, ...]
+    timeline: Timeline
 
     @property
     def fits(self) -> bool:

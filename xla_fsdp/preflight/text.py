@@ -1,12 +1,13 @@
 """Reports as text for a terminal: one in full, or several as the rows of a table.
 
-Always true: units are in the text (MiB of memory, MB on the wire, ms), and what is estimated is
-called so.
+Always true: units are in the text (MiB of memory, MB on the wire, ms), what is estimated is called
+so, and warnings are shown in every form, on top of a report in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xla_fsdp.preflight.report import Report
 
@@ -26,19 +27,34 @@ PARTS = {
 
 def in_full(report: Report) -> str:
     """Everything about one program."""
-    sections = (_memory(report), _traffic(report), _time(report), _findings(report))
-    return "\n\n".join((title(report), *sections))
+    top = "\n".join((title(report), *_warnings(report)))
+    return "\n\n".join((top, figures(report), _findings(report)))
+
+
+def figures(report: Report) -> str:
+    """Memory, collectives and time."""
+    return "\n\n".join((_memory(report), _traffic(report), _time(report)))
 
 
 def title(report: Report) -> str:
     """Topology and options."""
-    options = " ".join(f"{name}={value}" for name, value in report.options.items())
-    return f"{report.topology}, {report.num_ranks} ranks {options}".rstrip()
+    return f"{report.topology}, {report.num_ranks} ranks {options(report)}".rstrip()
+
+
+def options(report: Report) -> str:
+    """What the model was built with."""
+    return shown(report.options)
+
+
+def shown(options: Mapping[str, Any]) -> str:
+    """Options in a line."""
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def table(reports: Sequence[Report]) -> str:
     """One row per report."""
-    return "\n".join(aligned([HEADINGS, *map(cells, reports)]))
+    warnings = dict.fromkeys(line for report in reports for line in _warnings(report))
+    return "\n".join((*aligned([HEADINGS, *map(cells, reports)]), *warnings))
 
 
 HEADINGS = (
@@ -60,7 +76,7 @@ def cells(report: Report) -> tuple[str, ...]:
     """A row under ``HEADINGS``."""
     return (
         report.topology,
-        " ".join(f"{name}={value}" for name, value in report.options.items()),
+        options(report),
         "yes" if report.fits else "NO",
         f"{report.memory.peak / MIB:,.0f}",
         f"{report.memory.left / MIB:,.0f}",
@@ -83,6 +99,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _warnings(report: Report) -> list[str]:
+    return [f"WARNING: {report.topology}: {warning}" for warning in report.warnings]
 
 
 def _memory(report: Report) -> str:

@@ -1,9 +1,10 @@
 """TPU topologies by name: how many ranks, where each is on the torus, what a chip can do.
 
-Words: a *topology* is a generation and the chips along each torus axis, ``v5e:4x4``; a *rank* is
-one device as torch_xla runs it: a chip, or on v2 and v3 one of a chip's two cores.
+Words: a *topology* is a generation and the chips along each torus axis, ``v5e:4x4``, or several
+such slices, ``v5e:4x4*2``, which a network of the data center joins; a *rank* is one device as
+torch_xla runs it: a chip, or on v2 and v3 one of a chip's two cores.
 Always true: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
-the cores of a chip first, then x, y and z.
+the cores of a chip first, then x, y and z, then slices.
 Pure data and arithmetic: the compiler is asked by ``compile_child``, groups are made by
 ``xla_fsdp.torus``. Speeds are the vendor's published peaks.
 """
@@ -27,6 +28,7 @@ class Chip:
         peak_flops: bf16 floating-point operations per second.
         clock_hz: cycles per second of the compute core.
         link_bytes: bytes per second of one torus link in one direction.
+        network_bytes: bytes per second and chip of the network between slices.
         cores: ranks per chip.
         num_axes: torus axes of a slice.
         hosts: chips of one host along each axis, a divisor of every slice.
@@ -39,6 +41,7 @@ class Chip:
     peak_flops: float
     clock_hz: float
     link_bytes: float
+    network_bytes: float = 3.125 * GB
     cores: int = 1
     num_axes: int = 2
     hosts: tuple[int, ...] = (2, 2)
@@ -74,36 +77,44 @@ CHIPS = {
         459e12,
         1.75e9,
         100 * GB,
+        6.25 * GB,
         num_axes=3,
         hosts=(2, 2, 1),
         accelerator="v5p-8",
         init_args=_ASYNC,
     ),
-    "v6e": Chip(32 * GIB, 918e12, 1.75e9, 112 * GB, accelerator="v6e-8"),
+    "v6e": Chip(32 * GIB, 918e12, 1.75e9, 112 * GB, 12.5 * GB, accelerator="v6e-8"),
 }
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice of one generation: ``name`` as given, ``shape`` the chips along x, y (and z)."""
+    """Slices of one generation: ``name`` as given, ``shape`` the chips along x, y (and z) of a
+    slice."""
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def slice_name(self) -> str:
+        """Name of one of the slices."""
+        return self.name.partition("*")[0]
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return math.prod(self.shape) * self.chip.cores
+        return math.prod(self.shape) * self.chip.cores * self.slices
 
     @property
     def coords(self) -> list[tuple[int, ...]]:
-        """Place of every rank, [core, x, y, z], in rank order."""
+        """Place of every rank, [core, x, y, z, slice], in rank order."""
         padded = (*self.shape, *(1,) * (3 - len(self.shape)))
-        axes = [range(size) for size in reversed(padded)]
+        axes = [range(size) for size in (self.slices, *reversed(padded))]
         return [
-            (core, x, y, z)
-            for z, y, x in itertools.product(*axes)
+            (core, x, y, z, number)
+            for number, z, y, x in itertools.product(*axes)
             for core in range(self.chip.cores)
         ]
 
@@ -114,21 +125,19 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """The topology called ``name``, such as ``v5e:4x4``.
+    """The topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two such slices.
 
     Raises:
         ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
-            number of axes or does not consist of whole hosts, or several slices are asked for.
+            number of axes or does not consist of whole hosts, or slices are not counted.
     """
-    generation, _, layout = name.partition(":")
+    generation, _, rest = name.partition(":")
+    layout, star, count = rest.partition("*")
     if generation not in CHIPS:
         raise ValueError(f"{name!r} is no TPU topology; give one of {known_names()}")
     chip = CHIPS[generation]
-    if "*" in layout or "," in layout:
-        raise ValueError(
-            f"{name!r} names several slices. One program over several slices is not examined; "
-            f"give one slice, such as {example(generation)}"
-        )
+    if star and not _sizes(count):
+        raise ValueError(f"{name!r}: give the number of slices, such as {example(generation)}*2")
     shape = _sizes(layout)
     if len(shape) != chip.num_axes:
         raise ValueError(
@@ -141,7 +150,7 @@ def find_topology(name: str) -> Topology:
             f"{name!r} does not consist of whole hosts of {hosts} chips; give a shape such as "
             f"{example(generation)}"
         )
-    return Topology(name, chip, shape)
+    return Topology(name, chip, shape, int(count) if star else 1)
 
 
 def known_names() -> str:

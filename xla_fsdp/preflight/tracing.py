@@ -22,26 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp import xla_ops
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.minimum import ParameterTraffic, live_units, parameter_traffic
-from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program
+from xla_fsdp.preflight.minimum import live_units, parameter_traffic
+from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
 from xla_fsdp.preflight.traffic import KINDS
 
 Step = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """One steady-state step.
-
-    Args:
-        programs: what it runs, in order.
-        model_flops: matrix-product operations of forward and backward, recomputation left out.
-        parameters: the sharded parameters, and what they must put on the wire.
-    """
-
-    programs: tuple[Program, ...]
-    model_flops: int
-    parameters: tuple[ParameterTraffic, ...]
 
 
 def trace_step(
@@ -58,9 +43,9 @@ def trace_step(
         RuntimeError: if this process has started torch_xla on anything but one CPU device.
         ValueError: if a step leaves nothing to run.
     """
-    _use_one_cpu_device()
+    use_one_cpu_device()
     earlier = {id(unit) for unit in live_units()}
-    recorder = _Recorder()
+    recorder = Recorder()
     with xla_ops.pretended_rank(rank, coords, recorder.cut):
         step = build_step()
         recorder.cut()
@@ -81,7 +66,12 @@ def trace_step(
     return Traced(tuple(recorder.programs), flops, parameter_traffic(units))
 
 
-def _use_one_cpu_device() -> None:
+def use_one_cpu_device() -> None:
+    """Let torch_xla start on one CPU device.
+
+    Raises:
+        RuntimeError: if it has started on anything else.
+    """
     if not xla_ops.runtime_started():
         os.environ.setdefault("PJRT_DEVICE", "CPU")
     kind, count = os.environ.get("PJRT_DEVICE"), xla_ops.local_device_count()
@@ -94,7 +84,7 @@ def _use_one_cpu_device() -> None:
 
 
 @dataclass
-class _Recorder:
+class Recorder:
     """Takes what is pending as a program, and puts zeros in its place."""
 
     programs: list[Program] = field(default_factory=list)

@@ -1,0 +1,121 @@
+"""The GPT that ``tpu_compile`` wraps, for PyTorch/XLA, and a training step of it.
+
+Words: a *shape* is all that its size depends on. Always true: blocks are units and are
+rematerialized, AdamW has fp32 state, units compute in bf16. The same model for JAX is in
+``jax_fsdp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of one rank's batch."""
+
+    width: int
+    blocks: int
+    length: int = 1024
+    batch: int = 1
+    vocabulary: int = 50304
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.width // HEAD
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention and MLP."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, self.heads = shape.width, shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(self.attend(self.qkv(self.norm1(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attend(self, joined: Tensor) -> Tensor:
+        """[rows, length, 3 * width] to [rows, length, width]."""
+        rows, length, _ = joined.shape
+        split = joined.view(rows, length, 3, self.heads, HEAD)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = query @ key.transpose(-1, -2) * HEAD**-0.5
+        seen = torch.ones(length, length, dtype=torch.bool, device=joined.device).tril()
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return (weights @ value).transpose(1, 2).reshape(rows, length, -1)
+
+
+class GPT(nn.Module):
+    """Embeddings, blocks, norm, head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.places = nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.blocks)])
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def ours(shape: Shape) -> Callable[[], None]:
+    """A step of the model under ``xla_fsdp``, as by default."""
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {}), shape)
+
+
+def upstream(shape: Shape) -> Callable[[], None]:
+    """A step of the model under ``torch_xla.distributed.fsdp``, with its best settings: collectives
+    that are not pinned are real all-gathers."""
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    options = {"pin_layout_in_collective_ops": False}
+    return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, options), shape)
+
+
+def _wrapped(shape: Shape, wrap: Any, rematerialize: Any, options: dict[str, Any]) -> nn.Module:
+    """Values do not matter, and memory that nothing was written to takes none."""
+    with torch.device("meta"):
+        model: Any = GPT(shape)
+    model.to_empty(device="cpu")
+    options = {"compute_dtype": torch.bfloat16, **options}
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(rematerialize(block), **options)
+    return wrap(model, **options)
+
+
+def _step(model: nn.Module, shape: Shape) -> Callable[[], None]:
+    import torch_xla
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    size = (shape.batch, shape.length)
+    tokens, targets = (torch.zeros(size, dtype=torch.long).to(torch_xla.device()) for _ in range(2))
+
+    def step() -> None:
+        # No name for the logits: one that lives until the sync would be a result of the program.
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+
+    return step

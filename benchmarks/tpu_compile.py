@@ -1,0 +1,236 @@
+"""One training step of a GPT as the TPU compiler makes it: ours, upstream's, and plain JAX.
+
+    python benchmarks/tpu_compile.py --models 1024x4,1024x24,2048x24 --topology v5e:4x4
+
+``ours`` is ``xla_fsdp``, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings,
+``jax`` a scan over layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1,
+sequence 1024, AdamW with fp32 state, bf16 compute, rematerialized blocks, in the steady state.
+Memory, code and collectives are those of the compiled program; trace times are this machine's, of
+alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled
+programs are kept by preflight, so a second run takes only the time to trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpt
+from xla_fsdp.preflight.compiler import (
+    Compiled,
+    CompileError,
+    compile_program,
+    compiler_environment,
+)
+from xla_fsdp.preflight.examine import report_on
+from xla_fsdp.preflight.program import Traced
+from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+
+MIB, MB = 2**20, 10**6
+PROGRAMS = ("ours", "upstream", "jax")
+TRACED_EVERY_STEP = ("ours", "upstream")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a topology."""
+
+    shape: gpt.Shape
+    topology: Topology
+
+    @property
+    def title(self) -> str:
+        """Its name."""
+        return (
+            f"width {self.shape.width}, {self.shape.blocks} blocks, {self.topology.name} "
+            f"({self.topology.num_ranks} ranks)"
+        )
+
+
+@dataclass
+class Result:
+    """What was found out about one program."""
+
+    name: str
+    report: Report
+    compiled: Compiled
+    trace_seconds: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, and print the tables; returns the exit code."""
+    options = _parser().parse_args(argv)
+    lines = [_introduction(sys.argv[1:] if argv is None else argv)]
+    for case in _cases(options):
+        results, problems = _results(case, options)
+        lines += ["", f"## {case.title}", "", *_table(results), *problems]
+        if options.write:  # after every case: a run may take hours
+            options.write.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="1024x4,1024x24,2048x24", metavar="WIDTHxBLOCKS,...")
+    parser.add_argument("--topology", action="append", help="default v5e:4x4; may be repeated")
+    parser.add_argument("--only", default=",".join(PROGRAMS), metavar="NAME,...")
+    parser.add_argument("--rounds", type=int, default=5, help="steps traced for the time of one")
+    parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
+    parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the tables")
+    return parser
+
+
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    for name in options.topology or ["v5e:4x4"]:
+        for model in options.models.split(","):
+            width, _, blocks = model.partition("x")
+            yield Case(gpt.Shape(int(width), int(blocks)), find_topology(name))
+
+
+def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """What was found out, and what could not be compiled."""
+    results, problems = [], []
+    for name in [name for name in PROGRAMS if name in options.only.split(",")]:
+        try:
+            results.append(_examine(name, case, options))
+        except CompileError as error:
+            problems += ["", f"{name}: {error}"]
+    traced = [result.name for result in results if result.name in TRACED_EVERY_STEP]
+    _tell(f"{case.title}: host time of a step")
+    seconds = _in_child(_trace_seconds, traced, case, options.rounds) if traced else {}
+    for result in results:
+        result.trace_seconds = seconds.get(result.name, [])
+    return results, problems
+
+
+def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
+    _tell(f"{case.title}: tracing {name}")
+    traced: Traced = _in_child(_lowered_by_jax if name == "jax" else _traced, name, case)
+    _tell(f"{case.title}: compiling {name}")
+    [program] = traced.programs
+    compiled = compile_program(
+        program,
+        case.topology,
+        max_host_mem=round(options.max_host_mem * GIB),
+        cache_dir=options.cache_dir,
+    )
+    return Result(name, report_on(traced, [compiled], case.topology, {}), compiled)
+
+
+def _in_child(work: Callable[..., Any], *arguments: Any) -> Any:
+    """In a process of its own: torch_xla and JAX cannot be in one, and memory is given back."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _traced(name: str, case: Case) -> Traced:
+    from xla_fsdp.preflight.tracing import trace_step
+
+    return trace_step(lambda: getattr(gpt, name)(case.shape), case.topology.coords)
+
+
+def _lowered_by_jax(name: str, case: Case) -> Traced:
+    os.environ.update(compiler_environment(case.topology))
+    from jax_fsdp import lowered
+
+    return lowered(case.shape, case.topology)
+
+
+def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, list[float]]:
+    from xla_fsdp.preflight.host_time import trace_seconds
+
+    builders = {name: lambda name=name: getattr(gpt, name)(case.shape) for name in names}
+    return trace_seconds(builders, case.topology.coords, rounds)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _introduction(argv: Sequence[str]) -> str:
+    command = shlex.join(["python", "benchmarks/tpu_compile.py", *argv])
+    return (
+        f"# One training step as the TPU compiler makes it\n\n    {command}\n\n"
+        "Per rank and step. Peak is arguments, temporaries and program code together; live peak "
+        "is the compiler's own figure for its buffers. Wire bytes by ring accounting; hidden are "
+        "those under which compute is scheduled. The last columns are ours divided by the others."
+    )
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    """Markdown: one row per figure, one column per program, then ratios."""
+    names = [result.name for result in results]
+    ratios = [f"/ {name}" for name in names if name != "ours"] if "ours" in names else []
+    rows = [["", *names, *ratios], ["---", *["---:"] * (len(names) + len(ratios))]]
+    figures = [_figures(result) for result in results]
+    for label in dict.fromkeys(label for each in figures for label in each):
+        values = [each.get(label) for each in figures]
+        rows.append([label, *map(_shown, values), *_ratios(names, values)])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _ratios(names: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    if "ours" not in names:
+        return []
+    own = values[names.index("ours")]
+    return [
+        f"{own / value:.2f}" if own is not None and value else ""
+        for name, value in zip(names, values, strict=True)
+        if name != "ours"
+    ]
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def _figures(result: Result) -> dict[str, float]:
+    report, compiled = result.report, result.compiled
+    figures: dict[str, float] = {
+        "peak, MiB": compiled.peak / MIB,
+        "live peak, MiB": compiled.live_peak / MIB,
+        "arguments, MiB": compiled.arguments / MIB,
+        "temporaries, MiB": compiled.temporaries / MIB,
+        "program code, MiB": compiled.code / MIB,
+        "wire, MB": report.wire_bytes / MB,
+        "blocking, MB": report.blocking_bytes / MB,
+        **_by_kind(report),
+        "collectives": sum(each.count for each in report.traffic),
+        "compile, CPU s": compiled.cpu_seconds,
+        "compile, wall s": compiled.seconds,
+    }
+    if report.minimum_wire_bytes:
+        figures["minimum on the wire, MB"] = report.minimum_wire_bytes / MB
+    if result.trace_seconds:
+        figures["tracing a step, ms"] = 1e3 * statistics.median(result.trace_seconds)
+    return figures
+
+
+def _by_kind(report: Report) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for each in report.traffic:
+        label = f"{each.kind}, {'hidden' if each.overlapped else 'blocking'}, MB"
+        figures[label] = figures.get(label, 0) + each.wire_bytes / MB
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

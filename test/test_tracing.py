@@ -1,0 +1,140 @@
+"""What one pretended rank traces: meshes, minimum, warnings, errors of the user's code.
+
+Nothing is compiled. A child traces every case, as torch_xla must not start in pytest's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from test.ranks import cached_outcome, run_python
+from test.tpu_steps import VOCABULARY, WIDTH, build
+
+SIZE, SHARDS, REPLICAS = 16, 8, 2
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+ELEMENTS = BLOCK + 2 * VOCABULARY * WIDTH  # a block, embedding and head
+TOPOLOGY = "v5e:4x4"
+
+
+def traced(name: str) -> dict[str, Any]:
+    """What is known of one case; run in the child."""
+    from xla_fsdp.mesh import init_mesh, mesh_of
+    from xla_fsdp.preflight.findings import about_groups
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    coords = find_topology(TOPOLOGY).coords
+    scattered = [3 * rank % SIZE for rank in range(SIZE)]
+    meshes = {
+        "all shards": None,
+        "hybrid": init_mesh((REPLICAS, SHARDS), ("replica", "shard"), coords=coords),
+        "scattered": mesh_of(scattered, (REPLICAS, SHARDS), ("replica", "shard")),
+    }
+    found = trace_step(lambda: build(depth=1, mesh=meshes[name]), coords)
+    return {
+        "collectives": Counter(
+            sorted(key.partition(".")[0] for key in found.programs[0].operand_sizes)
+        ),
+        "minimum": sum(each.gathered_bytes + each.reduced_bytes for each in found.parameters),
+        "warnings": list(about_groups(found.parameters)),
+        "inputs": sum(each.nbytes for each in found.programs[0].inputs if each.role != "data"),
+    }
+
+
+@cached_outcome
+def outcomes() -> dict[str, dict[str, Any]]:
+    done = run_python("-m", "test.test_tracing", "all shards", "hybrid", "scattered")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def wire(shards: int, replicas: int) -> float:
+    """Bytes that a step in bf16 has to send, the root gathered once and blocks twice."""
+    gathers = ELEMENTS + BLOCK
+    shard = 2 / shards
+    reduced = ELEMENTS * shard * (shards - 1 + 2 * (replicas - 1) / replicas)
+    return gathers * shard * (shards - 1) + reduced
+
+
+def test_shards_over_all_ranks_send_the_least() -> None:
+    assert outcomes()["all shards"]["minimum"] == pytest.approx(wire(SIZE, 1), rel=1e-3)
+
+
+def test_a_mesh_is_seen_by_the_wrapping_and_counts_its_replicas() -> None:
+    found = outcomes()["hybrid"]
+    assert found["minimum"] == pytest.approx(wire(SHARDS, REPLICAS), rel=1e-3)
+    assert found["collectives"]["all-reduce"] > 0
+    assert outcomes()["all shards"]["collectives"].get("all-reduce", 0) == 0
+    # Parameters and two moments in fp32, of which a rank has one shard.
+    assert found["inputs"] == pytest.approx(3 * 4 * ELEMENTS / SHARDS, rel=0.03)  # padding
+    assert found["warnings"] == []
+
+
+def test_groups_off_the_torus_reduce_in_one_step_and_are_warned_of() -> None:
+    found, usual = outcomes()["scattered"], outcomes()["hybrid"]
+    assert found["collectives"]["reduce-scatter"] < usual["collectives"]["reduce-scatter"]
+    [warning] = found["warnings"]
+    assert warning.startswith("ranks 0, 3, 6, 9, 12, 15, 2, 5 fill no box on the torus in order")
+    assert "`embedding.weight`" in warning
+
+
+def test_what_a_step_raises_is_told_in_one_line() -> None:
+    pytest.importorskip("libtpu")
+    run = ("-m", "xla_fsdp.preflight", "test.tpu_steps:build", "--set", "depth=1")
+    done = run_python(*run, "--sweep", "fails=build,step")
+    assert done.returncode == 1
+    built, stepped = done.stderr.splitlines()
+    start = f"xla_fsdp.preflight: {TOPOLOGY} depth=1 fails"
+    where = "(--traceback shows where)"
+    assert built == f"{start}=build: ValueError: no model of that name {where}"
+    assert stepped == f"{start}=step: ValueError: the batch does not fit the mask {where}"
+    shown = run_python(*run, "--set", "fails=step", "--traceback")
+    assert shown.returncode == 1
+    assert "in step" in shown.stderr
+    assert shown.stderr.splitlines()[-1].endswith("does not fit the mask")
+
+
+LARGE_WIDTH, LARGE_TOPOLOGY = 6144, "v5e:8x8"
+LARGE_BLOCK = 4 * 12 * LARGE_WIDTH**2
+
+
+def traced_large() -> dict[str, Any]:
+    """A model of more bytes than this machine has memory; run in the child."""
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    depth = 1 + memory // LARGE_BLOCK
+    coords = find_topology(LARGE_TOPOLOGY).coords
+    found = trace_step(lambda: build(depth=depth, width=LARGE_WIDTH, meta=True), coords)
+    [program] = found.programs
+    return {
+        "memory": memory,
+        "model": 4 * sum(each.numel for each in found.parameters),
+        "shards": sum(each.nbytes for each in program.inputs),
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machines_memory_is_traced_unit_by_unit() -> None:
+    done = run_python("-m", "test.test_tracing", timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] > found["memory"]
+    assert found["shards"] == pytest.approx(3 * found["model"] / 64, rel=0.01)
+    # One unit on its way to its shards, the shards, zeros that take their place, torch_xla itself.
+    assert found["peak"] < 2 * LARGE_BLOCK + 3 * found["shards"] + 2 * 2**30
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:]
+    print(json.dumps({name: traced(name) for name in names} if names else traced_large()))

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from test.ranks import ROOT, ChildError, environment, run_on_ranks, run_python
-from xla_fsdp import cpu_ranks, launcher
+from xla_fsdp import cpu_ranks, launcher, tpu_flags
 
 SIZES = [1, 2, 3, 4, 8, 16]
 STEPS = 4
@@ -638,6 +638,8 @@ def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch_xla, "launch", lambda *args, **options: calls.append((args, options)))
     monkeypatch.setattr(xla_ops, "expected_device_count", lambda: 8)
+    monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--own=1")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     for num_ranks in (None, 1, 8):
         returned = launcher.launch(print, (1,), num_ranks=num_ranks, start_method="fork")
@@ -645,8 +647,19 @@ def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     one_process = [options["debug_single_process"] for _, options in calls]
     assert one_process == [False, True, False]
     assert {args for args, _ in calls} == {(print, (1,), "fork")}
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == ["--own=1", *tpu_flags.LOW_MEMORY]
     with pytest.raises(ValueError, match="num_ranks=4, but there are 8 TPU devices"):
         launcher.launch(print, num_ranks=4)
+
+
+def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
+    own = f"{tpu_flags.LOW_MEMORY[0].partition('=')[0]}=4 --other"
+    assert tpu_flags.low_memory_flags(own).split() == [*own.split(), *tpu_flags.LOW_MEMORY[1:]]
+    assert tpu_flags.low_memory_flags().split() == list(tpu_flags.LOW_MEMORY)
+    for version in (None, "0.0.22"):  # it would end the process at a name that it does not know
+        monkeypatch.setattr(tpu_flags, "_installed_version", lambda version=version: version)
+        assert tpu_flags.low_memory_flags(own) == own
 
 
 def test_importing_the_launcher_does_not_import_torch() -> None:

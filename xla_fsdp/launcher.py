@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from .cpu_ranks import Failure, Run, current_rank_thread
+from .tpu_flags import low_memory_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 GRACE = 3.0
@@ -133,6 +134,7 @@ def _launch_elsewhere(
 ) -> None:
     import torch_xla
 
+    _set_compiler_flags()
     if num_ranks not in (None, 1):
         from . import xla_ops
 
@@ -143,6 +145,13 @@ def _launch_elsewhere(
                 "and torch_xla starts one rank on each. Leave num_ranks out, or pass 1 to debug."
             )
     torch_xla.launch(fn, args, start_method, debug_single_process=num_ranks == 1)
+
+
+def _set_compiler_flags() -> None:
+    """Read where a process first uses its TPU, in the ones that torch_xla starts."""
+    if _device_type() == "TPU":
+        name = "LIBTPU_INIT_ARGS"
+        os.environ[name] = low_memory_flags(os.environ.get(name, ""))
 
 
 def _needed_environment(num_ranks: int) -> dict[str, str]:

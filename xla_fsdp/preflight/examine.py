@@ -25,6 +25,7 @@ from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
+from xla_fsdp.tpu_flags import low_memory_flags
 
 
 class PreflightWarning(UserWarning):
@@ -55,7 +56,8 @@ def preflight(
         max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
             is ended.
         cache_dir: where results are kept (default: the user's cache folder).
-        flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
+        flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``; they win over those that torch_xla
+            and ``launch`` set.
         progress: called with a line of text while waiting.
         options: handed to ``build_step``, and noted in the report.
 
@@ -84,7 +86,7 @@ def preflight(
             slice_,
             max_host_mem=max_host_mem,
             cache_dir=None if cache_dir is None else Path(cache_dir),
-            flags=flags,
+            flags=low_memory_flags(flags),
             progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
         )
         for program in traced.programs

@@ -84,7 +84,9 @@ def _devices(job: dict[str, Any]) -> list[Any]:
         platform="tpu", topology_name=job["topology"], num_slices=job["slices"], **config
     ).devices
     devices = sorted(found, key=lambda device: device.id)
-    places = [[each.core_on_chip, *each.coords, each.slice_index] for each in devices]
+    places = [
+        [each.core_on_chip, *each.coords, getattr(each, "slice_index", 0)] for each in devices
+    ]
     if places != job["coords"]:
         raise RuntimeError(
             f"the compiler numbers the devices of {job['topology']} as {places}, "

@@ -114,8 +114,10 @@ class Recorder:
         if not pending:
             return
         if self._discarding:
+            # One value for all: of their own shapes, full parameters would take host memory.
+            dummy = xla_ops.upload(torch.zeros(1))
             for tensor in pending:
-                xla_ops.release(tensor, _zeros(tensor))
+                xla_ops.release(tensor, dummy)
             return
         if self._recording:
             self.programs.append(self._program(_distinct(pending)))

@@ -113,7 +113,8 @@ class XlaCollectives:
         def scatter(rows: Tensor) -> Tensor:
             for groups in self._steps:
                 size = len(groups[0]) if groups else self.num_shards
-                rows = xla_ops.reduce_scatter(rows, size, groups)
+                stack = rows.reshape(size, -1, rows.shape[-1])
+                rows = xla_ops.reduce_scatter(stack, size, groups)[0]
             return rows
 
         return _in_rows(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         optim_state_dict,
     )
     from xla_fsdp.sync_batch_norm import SyncBatchNorm
-    from xla_fsdp.unit_module import register_fsdp_forward_method
+    from xla_fsdp.unit_host import register_fsdp_forward_method
 
 __all__ = [
     "CheckpointError",
@@ -87,7 +87,7 @@ _HOMES = {
     "load_optim_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
-    "register_fsdp_forward_method": "unit_module",
+    "register_fsdp_forward_method": "unit_host",
     "save_checkpoint": "save_load",
 }
 

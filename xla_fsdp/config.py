@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OWN_OPTIONS = ("reduce_dtype", "output_dtype", "cast_forward_inputs", "cast_buffers")
+"""Names of options that upstream does not have."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class FSDPConfig:
         TypeError: for a dtype that is not a floating-point ``torch.dtype``.
     """
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     flatten_parameters: bool = False
     execute_sharding_on_init: bool = True
     optimization_barrier_in_forward: bool = True
@@ -44,22 +46,68 @@ class FSDPConfig:
     pin_layout_in_collective_ops: bool = False
     reduce_scatter_bucket_size_mb: float | None = None
     coalesce_all_gather_ops: bool = True
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    cast_buffers: bool = True
 
     def __post_init__(self) -> None:
+        _check_reshard(self.reshard_after_forward)
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("buffer_dtype", self.buffer_dtype)
+        _check_dtype("reduce_dtype", self.reduce_dtype)
+        _check_dtype("output_dtype", self.output_dtype)
+        _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
         _warn_about_ignored(self)
 
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether full parameters are freed after forward; in groups of one rank they are not."""
+        return self.reshard_after_forward is True or self.reshard_after_forward > 1
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """What gradients are reduced in; None for the dtype that they are computed in."""
+        return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of a unit are cast to; None for no cast."""
+        return self.compute_dtype if self.cast_forward_inputs else None
+
+    @property
+    def wanted_buffer_dtype(self) -> torch.dtype | None:
+        """What floating-point buffers are cast to; None for no cast."""
+        return self.buffer_dtype or (self.compute_dtype if self.cast_buffers else None)
+
     def as_keywords(self) -> dict[str, Any]:
-        """The options as constructor keywords, by reference (nothing is copied)."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The options as constructor keywords, by reference (nothing is copied); of those that
+        upstream has not, only what differs from the default."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {f.name: f.default for f in fields(self) if f.name in OWN_OPTIONS}
+        return {k: v for k, v in values.items() if k not in own or v != own[k]}
+
+
+def _check_reshard(reshard: object) -> None:
+    if not isinstance(reshard, int) or (not isinstance(reshard, bool) and reshard < 1):
+        raise ValueError(
+            f"reshard_after_forward is {reshard!r}; give True, False, or the number of ranks in "
+            f"each of the groups that keep the parameters between forward and backward"
+        )
 
 
 def _check_dtype(name: str, dtype: object) -> None:
     if dtype is not None and dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be one of {FLOAT_DTYPES} or None, got {dtype!r}")
+
+
+def _check_reduction(dtype: torch.dtype | None, *, fp32: bool) -> None:
+    if fp32 and dtype not in (None, torch.float32):
+        raise ValueError(
+            f"fp32_reduce_scatter=True and reduce_dtype={dtype} contradict each other; give one"
+        )
 
 
 def _check_bucket(size_mb: float | None) -> None:

@@ -8,7 +8,7 @@ and ``unit``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from xla_fsdp import guards, xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.collectives import (
+    Collectives,
+    LocalCollectives,
+    SmallerGroups,
+    XlaCollectives,
+)
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.meta_init import materialize
@@ -24,17 +29,20 @@ from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_module import is_unit
+from xla_fsdp.unit_host import is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
 
 
 @dataclass(frozen=True)
 class BuiltUnit:
-    """A new unit, what it communicates by, and the original dtypes of the buffers it cast."""
+    """A new unit and the original dtypes of the buffers it cast."""
 
     unit: Unit
-    collectives: Collectives
     cast_buffers: dict[str, torch.dtype]
+
+
+Placement = Callable[[nn.Parameter], int]
+"""Which dim of a parameter to cut."""
 
 
 def check_wrappable(module: nn.Module) -> None:
@@ -92,18 +100,35 @@ def wrap_by_policy(
 
 
 def build_unit(
-    module: nn.Module,
+    parts: Sequence[nn.Module],
     config: FSDPConfig,
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
     collectives: Collectives | None,
+    *,
+    placement: Placement | None = None,
+    stays_on_meta: bool = False,
 ) -> BuiltUnit:
-    """Make a unit of what ``module`` holds outside of other units."""
-    scope = Scope(module, ignored)
+    """Make a unit of what the modules ``parts`` hold outside of other units.
+
+    Args:
+        parts: usually one; several are gathered and freed together.
+        config: the unit's options.
+        ignored: what it leaves alone.
+        param_init_fn: gives values to what is on the meta device.
+        collectives: how it communicates (default: as ``config`` says).
+        placement: of each parameter (default: the first dim).
+        stays_on_meta: do not give memory to what is on the meta device; the user will.
+
+    Raises:
+        ValueError: if the unit cannot be made.
+    """
+    scope = Scope(parts, ignored)
     _refuse_cuda_layers(scope)
-    origins = materialize(scope, param_init_fn)
+    origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = xla_ops.device()
     collectives = collectives or _collectives_for(config)
+    smaller = _smaller_groups(config.reshard_after_forward, collectives)
     params = shard_own_parameters(
         scope,
         config,
@@ -111,11 +136,30 @@ def build_unit(
         num_shards=collectives.num_shards,
         device=device,
         origins=origins,
+        dims=_dims(scope, placement),
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    unit = Unit(ParamGroup(params, collectives, config), config, device)
-    return BuiltUnit(unit, collectives, cast_buffers)
+    group = ParamGroup(params, collectives, config, smaller)
+    return BuiltUnit(Unit(group, config, device, len(parts)), cast_buffers)
+
+
+def _dims(scope: Scope, placement: Placement | None) -> dict[int, int]:
+    """By the id of a parameter, the dim that the user wants it cut along."""
+    if placement is None:
+        return {}
+    return {id(param): placement(param) for _, _, _, _, param in scope.parameters()}
+
+
+def _smaller_groups(reshard: bool | int, collectives: Collectives) -> SmallerGroups | None:
+    if isinstance(reshard, bool) or reshard in (1, collectives.num_shards):
+        return None
+    if reshard < 1 or collectives.num_shards % reshard:
+        raise ValueError(
+            f"reshard_after_forward is {reshard}; to keep parameters in groups of so many ranks, "
+            f"it must divide the {collectives.num_shards} ranks that share them"
+        )
+    return collectives.split(reshard)
 
 
 def _refuse_cuda_layers(scope: Scope) -> None:

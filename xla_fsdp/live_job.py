@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
@@ -24,7 +24,6 @@ from xla_fsdp.checkpoint.rank_file import RankContent
 from xla_fsdp.checkpoint.reshard import Target
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.cpu_ranks import current_rank_thread
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.optim_records import record_of, state_from, tensors_of
 from xla_fsdp.optim_state import (
     OptimizerState,
@@ -34,6 +33,7 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.sharded_module import ShardedModule
 
 
 class LRScheduler(Protocol):
@@ -49,12 +49,12 @@ class LiveJob:
     """What one rank trains.
 
     Args:
-        model: the outermost wrapper.
+        model: the outermost sharded module.
         optimizer: made of its parameters, or None.
         lr_scheduler: or None.
     """
 
-    model: XlaFullyShardedDataParallel
+    model: ShardedModule
     optimizer: Optimizer | None
     lr_scheduler: LRScheduler | None
     metadata: ShardMetadata = field(init=False)
@@ -65,8 +65,12 @@ class LiveJob:
         at = None if data["groups"] is None else xla_ops.rank()
         self.metadata = ShardMetadata.from_dict({**data, "global_rank": at})
         self.params = params_by_key(
-            self.model.get_original_names_and_sharded_parameters(), self.model.named_parameters()
+            self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
         )
+
+    @property
+    def _module(self) -> nn.Module:
+        return self.model._as_module()
 
     @property
     def group(self) -> int:
@@ -104,12 +108,12 @@ class LiveJob:
 
     def _values(self, extra: Any) -> Packed:
         """Everything that has no shards."""
-        state = self.model.state_dict()
+        state = self._module.state_dict()
         values = {
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
             "rng": {
-                "device": xla_ops.get_rng_state(self.model.xla_device),
+                "device": xla_ops.get_rng_state(self.model._unit.device),
                 "host": torch.get_rng_state(),
             },
         }
@@ -121,7 +125,7 @@ class LiveJob:
         """The state dict's tensors, each once."""
         return {
             key: value
-            for key, value in self.model.state_dict().items()
+            for key, value in self._module.state_dict().items()
             if isinstance(value, Tensor) and key not in self.metadata.ties
         }
 
@@ -169,7 +173,7 @@ class LiveJob:
         return state_from(loaded.groups, loaded.states, self.params)
 
     def _take_model(self, loaded: LoadedStep, strict: bool) -> None:
-        live = self.model.state_dict()
+        live = self._module.state_dict()
         state: dict[str, Any] = {
             key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
         }
@@ -177,11 +181,11 @@ class LiveJob:
             if alias in live and canonical in state:
                 state[alias] = state[canonical]
         state.update(loaded.values.get("model", {}))
-        self.model.load_state_dict(state, strict=strict)
+        self._module.load_state_dict(state, strict=strict)
 
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):
             return
-        xla_ops.set_rng_state(state["device"], self.model.xla_device)
+        xla_ops.set_rng_state(state["device"], self.model._unit.device)
         if current_rank_thread() is None or xla_ops.rank() == 0:  # threads share the host's
             torch.set_rng_state(state["host"])

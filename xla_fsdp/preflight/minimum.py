@@ -12,8 +12,6 @@ import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.unit import Unit
 
@@ -56,7 +54,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     for param in group.params:
         shard_numel = param.layout.numel / param.layout.num_shards
         dtype = param.compute_dtype or param.shard.dtype
-        reduced = torch.float32 if unit.config.fp32_reduce_scatter else dtype
+        reduced = unit.config.gradient_dtype or dtype
         needs_grad = param.shard.requires_grad
         found.append(
             ParameterTraffic(

@@ -157,7 +157,7 @@ class XlaFullyShardedDataParallel(ShardedModule, UnitModule):
 
     def extra_repr(self) -> str:
         """The options that differ between units."""
-        options = self._unit.config
+        options = self._fsdp_unit.config
         return (
             f"rank={self.rank}, world_size={self.world_size}, "
             f"compute_dtype={options.compute_dtype}, "

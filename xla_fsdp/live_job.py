@@ -70,7 +70,7 @@ class LiveJob:
 
     @property
     def _module(self) -> nn.Module:
-        return self.model._as_module()
+        return self.model._fsdp_module()
 
     @property
     def group(self) -> int:
@@ -113,7 +113,7 @@ class LiveJob:
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
             "rng": {
-                "device": xla_ops.get_rng_state(self.model._unit.device),
+                "device": xla_ops.get_rng_state(self.model._fsdp_unit.device),
                 "host": torch.get_rng_state(),
             },
         }
@@ -186,6 +186,6 @@ class LiveJob:
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):
             return
-        xla_ops.set_rng_state(state["device"], self.model._unit.device)
+        xla_ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
         if current_rank_thread() is None or xla_ops.rank() == 0:  # threads share the host's
             torch.set_rng_state(state["host"])

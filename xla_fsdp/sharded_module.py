@@ -60,7 +60,7 @@ class ShardedModule(UnitHost):
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
-        params = self._as_module().parameters()
+        params = self._fsdp_module().parameters()
         return [param for param in params if param.grad is not None]
 
     def clip_grad_norm_(
@@ -86,7 +86,7 @@ class ShardedModule(UnitHost):
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
         self._refuse_kept("clip_grad_norm_")
-        rank = self._unit.group.collectives.rank
+        rank = self._fsdp_unit.group.collectives.rank
         over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
         whole = [param.grad for param in self.params_with_grad if not is_sharded(param)]
         return clip_grads_by_norm_(
@@ -94,7 +94,7 @@ class ShardedModule(UnitHost):
             [grad for grad in whole if grad is not None],
             max_norm,
             norm_type,
-            self._unit.device,
+            self._fsdp_unit.device,
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -124,7 +124,7 @@ class ShardedModule(UnitHost):
         """
         if not (pre > 0 and post > 0):
             raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
-        for unit in self._units() if recursive else [self._unit]:
+        for unit in self._units() if recursive else [self._fsdp_unit]:
             unit.group.predivide, unit.group.postdivide = pre, post
 
     # ------------------------------------------------------------ state
@@ -163,14 +163,14 @@ class ShardedModule(UnitHost):
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Name and shard of every sharded parameter, with the names from before wrapping."""
-        return [(each.key, each.param.shard) for each in self._named_shards()]
+        return [(each.key, each.param.shard) for each in self._fsdp_named_shards()]
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """What is needed to merge this model's shards; save it along with ``state_dict()`` under
         the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
-        collectives = self._unit.group.collectives
+        collectives = self._fsdp_unit.group.collectives
         return describe(
-            list(self._named_shards(remove_duplicate=False)),
+            list(self._fsdp_named_shards(remove_duplicate=False)),
             self._cast_buffers(),
             collectives.rank,
             collectives.num_shards,
@@ -180,13 +180,13 @@ class ShardedModule(UnitHost):
     def _cast_buffers(self) -> dict[str, torch.dtype]:
         return {
             join_name(prefix, name): dtype
-            for prefix, host in named_hosts(self._as_module(), remove_duplicate=False)
+            for prefix, host in named_hosts(self._fsdp_module(), remove_duplicate=False)
             for name, dtype in host._fsdp_attachment.cast_buffers.items()
         }
 
     def _sharding_groups(self) -> list[list[int]] | None:
-        config = self._unit.config
-        if config.sharding_world_size != self._unit.group.collectives.num_shards:
+        config = self._fsdp_unit.config
+        if config.sharding_world_size != self._fsdp_unit.group.collectives.num_shards:
             return None  # other collectives were passed
         return config.sharding_groups
 

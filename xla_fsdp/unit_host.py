@@ -48,20 +48,20 @@ class UnitHost:
     _fsdp_attachment: Attachment
 
     @property
-    def _unit(self) -> Unit:
+    def _fsdp_unit(self) -> Unit:
         return self._fsdp_attachment.unit
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         refuse_dynamo()
-        return self._unit.run(forward, args, kwargs, part=self._fsdp_attachment.part)
+        return self._fsdp_unit.run(forward, args, kwargs, part=self._fsdp_attachment.part)
 
     def _units(self) -> list[Unit]:
-        return units_in(self._as_module())
+        return units_in(self._fsdp_module())
 
-    def _named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
-        return named_shards(self._as_module(), remove_duplicate=remove_duplicate)
+    def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
+        return named_shards(self._fsdp_module(), remove_duplicate=remove_duplicate)
 
-    def _as_module(self) -> nn.Module:
+    def _fsdp_module(self) -> nn.Module:
         return cast(nn.Module, self)
 
 
@@ -71,9 +71,9 @@ class HostModule(Protocol):
     _fsdp_attachment: Attachment
 
     @property
-    def _unit(self) -> Unit: ...
+    def _fsdp_unit(self) -> Unit: ...
 
-    def _register_forward_method(self, name: str) -> None: ...
+    def _fsdp_register_method(self, name: str) -> None: ...
 
 
 def attach(module: nn.Module, attachment: Attachment) -> None:
@@ -83,8 +83,8 @@ def attach(module: nn.Module, attachment: Attachment) -> None:
     """
     module._fsdp_attachment = attachment  # type: ignore[assignment]
     for _, inner in named_hosts(module):
-        if inner._unit is not attachment.unit:
-            inner._unit.join(attachment.unit)
+        if inner._fsdp_unit is not attachment.unit:
+            inner._fsdp_unit.join(attachment.unit)
     for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
         register(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)
@@ -113,7 +113,7 @@ def named_hosts(
 
 def units_in(module: nn.Module) -> list[Unit]:
     """The units in ``module``, each once, outer ones first."""
-    return list({id(host._unit): host._unit for _, host in named_hosts(module)}.values())
+    return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
@@ -133,7 +133,7 @@ def _places(
     places: list[tuple[Unit, tuple[list[str], ...]]] = []
     several: dict[int, tuple[list[str], ...]] = {}
     for name, host in named_hosts(module, remove_duplicate=remove_duplicate):
-        unit = host._unit
+        unit = host._fsdp_unit
         if unit.parts == 1:
             places.append((unit, ([name],)))
             continue
@@ -153,7 +153,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         ValueError: if the module has no such method.
     """
     if is_unit(module):
-        module._register_forward_method(method_name)
+        module._fsdp_register_method(method_name)
 
 
 def refuse_dynamo() -> None:
@@ -171,17 +171,17 @@ def refuse_dynamo() -> None:
 
 def close_failed_passes(host: HostModule) -> None:
     """Whoever looks at parameters must see shards, also after a backward pass that raised."""
-    host._unit.backward.abandon()
+    host._fsdp_unit.backward.abandon()
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
     close_failed_passes(cast(HostModule, module))
-    cast(HostModule, module)._unit.reshard()
+    cast(HostModule, module)._fsdp_unit.reshard()
 
 
 def _translate(module: nn.Module, *load: Any) -> None:
     host = cast(HostModule, module)
-    if host._unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
+    if host._fsdp_unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
         shards = list(named_shards(module, remove_duplicate=False))
         host._fsdp_attachment.loading.translate(shards, _loading_inside(module), *load)
 
@@ -198,5 +198,5 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 
 
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    if cast(HostModule, module)._unit.state is UnitState.SHARDED:
+    if cast(HostModule, module)._fsdp_unit.state is UnitState.SHARDED:
         mark_shards(local_metadata)

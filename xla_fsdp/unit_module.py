@@ -58,7 +58,7 @@ class UnitModule(UnitHost, nn.Module):
         Raises:
             RuntimeError: under ``torch.compile``.
         """
-        return self._run(self._fsdp_wrapped_module, args, kwargs)
+        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -110,9 +110,9 @@ class UnitModule(UnitHost, nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+        return self._fsdp_run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
-    def _register_forward_method(self, name: str) -> None:
+    def _fsdp_register_method(self, name: str) -> None:
         if not callable(getattr(self.module, name, None)):
             raise ValueError(
                 f"{type(self.module).__name__} has no method {name!r} to register; give the name "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from test import models
 from test.models import CLASSES, FEATURES, Block
-from xla_fsdp import one_rank_at_a_time, wrap
+from xla_fsdp import init_mesh, one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 from xla_fsdp.torus import reduction_steps
 
@@ -44,6 +44,7 @@ class Case:
         policy: name of an auto-wrap policy below, instead of ``nest``; ``remat`` then goes inside.
         groups_of: shard over groups of so many neighbouring ranks, and average the gradients
             between the groups by hand.
+        mesh: (replicas, shards) to train on.
         torus: reduce along the axes of a torus of these sizes, x first, one after the other.
         remat: "", "inside" or "outside" of the blocks' units.
         optimizer: "sgd" or "adamw".
@@ -61,6 +62,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
     groups_of: int = 0
+    mesh: tuple[int, int] | None = None
     torus: tuple[int, ...] = ()
     remat: str = ""
     optimizer: str = "sgd"
@@ -74,8 +76,8 @@ class Case:
 
     def fits(self, num_ranks: int) -> bool:
         """Whether the case can run on so many ranks."""
-        if self.torus:
-            return math.prod(self.torus) == num_ranks
+        if sizes := self.mesh or self.torus:
+            return math.prod(sizes) == num_ranks
         return not self.groups_of or num_ranks in (2 * self.groups_of, 4 * self.groups_of)
 
 
@@ -250,6 +252,8 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
             sharding_rank=rank % size,
             sharding_world_size=size,
         )
+    if case.mesh:
+        options["mesh"] = init_mesh(case.mesh, ("replica", "shard"))
     if case.torus:
         options["collectives"] = on_torus(case.torus, rank)
     fsdp = partial(XlaFullyShardedDataParallel, **options)

@@ -75,8 +75,7 @@ def test_constructor_has_upstreams_arguments_in_upstreams_order() -> None:
 
     def public(of: type) -> list[str]:
         parameters = inspect.signature(of.__init__).parameters.values()
-        return [
-            p.name for p in parameters if not p.name.startswith("_") and p.kind != p.KEYWORD_ONLY
-        ]
+        positional = (p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD)
+        return [name for name in positional if not name.startswith("_")]
 
     assert public(XlaFullyShardedDataParallel) == public(Upstream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,15 @@ from test.ranks import cached_outcome, run_on_ranks
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 BF16 = {"compute_dtype": torch.bfloat16}
 
+HYBRID = {
+    "": Case(clip=(0.3, 2.0)),
+    "_flat": Case(nest="deep", options={"flatten_parameters": True}, clip=(0.3, 1.0)),
+    "_no_sync": Case(micro_batches=3, no_sync=True, optimizer="adamw", tolerance=1e-3),
+    "_bf16": Case(options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05),
+    "_batch_norm": Case(model="BatchNormNet", remat="inside"),
+    "_rows": Case(model="WideNet", options={"shard_param_on_dim_0": True}),
+    "_auto": Case(policy="transformer", remat="inside"),
+}
 CASES = {
     "root": Case(nest="root"),
     "root_flat": Case(nest="root", options={"flatten_parameters": True}),
@@ -83,6 +93,11 @@ CASES = {
     "torus_2x2": Case(torus=(2, 2)),
     "torus_2x2_wide": Case(model="WideNet", torus=(2, 2)),
     "torus_2x2x2": Case(model="WideNet", torus=(2, 2, 2)),
+    **{
+        f"hybrid_{replicas}x{shards}{name}": replace(case, mesh=(replicas, shards))
+        for name, case in HYBRID.items()
+        for replicas, shards in ((2, 2), (2, 4), (4, 2), (4, 1))
+    },
     "auto_always": Case(policy="always"),
     "auto_size": Case(policy="size"),
     "auto_transformer": Case(policy="transformer"),
@@ -94,6 +109,7 @@ CASES = {
 QUICK = (
     "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",
     "clip", "rows", "groups_of_two", "torus_2x2_wide", "torus_2x2x2",
+    "hybrid_2x2", "hybrid_2x2_no_sync",
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 RUNS = [(n, name) for n, name in ALL if n == 3 or name in QUICK]

@@ -50,6 +50,10 @@ class Collectives(Protocol):
         """Stacks [num_shards, *s_i] of one dtype to this rank's shard [*s_i] of their sum."""
         ...
 
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Shards of one dtype, [*s_i] each, to their sums over the ranks."""
+        ...
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """``value`` combined over the ranks by ``op``, "sum" or "max"."""
         ...
@@ -138,6 +142,14 @@ class XlaCollectives:
 
         return _in_rows(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)
 
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Collectives``."""
+
+        def add(rows: Tensor) -> Tensor:
+            return xla_ops.all_reduce("sum", rows, self.groups)
+
+        return _in_rows(shards, add, stacks_in=1, stacks_out=1)
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
         return xla_ops.all_reduce(op, value, self.groups)
@@ -171,6 +183,10 @@ class LocalCollectives:
     def reduce_scatter(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
         return [stack[self.rank] * self.num_shards for stack in stacks]
+
+    def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Collectives``."""
+        return [shard * self.num_shards for shard in shards]
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""

@@ -1,10 +1,12 @@
 """The options of one unit, as one frozen object that is validated when it is made.
 
 Words: *compute dtype* is what full parameters are gathered and used in; *reduce dtype* is what
-gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in.
+gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in; the
+*upstream* options are those of ``torch_xla.distributed.fsdp``, the first ones here.
 Always true: a config that exists is consistent, and it never changes afterwards.
-Field names and order are those of the constructor of ``XlaFullyShardedDataParallel``, so that a
-config can be handed to any wrapper callable as keywords.
+Names and order of the upstream options are those of the constructor of
+``XlaFullyShardedDataParallel``, so that they can be handed to any wrapper callable as keywords.
+The others are said in other words there (``mixed_precision``) and translated by ``torch_options``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 
 import torch
 
+from xla_fsdp.mesh import REPLICA, SHARD, Mesh
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OWN_OPTIONS = ("reduce_dtype", "output_dtype", "cast_forward_inputs", "cast_buffers")
-"""Names of options that upstream does not have."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ class FSDPConfig:
     pin_layout_in_collective_ops: bool = False
     reduce_scatter_bucket_size_mb: float | None = None
     coalesce_all_gather_ops: bool = True
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-    cast_buffers: bool = True
+    # Beyond upstream's. The mesh has one axis, to shard over, or two: replicas and shards.
+    mesh: Mesh | None = None
+    reduce_dtype: torch.dtype | None = None  # None: fp32, or the gradient's own
+    output_dtype: torch.dtype | None = None  # None: as computed
+    cast_buffers: bool = True  # to the compute dtype, where no buffer dtype is given
+    cast_forward_inputs: bool = True  # of units inside others
+    cast_root_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         _check_reshard(self.reshard_after_forward)
@@ -60,6 +65,7 @@ class FSDPConfig:
         _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
+        _check_mesh(self.mesh, self.sharding_groups)
         _warn_about_ignored(self)
 
     @property
@@ -67,27 +73,25 @@ class FSDPConfig:
         """Whether full parameters are freed after forward; in groups of one rank they are not."""
         return self.reshard_after_forward is True or self.reshard_after_forward > 1
 
+    def as_keywords(self) -> dict[str, Any]:
+        """The upstream options as constructor keywords, by reference (nothing is copied)."""
+        names = [field.name for field in fields(self)]
+        return {name: getattr(self, name) for name in names[: names.index("mesh")]}
+
     @property
     def gradient_dtype(self) -> torch.dtype | None:
         """What gradients are reduced in; None for the dtype that they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
     @property
-    def input_dtype(self) -> torch.dtype | None:
-        """What floating-point inputs of a unit are cast to; None for no cast."""
-        return self.compute_dtype if self.cast_forward_inputs else None
-
-    @property
     def wanted_buffer_dtype(self) -> torch.dtype | None:
         """What floating-point buffers are cast to; None for no cast."""
         return self.buffer_dtype or (self.compute_dtype if self.cast_buffers else None)
 
-    def as_keywords(self) -> dict[str, Any]:
-        """The options as constructor keywords, by reference (nothing is copied); of those that
-        upstream has not, only what differs from the default."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {f.name: f.default for f in fields(self) if f.name in OWN_OPTIONS}
-        return {k: v for k, v in values.items() if k not in own or v != own[k]}
+    def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
+        """What floating-point inputs of a unit are cast to; None for no cast."""
+        casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
+        return self.compute_dtype if casts else None
 
 
 def _check_reshard(reshard: object) -> None:
@@ -141,6 +145,23 @@ def _check_groups(groups: list[list[int]] | None, rank: int | None, world_size: 
         raise ValueError(f"a rank appears twice in sharding_groups {groups}")
     if not 0 <= rank < world_size:
         raise ValueError(f"sharding_rank {rank} is not in range(sharding_world_size={world_size})")
+
+
+def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
+    if mesh is None:
+        return
+    if groups is not None:
+        raise ValueError("both a mesh and sharding_groups say who shares parameters; give one")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"the mesh has axes {', '.join(mesh.axis_names)}; give the one to shard over, or two, "
+            f"replicas first: mesh['shard'], mesh['replica', 'shard']"
+        )
+    if mesh.ndim == 2 and (mesh.axis_names[0] == SHARD or mesh.axis_names[1] == REPLICA):
+        raise ValueError(
+            f"the mesh has axes {', '.join(mesh.axis_names)}; the first one is for replicas, the "
+            f"second for shards"
+        )
 
 
 def _warn_about_ignored(config: FSDPConfig) -> None:

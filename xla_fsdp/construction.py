@@ -13,23 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xla_fsdp import guards, xla_ops
-from xla_fsdp.collectives import (
-    Collectives,
-    LocalCollectives,
-    SmallerGroups,
-    XlaCollectives,
-)
+from xla_fsdp.broadcast import broadcast_
+from xla_fsdp.collectives import Collectives, SmallerGroups
+from xla_fsdp.communication import Communication, communication_for
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.meta_init import materialize
 from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
+from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_host import is_unit
+from xla_fsdp.unit_host import Attachment, is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
 
 
@@ -38,7 +36,12 @@ class BuiltUnit:
     """A new unit and the original dtypes of the buffers it cast."""
 
     unit: Unit
+    communication: Communication
     cast_buffers: dict[str, torch.dtype]
+
+    def attachment(self, part: int = 0) -> Attachment:
+        """For the host of one of the unit's modules; the first one's names the buffers."""
+        return Attachment(self.unit, self.communication, part, {} if part else self.cast_buffers)
 
 
 Placement = Callable[[nn.Parameter], int]
@@ -108,6 +111,7 @@ def build_unit(
     *,
     placement: Placement | None = None,
     stays_on_meta: bool = False,
+    sync_module_states: bool = False,
 ) -> BuiltUnit:
     """Make a unit of what the modules ``parts`` hold outside of other units.
 
@@ -115,10 +119,11 @@ def build_unit(
         parts: usually one; several are gathered and freed together.
         config: the unit's options.
         ignored: what it leaves alone.
-        param_init_fn: gives values to what is on the meta device.
-        collectives: how it communicates (default: as ``config`` says).
+        param_init_fn: gives modules on the meta device their values.
+        collectives: replaces the communication.
         placement: of each parameter (default: the first dim).
         stays_on_meta: do not give memory to what is on the meta device; the user will.
+        sync_module_states: take over the first rank's values.
 
     Raises:
         ValueError: if the unit cannot be made.
@@ -127,21 +132,31 @@ def build_unit(
     _refuse_cuda_layers(scope)
     origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = xla_ops.device()
-    collectives = collectives or _collectives_for(config)
-    smaller = _smaller_groups(config.reshard_after_forward, collectives)
+    communication = communication_for(config, collectives)
+    smaller = _smaller_groups(config.reshard_after_forward, communication.shards)
+    if sync_module_states:
+        broadcast_(_values(scope), communication.everyone, device)
     params = shard_own_parameters(
         scope,
         config,
-        rank=collectives.rank,
-        num_shards=collectives.num_shards,
+        communication=communication,
         device=device,
         origins=origins,
         dims=_dims(scope, placement),
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    group = ParamGroup(params, collectives, config, smaller)
-    return BuiltUnit(Unit(group, config, device, len(parts)), cast_buffers)
+    group = ParamGroup(params, communication.shards, config, communication.replicas, smaller)
+    unit = Unit(group, config, device, len(parts))
+    return BuiltUnit(unit, communication, cast_buffers)
+
+
+def _values(scope: Scope) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    params = [param for _, _, _, _, param in scope.parameters()]
+    buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
+    found = {id(each): each for each in (*params, *buffers) if each is not None}
+    return [each for each in found.values() if not is_sharded(each)]
 
 
 def _dims(scope: Scope, placement: Placement | None) -> dict[int, int]:
@@ -178,15 +193,3 @@ def finish_unit(config: FSDPConfig) -> None:
     if config.execute_sharding_on_init:
         gc.collect()  # full parameters in reference cycles would survive the sync
         xla_ops.sync()
-
-
-def _collectives_for(config: FSDPConfig) -> Collectives:
-    if config.sharding_groups is not None:
-        assert config.sharding_rank is not None  # FSDPConfig has checked both
-        assert config.sharding_world_size is not None
-        rank, num_shards = config.sharding_rank, config.sharding_world_size
-    else:
-        rank, num_shards = xla_ops.rank(), xla_ops.world_size()
-    if num_shards == 1:
-        return LocalCollectives()
-    return XlaCollectives(config.sharding_groups, rank, num_shards)

@@ -34,7 +34,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> di
     """
     _raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
-    shown = not rank0_only or all(shard.rank == 0 for shard in shards)
+    shown = not rank0_only or all(shard.group.is_first for shard in shards)
     whole: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
         for name, entry_name, tensor in _gathered(state, names, list(together)):
@@ -81,6 +81,44 @@ def from_full(
     )
     _raise_if([*reader.unknown(), *reader.problems])
     return state
+
+
+def to_shards(state: OptimizerState) -> dict[str, Any]:
+    """See ``state_dicts.sharded_optim_state_dict``."""
+    return {
+        "state": {
+            key: {name: _on_host(entry.value) for name, entry in entries.items()}
+            for key, entries in state.entries.items()
+        },
+        "param_groups": [{**group.options, "params": list(group.keys)} for group in state.groups],
+    }
+
+
+def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
+    """The inverse of ``to_shards``; whether shards fit is left to who writes them.
+
+    Args:
+        given: what ``to_shards`` returned on this rank.
+        template: state of the optimizer that is loaded; tells what kind each entry is.
+
+    Raises:
+        ValueError: if it is no such state.
+    """
+    _raise_if(list(_malformed(given)))
+    groups = tuple(
+        GroupState({n: v for n, v in part.items() if n != "params"}, tuple(part["params"]))
+        for part in given["param_groups"]
+    )
+    places = {
+        (key, name): entry.place
+        for key, entries in template.entries.items()
+        for name, entry in entries.items()
+    }
+    entries = {
+        key: {name: Entry(places.get((key, name), Place.HOST), v) for name, v in values.items()}
+        for key, values in given["state"].items()
+    }
+    return OptimizerState(groups, entries)
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
-from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.sharded_module import ShardedModule
-from xla_fsdp.unit_module import UnitModule
+from xla_fsdp.state_dict_types import StateDictTypes
+from xla_fsdp.torch_options import TorchOptions, translate
 
 
-class XlaFullyShardedDataParallel(ShardedModule, UnitModule):
+class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
@@ -73,14 +74,13 @@ class XlaFullyShardedDataParallel(ShardedModule, UnitModule):
             to the device, gradients not reduced. Units inside ignore them, too.
         ignored_params: parameters to leave alone in the same way.
         ignored_states: modules or parameters; another spelling of the two above.
-        reduce_dtype: dtype in which gradients are reduced (default: the one they are computed in).
-        output_dtype: what floating-point outputs are cast to (default: no cast).
-        cast_forward_inputs: whether floating-point inputs are cast to ``compute_dtype``.
-        cast_buffers: without ``buffer_dtype``, whether buffers are cast to ``compute_dtype``.
+        torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
+            ``torch_options.TorchOptions``.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
-        ValueError: if the module is wrapped already or has no forward, or options contradict.
+        ValueError: if the module is wrapped already or has no forward, options contradict, or the
+            mesh is not one of this job's ranks.
     """
 
     def __init__(
@@ -111,48 +111,56 @@ class XlaFullyShardedDataParallel(ShardedModule, UnitModule):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        output_dtype: torch.dtype | None = None,
-        cast_forward_inputs: bool = True,
-        cast_buffers: bool = True,
+        **torch_options: Any,
     ) -> None:
         check_wrappable(module)
-        options = FSDPConfig(
-            reshard_after_forward=reshard_after_forward,
-            flatten_parameters=flatten_parameters,
-            execute_sharding_on_init=execute_sharding_on_init,
-            optimization_barrier_in_forward=optimization_barrier_in_forward,
-            optimization_barrier_in_backward=optimization_barrier_in_backward,
-            sync_on_finalization=sync_on_finalization,
-            disable_reshard_on_root=disable_reshard_on_root,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            sharding_groups=sharding_groups,
-            sharding_rank=sharding_rank,
-            sharding_world_size=sharding_world_size,
-            shard_param_on_dim_0=shard_param_on_dim_0,
-            pin_layout_in_collective_ops=pin_layout_in_collective_ops,
-            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
-            coalesce_all_gather_ops=coalesce_all_gather_ops,
-            reduce_dtype=reduce_dtype,
-            output_dtype=output_dtype,
-            cast_forward_inputs=cast_forward_inputs,
-            cast_buffers=cast_buffers,
-        )
+        upstream = {
+            "reshard_after_forward": reshard_after_forward,
+            "flatten_parameters": flatten_parameters,
+            "execute_sharding_on_init": execute_sharding_on_init,
+            "optimization_barrier_in_forward": optimization_barrier_in_forward,
+            "optimization_barrier_in_backward": optimization_barrier_in_backward,
+            "sync_on_finalization": sync_on_finalization,
+            "disable_reshard_on_root": disable_reshard_on_root,
+            "compute_dtype": compute_dtype,
+            "buffer_dtype": buffer_dtype,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "sharding_groups": sharding_groups,
+            "sharding_rank": sharding_rank,
+            "sharding_world_size": sharding_world_size,
+            "shard_param_on_dim_0": shard_param_on_dim_0,
+            "pin_layout_in_collective_ops": pin_layout_in_collective_ops,
+            "reduce_scatter_bucket_size_mb": reduce_scatter_bucket_size_mb,
+            "coalesce_all_gather_ops": coalesce_all_gather_ops,
+        }
+        theirs = TorchOptions(**torch_options)
+        options = translate(theirs, upstream)
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
         with xla_ops.own_random_numbers():
             if auto_wrap_policy is not None:
                 wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                given = {"param_init_fn": param_init_fn, "collectives": collectives}
+                given = {
+                    "param_init_fn": param_init_fn,
+                    "collectives": collectives,
+                    "mesh": options.mesh,
+                    "mixed_precision": theirs.mixed_precision,
+                    "sync_module_states": theirs.sync_module_states or None,
+                }
                 wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
-            built = build_unit([module], options, ignored, param_init_fn, collectives)
-            super().__init__(module, built.unit, built.cast_buffers)
+            built = build_unit(
+                [module],
+                options,
+                ignored,
+                param_init_fn,
+                collectives,
+                sync_module_states=theirs.sync_module_states,
+            )
+            super().__init__(module, built.attachment())
             self.xla_device = built.unit.device
-            used = built.unit.group.collectives
-            self.rank, self.world_size = used.rank, used.num_shards
+            self.rank = built.communication.shards.rank
+            self.world_size = built.communication.shards.num_shards
             finish_unit(options)
 
     def extra_repr(self) -> str:

@@ -34,6 +34,7 @@ from xla_fsdp.optim_state import (
     write_optimizer,
 )
 from xla_fsdp.sharded_module import ShardedModule
+from xla_fsdp.state_dict_types import unchosen
 
 
 class LRScheduler(Protocol):
@@ -108,7 +109,7 @@ class LiveJob:
 
     def _values(self, extra: Any) -> Packed:
         """Everything that has no shards."""
-        state = self._module.state_dict()
+        state = self._state()
         values = {
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
@@ -125,9 +126,14 @@ class LiveJob:
         """The state dict's tensors, each once."""
         return {
             key: value
-            for key, value in self._module.state_dict().items()
+            for key, value in self._state().items()
             if isinstance(value, Tensor) and key not in self.metadata.ties
         }
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's shards, whichever type of state dict the user has chosen."""
+        with unchosen(self._module):
+            return self._module.state_dict()
 
     # ------------------------------------------------------------ loading
 
@@ -173,7 +179,7 @@ class LiveJob:
         return state_from(loaded.groups, loaded.states, self.params)
 
     def _take_model(self, loaded: LoadedStep, strict: bool) -> None:
-        live = self._module.state_dict()
+        live = self._state()
         state: dict[str, Any] = {
             key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
         }
@@ -181,7 +187,8 @@ class LiveJob:
             if alias in live and canonical in state:
                 state[alias] = state[canonical]
         state.update(loaded.values.get("model", {}))
-        self._module.load_state_dict(state, strict=strict)
+        with unchosen(self._module):
+            self._module.load_state_dict(state, strict=strict)
 
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):

@@ -219,6 +219,11 @@ class Mesh:
         slowest."""
         return replace(self, axes=(Axis(name, self.size(), tuple(self._dims(()))),))
 
+    def unsharded(self) -> Mesh:
+        """The mesh on which all ranks that this one joins are replicas, of one shard each."""
+        replicas = self.flatten(REPLICA)
+        return replace(self, axes=(*replicas.axes, Axis(SHARD, 1, ())))
+
     def _axis(self, name: str) -> Axis:
         for axis in self.axes:
             if axis.name == name:

@@ -157,26 +157,38 @@ def write_optimizer(
     Raises:
         ValueError: with every problem found; nothing has been changed then.
     """
-    _raise_if(find_write_problems(optimizer, params, state))
-    keys = {id(param): key for key, param in params.items()}
-    placed = {
-        key: {name: _placed(entry, params[key]) for name, entry in entries.items()}
-        for key, entries in state.entries.items()
-    }
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    placed = torch_state_dict(optimizer, params, state)
     # Through torch's own method, for the sake of hooks and of what subclasses do in it.
     optimizer.load_state_dict(
-        {
-            "param_groups": _torch_groups(optimizer, state),
-            "state": {
-                index: dict(placed[keys[id(param)]])
-                for index, param in enumerate(order)
-                if keys[id(param)] in placed
-            },
-        }
+        {**placed, "state": {index: dict(values) for index, values in placed["state"].items()}}
     )
-    for key, values in placed.items():
-        optimizer.state[params[key]].update(values)  # without the casts
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, values in placed["state"].items():
+        optimizer.state[order[index]].update(values)  # without the casts
+
+
+def torch_state_dict(
+    optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
+) -> dict[str, Any]:
+    """``state`` as ``optimizer.load_state_dict`` takes it: copies, by number.
+
+    Args:
+        optimizer: and what follows, as in ``write_optimizer``.
+
+    Raises:
+        ValueError: with every problem found.
+    """
+    _raise_if(find_write_problems(optimizer, params, state))
+    keys = {id(param): key for key, param in params.items()}
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    return {
+        "param_groups": _torch_groups(optimizer, state),
+        "state": {
+            index: {name: _placed(entry, param) for name, entry in state.entries[key].items()}
+            for index, param in enumerate(order)
+            if (key := keys[id(param)]) in state.entries
+        },
+    }
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
+from xla_fsdp.communication import Communication
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES, ShardLayout
 from xla_fsdp.names import join_name
@@ -29,8 +30,7 @@ def shard_own_parameters(
     scope: Scope,
     config: FSDPConfig,
     *,
-    rank: int,
-    num_shards: int,
+    communication: Communication,
     device: torch.device,
     origins: Mapping[int, Tensor],
     dims: Mapping[int, int],
@@ -40,8 +40,7 @@ def shard_own_parameters(
     Args:
         scope: what belongs to the unit.
         config: the unit's options.
-        rank: the caller's position among those that share the parameters.
-        num_shards: how many they are.
+        communication: who shares the parameters.
         device: where shards go.
         origins: by the id of a parameter that was made of a meta tensor, that tensor.
         dims: by the id of a parameter, which dim of it to cut, where that is not the first.
@@ -51,7 +50,7 @@ def shard_own_parameters(
     """
     _move_whole(scope, device)
     members = _members(scope)
-    sharder = _Sharder(scope.parts[0], config, rank, num_shards, device, origins, dims)
+    sharder = _Sharder(scope.parts[0], config, communication, device, origins, dims)
     known = {id(tensor): known_shard(tensor) for tensor, _ in members}
     adopted = [
         sharder.adopt(theirs, tensor, member)
@@ -98,16 +97,16 @@ class _Sharder:
         self,
         home: nn.Module,
         config: FSDPConfig,
-        rank: int,
-        num_shards: int,
+        communication: Communication,
         device: torch.device,
         origins: Mapping[int, Tensor],
         dims: Mapping[int, int],
     ) -> None:
         self._home = home
         self._config = config
-        self._rank = rank
-        self._num_shards = num_shards
+        self._rank = communication.shards.rank
+        self._num_shards = communication.shards.num_shards
+        self._all_alike = communication.covers_all
         self._device = device
         self._origins = origins
         self._dims = dims
@@ -163,7 +162,7 @@ class _Sharder:
     def _compare_with_peers(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> None:
         """CPU ranks share one random number generator, and a model that every rank seeds and builds
         for itself then differs between them."""
-        if self._config.sharding_groups is not None:
+        if not self._all_alike:
             return  # groups may hold different parts of a model
         for tensor, member in zip(tensors, members, strict=True):
             if tensor.device.type == "cpu":

@@ -3,8 +3,9 @@
 Words: see ``sharded_param``; a *bucket* is what one collective carries.
 Always true: gathering and reducing make one collective per dtype, and one for each large matrix,
 whose shards are rows; unless the configuration asks for smaller buckets. A gradient is averaged
-over the ranks, and its shard has the dtype of the shard parameter. When to gather and reduce is
-decided by ``unit``.
+over the ranks: scattered over those that share the parameters, then, as a shard, summed over their
+replicas; its shard has the dtype of the shard parameter. When to gather and reduce is decided by
+``unit``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.collectives import Collectives, SmallerGroups
+from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
 from xla_fsdp.sharded_param import ShardedParam
@@ -31,6 +32,7 @@ class ParamGroup:
         params: the unit's shards, in the order of the module's parameters.
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
+        replicas: communication among the ranks that hold the same shards (default: no others).
         smaller: for parameters that are kept in larger shards between forward and backward.
     """
 
@@ -39,13 +41,16 @@ class ParamGroup:
         params: Sequence[ShardedParam],
         collectives: Collectives,
         config: FSDPConfig,
+        replicas: Collectives | None = None,
         smaller: SmallerGroups | None = None,
     ) -> None:
         self.params = tuple(params)
         self.collectives = collectives
+        self.replicas = replicas or LocalCollectives()
         self.smaller = smaller
         self._config = config
-        self.predivide, self.postdivide = default_divide_factors(collectives.num_shards)
+        num_ranks = collectives.num_shards * self.replicas.num_shards
+        self.predivide, self.postdivide = default_divide_factors(num_ranks)
         self._unreduced: dict[int, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -58,6 +63,11 @@ class ParamGroup:
     def shards(self) -> list[Tensor]:
         """The shard parameters."""
         return [param.shard for param in self.params]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all that hold these parameters."""
+        return self.collectives.rank == self.replicas.rank == 0
 
     @property
     def versions(self) -> list[int]:
@@ -126,19 +136,20 @@ class ParamGroup:
         """
         grads = self._with_kept(grads)
         stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        present = [stack for stack in stacked if stack is not None]
-        limit = self._config.reduce_scatter_bucket_size_mb
-        reduced = iter(
-            _in_buckets(
-                present,
-                self.collectives.reduce_scatter,
-                math.inf if limit is None else limit * 2**20,
-            )
-        )
+        reduced = iter(self._reduce_stacks([stack for stack in stacked if stack is not None]))
         return [
             None if stack is None else self._finish(next(reduced), param)
             for param, stack in zip(self.params, stacked, strict=True)
         ]
+
+    def _reduce_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of the sums over all ranks."""
+        megabytes = self._config.reduce_scatter_bucket_size_mb
+        limit = math.inf if megabytes is None else megabytes * 2**20
+        shards = _in_buckets(stacks, self.collectives.reduce_scatter, limit)
+        if self.replicas.num_shards == 1:
+            return shards
+        return _in_buckets(shards, self.replicas.all_reduce_shards, limit)
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
@@ -222,14 +233,14 @@ def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
     return (size // width, width)
 
 
-def default_divide_factors(num_shards: int) -> tuple[float, float]:
+def default_divide_factors(num_ranks: int) -> tuple[float, float]:
     """What gradients are divided by before and after the sum over ranks; the product is the
     number of ranks. Splitting it near the square root keeps 16-bit sums from overflow before and
     from underflow after (the rule of torch's own FSDP)."""
     before = 1
-    while num_shards % before == 0 and num_shards / before > before:
+    while num_ranks % before == 0 and num_ranks / before > before:
         before *= 2
-    return float(before), num_shards / before
+    return float(before), num_ranks / before
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

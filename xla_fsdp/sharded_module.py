@@ -174,7 +174,7 @@ class ShardedModule(UnitHost):
             self._cast_buffers(),
             collectives.rank,
             collectives.num_shards,
-            self._sharding_groups(),
+            self._fsdp_attachment.communication.groups,
         ).to_dict()
 
     def _cast_buffers(self) -> dict[str, torch.dtype]:
@@ -183,12 +183,6 @@ class ShardedModule(UnitHost):
             for prefix, host in named_hosts(self._fsdp_module(), remove_duplicate=False)
             for name, dtype in host._fsdp_attachment.cast_buffers.items()
         }
-
-    def _sharding_groups(self) -> list[list[int]] | None:
-        config = self._fsdp_unit.config
-        if config.sharding_world_size != self._fsdp_unit.group.collectives.num_shards:
-            return None  # other collectives were passed
-        return config.sharding_groups
 
     def _slices(self, over: Collectives | None) -> list[Slices]:
         """Gradients of all units, those that are shared by the same ranks together."""

@@ -10,6 +10,7 @@ merges shards without gathering anything.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,10 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.full_optim_state import ShardNames, from_full, to_full
+from xla_fsdp.full_optim_state import ShardNames, from_full, from_shards, to_full, to_shards
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
-from xla_fsdp.optim_state import create_state, params_by_key, read_optimizer, write_optimizer
+from xla_fsdp.optim_state import (
+    OptimizerState,
+    create_state,
+    params_by_key,
+    read_optimizer,
+    torch_state_dict,
+    write_optimizer,
+)
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
@@ -112,15 +120,52 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
     params = _params(model)
+    with _with_state(optimizer, params) as template:
+        write_optimizer(optimizer, params, from_full(state, template, _names(model)))
+
+
+def cut_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes, from a full state or from one of these shards; the
+    optimizer stays as it is.
+
+    Args:
+        model: the sharded model.
+        optimizer: over its parameters.
+        state: as ``optim_state_dict`` or ``sharded_optim_state_dict`` returns it.
+        full: which of the two.
+
+    Raises:
+        ValueError: with every name, group or shape that does not fit.
+    """
+    params = _params(model)
+    with _with_state(optimizer, params, restore=True) as template:
+        cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
+        return torch_state_dict(optimizer, params, cut)
+
+
+def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state of this rank's shards, by their names, in host memory; in the form of
+    ``optim_state_dict``."""
+    return to_shards(read_optimizer(optimizer, _params(model)))
+
+
+@contextlib.contextmanager
+def _with_state(
+    optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False
+) -> Iterator[OptimizerState]:
+    """The optimizer's state, made where there was none. What was made goes again if the block
+    raises, or in any case to ``restore``."""
     without = [param for param in params.values() if not optimizer.state.get(param)]
     create_state(optimizer)
+    failed = True
     try:
-        template = read_optimizer(optimizer, params)
-        write_optimizer(optimizer, params, from_full(state, template, _names(model)))
-    except ValueError:
-        for param in without:
+        yield read_optimizer(optimizer, params)
+        failed = False
+    finally:
+        for param in without if failed or restore else ():
             optimizer.state.pop(param, None)
-        raise
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
 
 def is_shown(units: Sequence[Unit], options: SummonOptions) -> bool:
     """Whether this rank gets to see what is gathered."""
-    return not options.rank0_only or all(unit.group.collectives.rank == 0 for unit in units)
+    return not options.rank0_only or all(unit.group.is_first for unit in units)
 
 
 @torch.no_grad()

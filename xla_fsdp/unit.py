@@ -230,7 +230,7 @@ class Unit:
                 self.backward.end_forwards()
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
-        return _cast(tensor, self.config.input_dtype)
+        return _cast(tensor, self.config.input_dtype(of_root=self.is_root))
 
     def _cast_output(self, tensor: Tensor) -> Tensor:
         return _cast(tensor, self.config.output_dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from xla_fsdp.communication import Communication
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.state_loading import StateLoading, mark_shards
 from xla_fsdp.unit import Unit, UnitState
@@ -31,12 +32,14 @@ class Attachment:
 
     Args:
         unit: runs the host's forward.
+        communication: who shares the unit's parameters.
         part: which of the unit's modules the host is.
         cast_buffers: original dtype, by name, of the buffers that were cast.
         loading: makes shards of what is loaded.
     """
 
     unit: Unit
+    communication: Communication
     part: int = 0
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     loading: StateLoading = field(default_factory=StateLoading)

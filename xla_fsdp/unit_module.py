@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from xla_fsdp.names import HiddenChild, ParametersOfChild
-from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import (
     Attachment,
     UnitHost,
@@ -35,11 +34,11 @@ class UnitModule(UnitHost, nn.Module):
 
     Args:
         module: the wrapped module.
-        unit: holds the module's parameters; the root of the units inside the module from now on.
-        cast_buffers: original dtype, by name, of the buffers that were cast.
+        attachment: with the unit that holds the module's parameters; it is the root of the units
+            inside the module from now on.
     """
 
-    def __init__(self, module: nn.Module, unit: Unit, cast_buffers: dict[str, torch.dtype]) -> None:
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         super().__init__()
         self._forward_methods = {
             name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
@@ -47,7 +46,7 @@ class UnitModule(UnitHost, nn.Module):
         self._fsdp_wrapped_module = module
         self._parameters = ParametersOfChild(module)
         # Before names get their hidden child, which only nn.Module's own loading wants.
-        attach(self, Attachment(unit, cast_buffers=cast_buffers))
+        attach(self, attachment)
         HiddenChild(_INNER).register_on(self)
         mark_state_dicts(self)
 

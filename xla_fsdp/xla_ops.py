@@ -162,6 +162,7 @@ def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
 
 def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
+    _begin_free()
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 

@@ -2,7 +2,8 @@
 
 Words: see ``unit`` and ``sharded_param``. Always true: counted is what the wrapping asks for, each
 parameter gathered for its unit's forward, once more for backward where it is freed between, and its
-gradient reduced once, without padding, in a ring. Remat gathers nothing more.
+gradient reduced once, as a shard also over replicas, without padding, in rings. Remat gathers
+nothing more.
 What the compiler makes of it is found by ``traffic``.
 """
 
@@ -49,6 +50,8 @@ def parameter_traffic(units: Iterable[Unit]) -> tuple[ParameterTraffic, ...]:
 def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     group: ParamGroup = unit.group
     others = group.collectives.num_shards - 1
+    replicas = group.replicas.num_shards
+    over_replicas = 2 * (replicas - 1) / replicas  # of a shard
     gathers = 2 if unit.reshards_after_forward else 1
     found = []
     for param in group.params:
@@ -62,7 +65,9 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
                 numel=param.layout.numel,
                 padded=param.layout.padded_numel,
                 gathered_bytes=round(gathers * others * shard_numel * dtype.itemsize),
-                reduced_bytes=round(others * shard_numel * reduced.itemsize * needs_grad),
+                reduced_bytes=round(
+                    (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
+                ),
             )
         )
     return found

@@ -1,0 +1,81 @@
+"""Who a unit's ranks are to each other: those that share its parameters, those that repeat them.
+
+Words: *replicas* are ranks that hold equal shards; a *sharding group* is the ranks that together
+hold the parameters once.
+Always true: every rank is in one sharding group and in one group of replicas; where groups are
+given by hand (``sharding_groups``), what lies between them is the user's affair.
+What is sent is ``collectives``' business, when ``param_group``'s and ``unit``'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xla_fsdp import xla_ops
+from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.config import FSDPConfig
+from xla_fsdp.mesh import Mesh
+from xla_fsdp.torus import Groups
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What a unit communicates by.
+
+    Args:
+        shards: joins the ranks that share the parameters.
+        replicas: joins the ranks that hold the same shards; of one rank, if there are no others.
+        everyone: joins all of these ranks.
+        groups: all sharding groups, if there are several.
+        covers_all: whether all ranks of the job hold the same model.
+    """
+
+    shards: Collectives
+    everyone: Collectives
+    replicas: Collectives = field(default_factory=LocalCollectives)
+    groups: Groups | None = None
+    covers_all: bool = True
+
+
+def communication_for(config: FSDPConfig, given: Collectives | None) -> Communication:
+    """As ``config`` says, or over ``given`` alone.
+
+    Raises:
+        ValueError: if the mesh is not one of this job's ranks.
+    """
+    if given is not None:
+        return Communication(given, given)
+    if config.mesh is not None:
+        return _over_mesh(config.mesh)
+    rank, size = config.sharding_rank, config.sharding_world_size
+    if config.sharding_groups is None or rank is None or size is None:
+        all_ranks = _over(None, xla_ops.rank(), xla_ops.world_size())
+        return Communication(all_ranks, all_ranks)
+    groups = config.sharding_groups
+    own = _over(groups, rank, size)
+    return Communication(own, own, groups=groups, covers_all=False)
+
+
+def _over_mesh(mesh: Mesh) -> Communication:
+    if mesh.world_size != xla_ops.world_size():
+        raise ValueError(
+            f"the mesh lays out {mesh.world_size} ranks, but the job has {xla_ops.world_size()}; "
+            f"make it by init_mesh on the ranks that train"
+        )
+    shard = mesh.axis_names[-1]
+    groups = mesh.groups(shard)
+    return Communication(
+        _along(mesh[shard]),
+        _along(mesh),
+        _along(mesh[mesh.axis_names[0]]) if mesh.ndim > 1 else LocalCollectives(),
+        groups if len(groups) > 1 else None,
+        covers_all=mesh.size() == mesh.world_size,
+    )
+
+
+def _along(mesh: Mesh) -> Collectives:
+    return _over(mesh.groups(), mesh.place(xla_ops.rank()), mesh.size())
+
+
+def _over(groups: Groups | None, rank: int, size: int) -> Collectives:
+    return LocalCollectives() if size == 1 else XlaCollectives(groups, rank, size)

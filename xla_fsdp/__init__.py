@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from xla_fsdp.unit_module import register_fsdp_forward_method
+    from xla_fsdp.unit_host import register_fsdp_forward_method
 
 __all__ = [
     "BackwardPrefetch",
@@ -125,7 +125,7 @@ _HOMES = {
     "load_sharded_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
-    "register_fsdp_forward_method": "unit_module",
+    "register_fsdp_forward_method": "unit_host",
     "save_checkpoint": "save_load",
 }
 

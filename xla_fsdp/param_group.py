@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.collectives import Collectives, LocalCollectives
+from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
 from xla_fsdp.sharded_param import ShardedParam
@@ -33,6 +33,7 @@ class ParamGroup:
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
         replicas: communication among the ranks that hold the same shards (default: no others).
+        smaller: for parameters that are kept in larger shards between forward and backward.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class ParamGroup:
         collectives: Collectives,
         config: FSDPConfig,
         replicas: Collectives | None = None,
+        smaller: SmallerGroups | None = None,
     ) -> None:
         self.params = tuple(params)
         self.collectives = collectives
         self.replicas = replicas or LocalCollectives()
+        self.smaller = smaller
         self._config = config
         num_ranks = collectives.num_shards * self.replicas.num_shards
         self.predivide, self.postdivide = default_divide_factors(num_ranks)
@@ -85,26 +88,45 @@ class ParamGroup:
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
-        cast = [
-            shard.detach().to(param.compute_dtype or shard.dtype)
-            for param, shard in zip(self.params, shards, strict=True)
-        ]
-        return self.gather_as_stored(self.params, cast)
+        return self.gather_as_stored(self.params, self._cast(shards))
 
     def gather_as_stored(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor]
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
-        flat = [
-            shard.detach().reshape(_shard_shape(param))
-            for param, shard in zip(params, shards, strict=True)
+        stacks = self._gathered(_as_sent(params, shards), self.collectives)
+        return _split(params, stacks)
+
+    def gather_larger(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """From this rank's ``shards``, the larger ones by which the ranks of one smaller group
+        share the parameters, in their compute dtype."""
+        assert self.smaller is not None
+        sent = _as_sent(self.params, self._cast(shards))
+        return [larger.clone() for larger in self._gathered(sent, self.smaller.across)]
+
+    def gather_from_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors of all members from this rank's larger shards, within its smaller group."""
+        assert self.smaller is not None
+        # [across, *shard] each; flat shards of several ranks stay flat when they are joined.
+        sent = [t.reshape(-1) if t.dim() == 2 else t for t in larger]
+        stacks = self._gathered(sent, self.smaller.within)
+        size = self.smaller.within.num_shards
+        in_order = [  # rank r is number r % size of its group, and each group holds one of each
+            stack.reshape(size, *t.shape).transpose(0, 1).reshape(-1, *t.shape[1:])
+            for stack, t in zip(stacks, larger, strict=True)
         ]
-        limit = math.inf if self._config.coalesce_all_gather_ops else 0
-        stacks = _in_buckets(flat, self.collectives.all_gather, limit)
+        return _split(self.params, in_order)
+
+    def _cast(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [
-            full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
+            shard.detach().to(param.compute_dtype or shard.dtype)
+            for param, shard in zip(self.params, shards, strict=True)
         ]
+
+    def _gathered(self, shards: Sequence[Tensor], by: Collectives) -> list[Tensor]:
+        limit = math.inf if self._config.coalesce_all_gather_ops else 0
+        return _in_buckets(shards, by.all_gather, limit)
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
@@ -116,7 +138,7 @@ class ParamGroup:
         stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
         reduced = iter(self._reduce_stacks([stack for stack in stacked if stack is not None]))
         return [
-            None if stack is None else self._finish(next(reduced), param.shard)
+            None if stack is None else self._finish(next(reduced), param)
             for param, stack in zip(self.params, stacked, strict=True)
         ]
 
@@ -150,10 +172,10 @@ class ParamGroup:
         dtype = self._config.gradient_dtype
         return grad if dtype is None else grad.to(dtype)
 
-    def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
+    def _finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
-        wide = reduced.to(torch.promote_types(reduced.dtype, shard.dtype))
-        return (wide / self.postdivide).to(shard.dtype).reshape(shard.shape)
+        wide = reduced.to(torch.promote_types(reduced.dtype, param.shard.dtype))
+        return param.as_shard((wide / self.postdivide).to(param.shard.dtype))
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -187,12 +209,25 @@ LARGE = 2 * ROWS * LANES
 """Shards of fewer elements travel joined; see ``collectives.ROWS``."""
 
 
+def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        param.in_rows(shard.detach()).reshape(_shard_shape(param))
+        for param, shard in zip(params, shards, strict=True)
+    ]
+
+
+def _split(params: Sequence[ShardedParam], stacks: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
+    ]
+
+
 def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
     """Shape in which a shard travels: whole rows of the parameter where it consists of such, so
     that the gathered stack is the parameter as it is; else flat. Laying 50 million elements out
     anew takes the TPU compiler minutes and the program as much code as 20 transformer blocks."""
     size = param.layout.shard_numel
-    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 0
+    width = param.row_numel if len(param.members) == 1 else 0
     if not width or width % LANES or size % (width * ROWS) or size < LARGE:
         return (size,)
     return (size // width, width)

@@ -68,11 +68,15 @@ class Owner:
 
 @dataclass(frozen=True)
 class Member:
-    """An original parameter: its fully qualified names (first the canonical one, then ties)."""
+    """An original parameter: its names (first the canonical one, then ties) in the unit.
+
+    ``parts`` are the numbers of the unit's modules in which the names are; none means the first.
+    """
 
     names: tuple[str, ...]
     shape: torch.Size
     owners: tuple[Owner, ...]
+    parts: tuple[int, ...] = ()
 
 
 class Places:
@@ -83,12 +87,14 @@ class Places:
     when nothing is shown.
 
     Args:
-        shard: of a parameter that is registered under its members' names; None for a flat one,
-            whose members are no attributes when nothing is shown.
+        shard: what stands for the parameter.
+        registered: whether it is so under its members' names; members of a flat one are no
+            attributes when nothing is shown.
     """
 
-    def __init__(self, shard: nn.Parameter | None) -> None:
-        self._shard = shard
+    def __init__(self, shard: nn.Parameter, *, registered: bool) -> None:
+        self.shard = shard
+        self._registered = registered
         self._shown: list[tuple[Owner, Tensor]] = []
 
     def show(self, owner: Owner, tensor: Tensor, *, idle: bool) -> None:
@@ -107,7 +113,7 @@ class Places:
     def held_by(self, owner: Owner) -> Tensor | None:
         """What the owner should hold; None for no attribute."""
         shown = [tensor for place, tensor in self._shown if place == owner]
-        return shown[-1] if shown else self._shard
+        return shown[-1] if shown else self.shard if self._registered else None
 
     def refresh(self, owner: Owner) -> None:
         """Let ``owner`` hold what it should."""
@@ -125,11 +131,13 @@ class ShardedParam:
         key: name of the shard in the unit's state dict.
         members: the original parameters in joining order.
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
-            [rows, ...] where whole rows of dim 0 are sharded.
-        layout: how the joined members are cut.
+            [rows, ...] where whole rows of a dim are sharded, which is in its place.
+        layout: how the joined members are cut; along another dim, how the member is with that dim
+            moved to the front.
         compute_dtype: what full parameters are gathered and used in; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         places: what another unit's parameter with the same shard keeps of its owners.
+        dim: which dim of a single member is cut.
     """
 
     def __init__(
@@ -141,14 +149,15 @@ class ShardedParam:
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
         places: Places | None = None,
+        dim: int = 0,
     ) -> None:
         self.key = key
         self.members = tuple(members)
-        self.shard = shard
         self.layout = layout
+        self.dim = dim
         self.compute_dtype = compute_dtype
         self.state = ParamState.SHARDED
-        self.places = places or Places(shard if home is None else None)
+        self.places = places or Places(shard, registered=home is None)
         self._home = home
         self._full: list[Tensor] = []
         if home is not None:
@@ -157,14 +166,40 @@ class ShardedParam:
             self.places.refresh(owner)
 
     @property
+    def shard(self) -> nn.Parameter:
+        """The leaf parameter."""
+        return self.places.shard
+
+    @property
     def is_flat(self) -> bool:
         """Whether the shard is registered on its own, apart from its members."""
         return self._home is not None
 
     @property
     def by_rows(self) -> bool:
-        """Whether the shard has the shape of whole rows of its member's dim 0."""
+        """Whether the shard has the shape of whole rows of its member's dim."""
         return self.shard.dim() > 1
+
+    @property
+    def row_shape(self) -> torch.Size:
+        """Shape of a row of a single member."""
+        shape = list(self.members[0].shape)
+        return torch.Size([*shape[: self.dim], *shape[self.dim + 1 :]])
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row; 0 where the member has no dims."""
+        return self.row_shape.numel() if self.members[0].shape else 0
+
+    def in_rows(self, shard: Tensor) -> Tensor:
+        """What is cut like the shard, with the dim that is cut in front."""
+        return shard.movedim(self.dim, 0) if self.dim else shard
+
+    def as_shard(self, rows: Tensor) -> Tensor:
+        """The inverse: as many elements as a shard has, in its shape."""
+        if not self.dim:
+            return rows.reshape(self.shard.shape)
+        return rows.reshape(-1, *self.row_shape).movedim(0, self.dim).contiguous()
 
     def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the owners at the full tensors, one per member in order.
@@ -227,6 +262,9 @@ class ShardedParam:
         """
         joined = stack.reshape(-1)
         numels = [member.shape.numel() for member in self.members]
+        if self.dim:
+            rows = xla_ops.cut(joined, 0, 0, numels[0]).reshape(-1, *self.row_shape)
+            return [rows.movedim(0, self.dim).contiguous()]
         return [
             torch.view_copy(xla_ops.cut(joined, 0, start, numel), member.shape)
             for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
@@ -234,7 +272,7 @@ class ShardedParam:
 
     def stack(self, full: Sequence[Tensor]) -> Tensor:
         """The inverse of ``split``, with zeros as padding: [num_shards, shard_numel]."""
-        flat = [tensor.reshape(-1) for tensor in full]
+        flat = [self.in_rows(tensor).reshape(-1) for tensor in full]
         joined = torch.cat(flat) if len(flat) > 1 else flat[0]
         padding = self.layout.padded_numel - self.layout.numel
         if padding:
@@ -243,7 +281,7 @@ class ShardedParam:
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """``rank``'s shard of full members, in the shape of the shard, on their device."""
-        return slice_of(full, self.layout, rank).reshape(self.shard.shape)
+        return self.as_shard(slice_of([self.in_rows(t) for t in full], self.layout, rank))
 
     def _move(self, expected: ParamState, new: ParamState) -> None:
         if self.state is not expected:
@@ -260,13 +298,18 @@ def make_shard(
     rank: int,
     device: torch.device,
     row_shape: Sequence[int] = (),
+    dim: int = 0,
 ) -> nn.Parameter:
-    """Cut ``rank``'s shard, [rows, *row_shape], out of full tensors joined end to end.
+    """Cut ``rank``'s shard, [rows, *row_shape], out of full tensors joined end to end; of a single
+    one along ``dim``, where the rows then are.
 
-    Only the slice moves to ``device``: a parameter in host memory never exists there in full.
+    Only the slice moves to ``device``: a parameter in host memory never exists there in full. What
+    is on the meta device stays there.
     """
+    flat = slice_of([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
+    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
-        slice_of(tensors, layout, rank).reshape(-1, *row_shape).to(device),
+        rows if rows.is_meta else rows.to(device),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for

@@ -34,9 +34,9 @@ HSDP = ("replica", "shard")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def facts(model: Any) -> dict[str, Any]:
-    """What a wrapper came to."""
-    group, options = model._unit.group, model._options
+def facts(unit: Any) -> dict[str, Any]:
+    """What a unit came to."""
+    group, options = unit.group, unit.config
     return {
         "shards": group.collectives.num_shards,
         "replicas": group.replicas.num_shards,
@@ -55,14 +55,14 @@ def strategies(rank: int) -> dict[str, dict[str, Any]]:
     found = {}
     for strategy in ShardingStrategy:
         more = {"device_mesh": mesh} if "HYBRID" in strategy.name else {}
-        found[strategy.name] = facts(fsdp(make(), sharding_strategy=strategy, **more))
+        found[strategy.name] = facts(fsdp(make(), sharding_strategy=strategy, **more)._fsdp_unit)
     no_shard = ShardingStrategy.NO_SHARD
-    found["no_shard_1d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=one))
-    found["no_shard_2d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=mesh))
-    found["mesh_1d"] = facts(fsdp(make(), mesh=one))
-    found["torch_mesh"] = facts(fsdp(make(), device_mesh=torch_mesh(1, RANKS)))
-    found["flat"] = facts(fsdp(make(), use_orig_params=False))
-    found["not_flat"] = facts(fsdp(make(), use_orig_params=True))
+    found["no_shard_1d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=one)._fsdp_unit)
+    found["no_shard_2d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=mesh)._fsdp_unit)
+    found["mesh_1d"] = facts(fsdp(make(), mesh=one)._fsdp_unit)
+    found["torch_mesh"] = facts(fsdp(make(), device_mesh=torch_mesh(1, RANKS))._fsdp_unit)
+    found["flat"] = facts(fsdp(make(), use_orig_params=False)._fsdp_unit)
+    found["not_flat"] = facts(fsdp(make(), use_orig_params=True)._fsdp_unit)
     return found
 
 
@@ -109,8 +109,8 @@ def by_policy(rank: int) -> list[dict[str, Any]]:
         mixed_precision=MixedPrecision(param_dtype=BF16),
         sync_module_states=True,
     )
-    inner = [wrapper for _, wrapper in model._named_wrappers()][1:]
-    return [{**facts(each), "dtype": each._options.compute_dtype} for each in inner]
+    inner = model._units()[1:]
+    return [{**facts(each), "dtype": each.config.compute_dtype} for each in inner]
 
 
 def test_units_inside_get_the_same_options() -> None:
@@ -250,8 +250,7 @@ def precision(rank: int) -> dict[str, Any]:
     model = fsdp(model, mixed_precision=policy)
     model(rows())
     seen["buffer"] = model.extra.dtype
-    config = model._options
-    seen["reduced"] = config.gradient_dtype
+    seen["reduced"] = model._fsdp_unit.config.gradient_dtype
     return {name: str(dtype) for name, dtype in seen.items()}
 
 

@@ -156,7 +156,7 @@ def _values(scope: Scope) -> list[Tensor]:
     params = [param for _, _, _, _, param in scope.parameters()]
     buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
     found = {id(each): each for each in (*params, *buffers) if each is not None}
-    return [each for each in found.values() if not is_sharded(each)]
+    return [each for each in found.values() if not (is_sharded(each) or each.is_meta)]
 
 
 def _dims(scope: Scope, placement: Placement | None) -> dict[int, int]:

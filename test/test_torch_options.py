@@ -48,6 +48,11 @@ def facts(unit: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- strategies
 
 
+def at_once(module: nn.Module, **options: Any) -> Any:
+    """Wrapped, and nothing run."""
+    return fsdp(module, execute_sharding_on_init=False, **options)
+
+
 @scenarios.add
 def strategies(rank: int) -> dict[str, dict[str, Any]]:
     mesh = init_mesh((RANKS, 1), HSDP)
@@ -55,14 +60,14 @@ def strategies(rank: int) -> dict[str, dict[str, Any]]:
     found = {}
     for strategy in ShardingStrategy:
         more = {"device_mesh": mesh} if "HYBRID" in strategy.name else {}
-        found[strategy.name] = facts(fsdp(make(), sharding_strategy=strategy, **more)._fsdp_unit)
+        found[strategy.name] = facts(at_once(make(), sharding_strategy=strategy, **more)._fsdp_unit)
     no_shard = ShardingStrategy.NO_SHARD
-    found["no_shard_1d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=one)._fsdp_unit)
-    found["no_shard_2d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=mesh)._fsdp_unit)
-    found["mesh_1d"] = facts(fsdp(make(), mesh=one)._fsdp_unit)
-    found["torch_mesh"] = facts(fsdp(make(), device_mesh=torch_mesh(1, RANKS))._fsdp_unit)
-    found["flat"] = facts(fsdp(make(), use_orig_params=False)._fsdp_unit)
-    found["not_flat"] = facts(fsdp(make(), use_orig_params=True)._fsdp_unit)
+    found["no_shard_1d"] = facts(at_once(make(), sharding_strategy=no_shard, mesh=one)._fsdp_unit)
+    found["no_shard_2d"] = facts(at_once(make(), sharding_strategy=no_shard, mesh=mesh)._fsdp_unit)
+    found["mesh_1d"] = facts(at_once(make(), mesh=one)._fsdp_unit)
+    found["torch_mesh"] = facts(at_once(make(), device_mesh=torch_mesh(1, RANKS))._fsdp_unit)
+    found["flat"] = facts(at_once(make(), use_orig_params=False)._fsdp_unit)
+    found["not_flat"] = facts(at_once(make(), use_orig_params=True)._fsdp_unit)
     return found
 
 

@@ -47,17 +47,20 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def build(depth: int = 2, barriers: bool = True, one_step: bool = False) -> Callable[[], Any]:
+def build(
+    depth: int = 2, barriers: bool = True, one_step: bool = False, replicas: int = 0
+) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
 
     Args:
         depth: number of blocks.
         barriers: whether units are fenced.
         one_step: reduce over all ranks at once, whatever the torus.
+        replicas: shard inside so many groups of ranks, and average over them; 0 for one group.
     """
     import torch_xla
 
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, xla_ops
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, xla_ops
     from xla_fsdp.collectives import XlaCollectives
 
     everyone = [list(range(xla_ops.world_size()))]
@@ -68,6 +71,9 @@ def build(depth: int = 2, barriers: bool = True, one_step: bool = False) -> Call
     }
     if one_step:
         options["collectives"] = XlaCollectives(None, 0, len(everyone[0]), [everyone])
+    if replicas:
+        sizes = (replicas, len(everyone[0]) // replicas)
+        options["mesh"] = init_mesh(sizes, ("replica", "shard"))
     model: Any = Transformer(depth)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)

@@ -733,7 +733,7 @@ def inherited_collectives(rank: int) -> set[str]:
     from xla_fsdp.wrap import always_wrap_policy
 
     model = fsdp(make(), auto_wrap_policy=always_wrap_policy, collectives=LocalCollectives(rank, 2))
-    return {type(unit.group.collectives).__name__ for unit in model._units()}
+    return {type(unit.group.collectives).__name__ for unit in model._fsdp_units()}
 
 
 def test_auto_wrapped_units_get_the_same_collectives() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.comm_hooks import CommHook
@@ -70,7 +70,7 @@ class ParamGroup:
             remember_group(param.shard, self)
 
     @property
-    def shards(self) -> list[Tensor]:
+    def shards(self) -> list[nn.Parameter]:
         """The shard parameters."""
         return [param.shard for param in self.params]
 

@@ -53,15 +53,26 @@ class ShardedModule(UnitHost):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
         ``optimizer.zero_grad()`` cannot do)."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in self.params_with_grad:
+            assert param.grad is not None
+            if set_to_none:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()
         for unit in self._fsdp_units():
             unit.drop_kept()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
-        params = self._fsdp_module().parameters()
-        return [param for param in params if param.grad is not None]
+        return [param for param in self._fsdp_parameters() if param.grad is not None]
+
+    def _fsdp_parameters(self) -> list[nn.Parameter]:
+        """What is trained, also while modules hold full parameters in its place."""
+        shards = [shard for unit in self._fsdp_units() for shard in unit.group.shards]
+        held = self._fsdp_module().parameters()
+        others = [param for param in held if isinstance(param, nn.Parameter)]
+        return list({id(param): param for param in (*shards, *others)}.values())
 
     def clip_grad_norm_(
         self,
@@ -88,7 +99,7 @@ class ShardedModule(UnitHost):
         self._fsdp_refuse_kept("clip_grad_norm_")
         rank = self._fsdp_unit.group.collectives.rank
         over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
-        return clip_grads(self._fsdp_module().parameters(), max_norm, norm_type, over)
+        return clip_grads(self._fsdp_parameters(), max_norm, norm_type, over)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient element into [-clip_value, clip_value].

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     )
     from xla_fsdp.checkpoint.step_directory import latest_step
     from xla_fsdp.collectives import LocalCollectives
+    from xla_fsdp.fsdp_module import FSDPModule, UnshardHandle
+    from xla_fsdp.fully_shard import fully_shard
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
+    from xla_fsdp.grad_clip import clip_grad_norm_
     from xla_fsdp.grad_scaler import ShardedGradScaler
     from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.mesh import Mesh, init_mesh
+    from xla_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
+    from xla_fsdp.shard_view import distribute_tensor
     from xla_fsdp.state_dicts import (
         full_state_dict,
         load_full_state_dict,
@@ -52,7 +57,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CheckpointError",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalCollectives",
@@ -60,6 +67,8 @@ __all__ = [
     "LocalStateDictConfig",
     "Mesh",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PendingSave",
     "RankError",
     "ShardedGradScaler",
@@ -69,12 +78,16 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "SyncBatchNorm",
+    "UnshardHandle",
     "XlaFullyShardedDataParallel",
     "checkpoint_module",
     "checkpoint_wrapper",
+    "clip_grad_norm_",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
+    "distribute_tensor",
     "full_state_dict",
+    "fully_shard",
     "init_from_checkpoint",
     "init_mesh",
     "latest_step",
@@ -92,7 +105,9 @@ __all__ = [
 _HOMES = {
     "BackwardPrefetch": "torch_names",
     "CPUOffload": "torch_names",
+    "CPUOffloadPolicy": "policies",
     "CheckpointError": "checkpoint",
+    "FSDPModule": "fsdp_module",
     "FullOptimStateDictConfig": "torch_names",
     "FullStateDictConfig": "torch_names",
     "LocalCollectives": "collectives",
@@ -100,6 +115,8 @@ _HOMES = {
     "LocalStateDictConfig": "torch_names",
     "Mesh": "mesh",
     "MixedPrecision": "torch_names",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
     "PendingSave": "save_load",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
@@ -109,12 +126,16 @@ _HOMES = {
     "StateDictSettings": "torch_names",
     "StateDictType": "torch_names",
     "SyncBatchNorm": "sync_batch_norm",
+    "UnshardHandle": "fsdp_module",
     "XlaFullyShardedDataParallel": "fully_sharded",
     "checkpoint_module": "remat",
     "checkpoint_wrapper": "remat",
+    "clip_grad_norm_": "grad_clip",
     "consolidate_sharded_model_checkpoints": "checkpoint",
     "consolidate_sharded_state_dicts": "checkpoint",
+    "distribute_tensor": "shard_view",
     "full_state_dict": "state_dicts",
+    "fully_shard": "fully_shard",
     "init_from_checkpoint": "init_source",
     "init_mesh": "mesh",
     "latest_step": "checkpoint.step_directory",

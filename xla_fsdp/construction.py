@@ -54,7 +54,7 @@ def check_wrappable(module: nn.Module) -> None:
         raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
     if is_unit(module):
         raise ValueError(
-            "this module is wrapped with FSDP already. For nested units, wrap the inner modules "
+            "this module is sharded with FSDP already. For nested units, shard the inner modules "
             "first and then the module that holds them"
         )
     if not has_forward(module):

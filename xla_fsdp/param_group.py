@@ -16,13 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
+from xla_fsdp.comm_hooks import CommHook
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
+from xla_fsdp.mesh import Mesh
+from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
-from xla_fsdp.ties import remember
+from xla_fsdp.ties import remember, remember_group
 
 
 class ParamGroup:
@@ -50,19 +53,33 @@ class ParamGroup:
         self.smaller = smaller
         self._config = config
         num_ranks = collectives.num_shards * self.replicas.num_shards
-        self.predivide, self.postdivide = default_divide_factors(num_ranks)
-        self._unreduced: dict[int, Tensor] = {}
+        self.predivide, self.postdivide = split_divisor(num_ranks)
+        self.all_reduces = True
+        self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
+        self.comm_hook: CommHook | None = None
+        self._unreduced: dict[int, Tensor] = {}  # full gradients, by member
+        self._not_summed: dict[int, Tensor] = {}  # shards that replicas are to add, by parameter
+        for param in self.params:
+            remember_group(param.shard, self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or what was pickled: its shards are known like any others."""
         vars(self).update(state)
         for param in self.params:
             remember(param, [param.shard])
+            remember_group(param.shard, self)
 
     @property
-    def shards(self) -> list[Tensor]:
+    def shards(self) -> list[nn.Parameter]:
         """The shard parameters."""
         return [param.shard for param in self.params]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who shares the parameters."""
+        if self._config.mesh is not None:
+            return self._config.mesh
+        return whole_mesh(self.collectives.num_shards)
 
     @property
     def is_first(self) -> bool:
@@ -131,25 +148,50 @@ class ParamGroup:
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
 
-        A parameter none of whose members has a gradient gets None, as in an unsharded model.
-        Gradients kept back by ``keep`` are added first.
+        A parameter none of whose members has a gradient gets None, as in an unsharded model; all
+        do while replicas are not to add theirs. What was kept back is added first.
         """
         grads = self._with_kept(grads)
         stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        reduced = iter(self._reduce_stacks([stack for stack in stacked if stack is not None]))
+        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
+        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        kept, self._not_summed = self._not_summed, {}
+        shards = {
+            i: s
+            for i in range(len(self.params))
+            if (s := _add(kept.get(i), shards.get(i))) is not None
+        }
+        if self.replicas.num_shards > 1 and not self.all_reduces:
+            self._not_summed = shards
+            return [None] * len(self.params)
+        summed = dict(zip(shards, self._summed(list(shards.values())), strict=True))
         return [
-            None if stack is None else self._finish(next(reduced), param)
-            for param, stack in zip(self.params, stacked, strict=True)
+            self._finish(self._hooked(summed[index]), param) if index in summed else None
+            for index, param in enumerate(self.params)
         ]
 
-    def _reduce_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's shards of the sums over all ranks."""
-        megabytes = self._config.reduce_scatter_bucket_size_mb
-        limit = math.inf if megabytes is None else megabytes * 2**20
-        shards = _in_buckets(stacks, self.collectives.reduce_scatter, limit)
+    def _scattered(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of the sums over the ranks that share the parameters."""
+        if self.comm_hook is not None:
+            return _in_buckets(stacks, self.comm_hook, math.inf)
+        return _in_buckets(stacks, self.collectives.reduce_scatter, self._limit)
+
+    def _summed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Their sums over the replicas."""
         if self.replicas.num_shards == 1:
-            return shards
-        return _in_buckets(shards, self.replicas.all_reduce_shards, limit)
+            return list(shards)
+        return _in_buckets(shards, self.replicas.all_reduce_shards, self._limit)
+
+    def _hooked(self, shard: Tensor) -> Tensor:
+        if self.all_reduce_hook is None:
+            return shard
+        result = self.all_reduce_hook(shard)
+        return shard if result is None else result
+
+    @property
+    def _limit(self) -> float:
+        megabytes = self._config.reduce_scatter_bucket_size_mb
+        return math.inf if megabytes is None else megabytes * 2**20
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
@@ -162,11 +204,11 @@ class ParamGroup:
     @property
     def has_kept(self) -> bool:
         """Whether gradients wait for the next ``reduce``."""
-        return bool(self._unreduced)
+        return bool(self._unreduced) or bool(self._not_summed)
 
     def drop_kept(self) -> None:
         """Forget the gradients that wait for the next ``reduce``."""
-        self._unreduced = {}
+        self._unreduced, self._not_summed = {}, {}
 
     def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
         dtype = self._config.gradient_dtype
@@ -175,7 +217,8 @@ class ParamGroup:
     def _finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
         wide = reduced.to(torch.promote_types(reduced.dtype, param.shard.dtype))
-        return param.as_shard((wide / self.postdivide).to(param.shard.dtype))
+        divided = wide if self.comm_hook is not None else wide / self.postdivide
+        return param.as_shard(divided.to(param.shard.dtype))
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -199,7 +242,9 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
+        stack = self._to_reduce_dtype(param.stack(full))
+        if self.comm_hook is None:
+            stack = stack / self.predivide
         return stack.reshape(param.layout.num_shards, *_shard_shape(param))
 
 
@@ -233,14 +278,14 @@ def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
     return (size // width, width)
 
 
-def default_divide_factors(num_ranks: int) -> tuple[float, float]:
-    """What gradients are divided by before and after the sum over ranks; the product is the
-    number of ranks. Splitting it near the square root keeps 16-bit sums from overflow before and
-    from underflow after (the rule of torch's own FSDP)."""
+def split_divisor(divisor: float) -> tuple[float, float]:
+    """What gradients are divided by before and after the sum over ranks; the product is
+    ``divisor``, usually the number of ranks. Splitting it near the square root keeps 16-bit sums
+    from overflow before and from underflow after (the rule of torch's own FSDP)."""
     before = 1
-    while num_ranks % before == 0 and num_ranks / before > before:
+    while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return float(before), num_ranks / before
+    return float(before), divisor / before
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -30,6 +30,7 @@ def describe(
         world_size: how many these are.
         groups: all sharding groups, if there are several.
     """
+    _refuse_other_dims(shards)
     records: dict[int, ParamRecord] = {}  # by the shard's id: a tied one is recorded once
     ties: dict[str, str] = {}
     for shard in shards:
@@ -44,6 +45,15 @@ def describe(
         buffers,
         groups=None if groups is None else tuple(tuple(group) for group in groups),
     )
+
+
+def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
+    others = [f"{s.key} (along dim {s.param.dim})" for s in shards if s.param.dim]
+    if others:
+        raise ValueError(
+            f"files of shards hold slices along dim 0, but shard_placement_fn has others cut: "
+            f"{', '.join(others)}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
 
 
 def _record(shard: NamedShard) -> ParamRecord:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.collectives import Collectives, XlaCollectives
-from xla_fsdp.grad_clip import Slices, clip_grads_by_norm_, clip_grads_by_value_
+from xla_fsdp.collectives import XlaCollectives
+from xla_fsdp.comm_hooks import CommHook, Hook
+from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import describe
-from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit_host import UnitHost, named_hosts, units_in
 
@@ -40,7 +40,7 @@ class ShardedModule(UnitHost):
                 pass, and no memory beyond the shards. Loops that always use ``no_sync`` (those of
                 integrations) choose between the two here.
         """
-        units = self._units()
+        units = self._fsdp_units()
         before = [unit.sync_gradients for unit in units]
         for unit in units:
             unit.sync_gradients = sharded
@@ -53,15 +53,26 @@ class ShardedModule(UnitHost):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
         ``optimizer.zero_grad()`` cannot do)."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in self._units():
+        for param in self.params_with_grad:
+            assert param.grad is not None
+            if set_to_none:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()
+        for unit in self._fsdp_units():
             unit.drop_kept()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
-        params = self._fsdp_module().parameters()
-        return [param for param in params if param.grad is not None]
+        return [param for param in self._fsdp_parameters() if param.grad is not None]
+
+    def _fsdp_parameters(self) -> list[nn.Parameter]:
+        """What is trained, also while modules hold full parameters in its place."""
+        shards = [shard for unit in self._fsdp_units() for shard in unit.group.shards]
+        held = self._fsdp_module().parameters()
+        others = [param for param in held if isinstance(param, nn.Parameter)]
+        return list({id(param): param for param in (*shards, *others)}.values())
 
     def clip_grad_norm_(
         self,
@@ -85,17 +96,10 @@ class ShardedModule(UnitHost):
             ValueError: if ``norm_type`` is not positive.
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
-        self._refuse_kept("clip_grad_norm_")
+        self._fsdp_refuse_kept("clip_grad_norm_")
         rank = self._fsdp_unit.group.collectives.rank
         over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
-        whole = [param.grad for param in self.params_with_grad if not is_sharded(param)]
-        return clip_grads_by_norm_(
-            self._slices(over),
-            [grad for grad in whole if grad is not None],
-            max_norm,
-            norm_type,
-            self._fsdp_unit.device,
-        )
+        return clip_grads(self._fsdp_parameters(), max_norm, norm_type, over)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient element into [-clip_value, clip_value].
@@ -107,8 +111,32 @@ class ShardedModule(UnitHost):
             ValueError: if it is negative or not a number.
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
-        self._refuse_kept("clip_grad_value_")
+        self._fsdp_refuse_kept("clip_grad_value_")
         clip_grads_by_value_(self.params_with_grad, clip_value)
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Reduce the gradients of all units in this module by ``hook`` (see ``comm_hooks``).
+
+        Args:
+            state: handed to the hook; ``comm_hooks.DefaultState()`` for those of that module.
+            hook: called as ``hook(state, grad, shard)``.
+
+        Raises:
+            TypeError: if the hook cannot be called.
+            ValueError: if a unit has a hook already, or shares its parameters with replicas.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, got a {type(hook).__name__}")
+        groups = [unit.group for unit in self._fsdp_units()]
+        if any(group.comm_hook is not None for group in groups):
+            raise ValueError("a communication hook is registered already; there is one for a unit")
+        if any(group.replicas.num_shards > 1 for group in groups):
+            raise ValueError(
+                "a communication hook stands in for the reduce-scatter, but this mesh has "
+                "replicas, over which gradients are summed after it; use set_all_reduce_hook"
+            )
+        for group in groups:
+            group.comm_hook = CommHook(state, hook, group.collectives)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by ``pre`` before the sum over ranks and by ``post`` after it (default:
@@ -124,7 +152,7 @@ class ShardedModule(UnitHost):
         """
         if not (pre > 0 and post > 0):
             raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
-        for unit in self._units() if recursive else [self._fsdp_unit]:
+        for unit in self._fsdp_units() if recursive else [self._fsdp_unit]:
             unit.group.predivide, unit.group.postdivide = pre, post
 
     # ------------------------------------------------------------ state
@@ -171,36 +199,21 @@ class ShardedModule(UnitHost):
         collectives = self._fsdp_unit.group.collectives
         return describe(
             list(self._fsdp_named_shards(remove_duplicate=False)),
-            self._cast_buffers(),
+            self._fsdp_cast_buffers(),
             collectives.rank,
             collectives.num_shards,
             self._fsdp_attachment.communication.groups,
         ).to_dict()
 
-    def _cast_buffers(self) -> dict[str, torch.dtype]:
+    def _fsdp_cast_buffers(self) -> dict[str, torch.dtype]:
         return {
             join_name(prefix, name): dtype
             for prefix, host in named_hosts(self._fsdp_module(), remove_duplicate=False)
             for name, dtype in host._fsdp_attachment.cast_buffers.items()
         }
 
-    def _slices(self, over: Collectives | None) -> list[Slices]:
-        """Gradients of all units, those that are shared by the same ranks together."""
-        grads: dict[Any, list[Tensor]] = {}
-        collectives: dict[Any, Collectives] = {}
-        seen: set[int] = set()  # a shard that is tied across units counts once
-        for unit in self._units():
-            by = over or unit.group.collectives
-            key = by.key
-            collectives.setdefault(key, by)
-            for shard in unit.group.shards:
-                if shard.grad is not None and id(shard) not in seen:
-                    grads.setdefault(key, []).append(shard.grad)
-                seen.add(id(shard))
-        return [Slices(grads.get(key, []), by) for key, by in collectives.items()]
-
-    def _refuse_kept(self, method: str) -> None:
-        if any(unit.group.has_kept for unit in self._units()):
+    def _fsdp_refuse_kept(self, method: str) -> None:
+        if any(unit.group.has_kept for unit in self._fsdp_units()):
             raise RuntimeError(
                 f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
                 f"the last backward of the accumulation outside no_sync() first"

@@ -21,10 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
+from xla_fsdp.deferred_init import call_in_full, close_all
 from xla_fsdp.layout import ShardLayout, offsets
+from xla_fsdp.shard_view import ShardView
+from xla_fsdp.ties import known_group, remember, remember_group
 
 
-class ShardParameter(nn.Parameter):
+class ShardParameter(ShardView, nn.Parameter):
     """The leaf parameter that a rank keeps and its optimizer sees.
 
     A class of its own, so that copies of a model know their shards, too. Lightning and code written
@@ -36,6 +39,21 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickled as what it is; nn.Parameter would come back as one of its own class."""
         return _restored_shard, (self.detach(), self.requires_grad, vars(self))
+
+
+class UninitializedShard(ShardParameter):
+    """A shard that has got memory, and no values yet: see ``deferred_init``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call_in_full(func, args, kwargs or {})
+
+    def settle(self) -> None:
+        """The values are complete; from now on it is a shard like others."""
+        close_all()
+        self.__class__ = ShardParameter  # type: ignore[assignment]
 
 
 class ParamState(Enum):
@@ -168,6 +186,8 @@ class ShardedParam:
     @property
     def shard(self) -> nn.Parameter:
         """The leaf parameter."""
+        if isinstance(self.places.shard, UninitializedShard):
+            self.places.shard.settle()
         return self.places.shard
 
     @property
@@ -198,7 +218,7 @@ class ShardedParam:
     def as_shard(self, rows: Tensor) -> Tensor:
         """The inverse: as many elements as a shard has, in its shape."""
         if not self.dim:
-            return rows.reshape(self.shard.shape)
+            return rows.reshape(self.places.shard.shape)
         return rows.reshape(-1, *self.row_shape).movedim(0, self.dim).contiguous()
 
     def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
@@ -214,6 +234,47 @@ class ShardedParam:
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
                 self.places.show(owner, tensor, idle=idle)
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether an owner holds something on the meta device."""
+        return any(held.is_meta for held in self._held())
+
+    def _held(self) -> list[Tensor]:
+        """What the owners hold."""
+        held = (owner.module._parameters.get(owner.attribute) for owner in self._owners())
+        return [tensor for tensor in held if tensor is not None]
+
+    def take_memory(self, *, has_values: bool) -> None:
+        """The owners hold what the user has put in place of a shard on the meta device: that is the
+        shard from now on. Without values, it acts as the full parameter for whoever gives it some.
+
+        Raises:
+            ValueError: if it has another shape.
+        """
+        if self.places.shard.is_meta:
+            new = next((tensor for tensor in self._held() if not tensor.is_meta), None)
+            if new is None:
+                return
+            self._replace(new, has_values=has_values)
+        for owner in self._owners():
+            self.places.refresh(owner)
+
+    def _replace(self, new: Tensor, *, has_values: bool) -> None:
+        old = self.places.shard
+        if new.shape != old.shape:
+            raise ValueError(
+                f"{self.key} is on the meta device as a shard of shape {tuple(old.shape)}, and was "
+                f"given a tensor of shape {tuple(new.shape)}; give it this rank's shard "
+                f"(distribute_tensor), or memory first (to_empty) and then full tensors"
+            )
+        kind = ShardParameter if has_values else UninitializedShard
+        self.places.shard = kind(new.detach(), requires_grad=old.requires_grad)
+        vars(self.places.shard).update(vars(old))
+        moved = known_group(old)
+        remember(self, [self.places.shard])
+        if moved is not None:
+            remember_group(self.places.shard, moved)
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:

@@ -380,12 +380,14 @@ class Unit:
                 self.backward.keeping.append(self)
             return [None] * len(self.group.params)
         reduced = self.group.reduce(grads)
+        if self.group.has_kept and self not in self.backward.keeping:  # replicas do not add yet
+            self.backward.keeping.append(self)
         self.backward.pending.extend(present(reduced))
         return reduced
 
     def reduce_kept(self) -> None:
         """Reduce gradients that ``no_sync`` kept, where no backward has done so since."""
-        if not self.sync_gradients:
+        if not (self.sync_gradients and self.group.all_reduces):
             return
         self.backward.keeping.remove(self)
         if self.group.has_kept:

@@ -58,7 +58,7 @@ class UnitHost:
         refuse_dynamo()
         return self._fsdp_unit.run(forward, args, kwargs, part=self._fsdp_attachment.part)
 
-    def _units(self) -> list[Unit]:
+    def _fsdp_units(self) -> list[Unit]:
         return units_in(self._fsdp_module())
 
     def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
@@ -198,6 +198,10 @@ def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
 def _finish_loading(module: nn.Module, report: Any) -> None:
     for loading in (cast(HostModule, module)._fsdp_attachment.loading, *_loading_inside(module)):
         loading.finish()
+    for unit in units_in(module):
+        for param in unit.group.params:
+            if not param.is_flat and param.places.shard.is_meta:  # was loaded by assignment
+                param.take_memory(has_values=True)
 
 
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:

@@ -117,7 +117,7 @@ def numel(instruction: Instruction) -> int:
 def one_replica_is_shown() -> dict[str, int]:
     from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict, optim_state_dict
 
-    model = nested(make(), **layout("hybrid"))
+    model = fsdp(make(), **layout("hybrid"))
     optimizer = trained(model)
     with XlaFullyShardedDataParallel.summon_full_params(model, writeback=True):
         torch.nn.init.constant_(model.head.weight, 3.0)
@@ -158,7 +158,7 @@ def sums_of_shards(rank: int) -> dict[str, Tensor]:
     """Gradients of two batches, accumulated as shards, and as one batch."""
     import torch_xla
 
-    model = nested(make(), **layout("hybrid"))
+    model = fsdp(make(), **layout("hybrid"))
     x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES).to(torch_xla.device()) + rank
     with model.no_sync(sharded=True):
         model(x[:2]).square().sum().backward()
@@ -199,7 +199,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
         states[name] = full_states(model, optimizer)
         save_checkpoint(f"{folder}/{name}", model, optimizer, step=1)
     for name in LAYOUTS:
-        for source, target in {("hybrid", name), (name, "hybrid")}:
+        for source, target in dict.fromkeys((("hybrid", name), (name, "hybrid"))):
             loaded = load(f"{folder}/{source}", target)
             found["loaded"][source, target] = same(loaded, states[source])
     return {**found, "model": {k[1]: v for k, v in states["hybrid"].items() if k[0] == "model"}}

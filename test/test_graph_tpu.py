@@ -115,7 +115,6 @@ def test_replicas_exchange_shards_alone(replicas: int) -> None:
     assert between == {replicas}
     assert {each["dtype"] for each in one["traffic"]} == {"bf16"}
     assert one["wire_bytes"] <= 1.1 * one["minimum_wire_bytes"]
-    assert not one["findings"]
 
 
 def test_without_barriers_and_torus_the_difference_shows() -> None:

@@ -749,3 +749,107 @@ def test_several_modules_share_their_collectives() -> None:
         "full": True,
         "loaded": "<All keys matched successfully>",
     }
+
+
+# ---------------------------------------------------------------- replicas, state
+
+
+@scenarios.add
+def all_reduce(rank: int) -> dict[str, Any]:
+    from xla_fsdp import init_mesh
+
+    mesh = init_mesh((2, 1), ("replica", "shard"))
+    model, expected = in_place(make(), mesh=mesh), step(in_place(make(), mesh=mesh))
+    seen = []
+    model.blocks[1].set_all_reduce_hook(lambda shard: seen.append(shard.shape))
+    model.set_requires_all_reduce(False)
+    loss_of(model).backward()
+    found: dict[str, Any] = {"without": len(grads(model)), "early": len(seen)}
+    model.set_requires_all_reduce(True)
+    loss_of(model).backward()
+    found["with"] = most_apart(expected, grads(model), 2.0)
+    found["late"] = len(seen)
+    model.zero_grad()
+    model.blocks[0].set_requires_all_reduce(False, recurse=False)
+    loss_of(model).backward()
+    found["one unit"] = {key for key in expected if key not in grads(model)}
+    model.blocks[0].set_requires_all_reduce(True)
+    model.head(_hidden()).sum()  # a forward outside of the root changes nothing
+    model.zero_grad()
+    found["dropped"] = most_apart(expected, step(model))
+    return found
+
+
+def test_sums_over_replicas_can_wait() -> None:
+    found = result("all_reduce")
+    assert found["without"] == found["early"] == 0
+    assert found["with"] < 1e-5
+    assert found["late"] == 5
+    assert found["one unit"] == {
+        f"blocks.0.{name}"
+        for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")
+    }
+    assert found["dropped"] < 1e-6
+
+
+@scenarios.add
+def checkpoints(rank: int) -> dict[str, Any]:
+    import tempfile
+
+    import torch_xla
+
+    from test.scenarios import nested
+    from xla_fsdp import (
+        XlaFullyShardedDataParallel,
+        full_state_dict,
+        fully_shard,
+        load_checkpoint,
+        optim_state_dict,
+        save_checkpoint,
+        xla_ops,
+    )
+
+    def listed() -> Any:
+        model = make()
+        fully_shard([model.mid, model.mid2, model.blocks[0]])
+        return fully_shard(model)
+
+    def train(model: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return optimizer
+
+    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    model = listed()
+    optimizer = train(model)
+    save_checkpoint(folder, model, optimizer, step=1)
+    expected, found = full_state_dict(model), {}
+    state = optim_state_dict(model, optimizer)["state"]
+    for name, other in {"in place": in_place(make()), "wrapper": nested(make())}.items():
+        its = torch.optim.AdamW(other.parameters(), lr=0.1)
+        load_checkpoint(folder, other, its)
+        loaded = optim_state_dict(other, its)["state"]
+        found[name] = all(torch.equal(full_state_dict(other)[k], v) for k, v in expected.items())
+        found[f"{name} optimizer"] = all(
+            torch.equal(loaded[key]["exp_avg"], state[key]["exp_avg"]) for key in state
+        )
+    with XlaFullyShardedDataParallel.summon_full_params(model):
+        found["summoned"] = tuple(model.mid.weight.shape)
+        with torch.no_grad():
+            model.mid.bias.fill_(3.0)
+    found["written back"] = full_state_dict(model)["mid.bias"].unique().tolist()
+    return found
+
+
+def test_checkpoints_go_from_one_interface_to_the_other() -> None:
+    assert result("checkpoints") == {
+        "in place": True,
+        "in place optimizer": True,
+        "wrapper": True,
+        "wrapper optimizer": True,
+        "summoned": (WIDTH, WIDTH),
+        "written back": [3.0],
+    }

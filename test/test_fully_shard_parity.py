@@ -75,8 +75,8 @@ MESHES = {
     },
 }
 QUICK = {
-    3: ("nested", "parts", "dim_1", "bf16", "ignored"),
-    4: ("regather_2_wide", "regather_2_parts"),
+    3: ("nested", "parts_bf16", "dim_1", "ignored"),
+    4: ("regather_2_wide",),
 }
 
 

@@ -90,3 +90,41 @@ def build(
         return loss.item()
 
     return step
+
+
+def build_in_place(depth: int = 3, prefetch: int = 0, reduce: str = "bf16") -> Callable[[], Any]:
+    """The same by ``fully_shard``, without rematerialization.
+
+    Args:
+        depth: number of blocks.
+        prefetch: how many blocks ahead each one gathers, in forward and backward.
+        reduce: dtype of gradients on the wire, "bf16" or "f32"; "hook" for bf16 by a hook.
+    """
+    import torch_xla
+
+    from xla_fsdp import MixedPrecisionPolicy, comm_hooks, fully_shard
+
+    reduce_dtype = torch.bfloat16 if reduce == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    model: Any = Transformer(depth)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy)
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks if prefetch else []):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(index - prefetch, 0) : index][::-1])
+    if reduce == "hook":
+        model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.bf16_compress_hook)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
+
+    def step() -> float:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    return step

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     )
     from xla_fsdp.checkpoint.step_directory import latest_step
     from xla_fsdp.collectives import LocalCollectives
+    from xla_fsdp.dcp_state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
     from xla_fsdp.fsdp_module import FSDPModule, UnshardHandle
     from xla_fsdp.fully_shard import fully_shard
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
@@ -75,6 +84,7 @@ __all__ = [
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictOptions",
     "StateDictSettings",
     "StateDictType",
     "SyncBatchNorm",
@@ -88,6 +98,9 @@ __all__ = [
     "distribute_tensor",
     "full_state_dict",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "init_from_checkpoint",
     "init_mesh",
     "latest_step",
@@ -100,6 +113,9 @@ __all__ = [
     "optim_state_dict",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 
 _HOMES = {
@@ -123,6 +139,7 @@ _HOMES = {
     "ShardedOptimStateDictConfig": "torch_names",
     "ShardedStateDictConfig": "torch_names",
     "ShardingStrategy": "torch_names",
+    "StateDictOptions": "dcp_state_dict",
     "StateDictSettings": "torch_names",
     "StateDictType": "torch_names",
     "SyncBatchNorm": "sync_batch_norm",
@@ -136,6 +153,9 @@ _HOMES = {
     "distribute_tensor": "shard_view",
     "full_state_dict": "state_dicts",
     "fully_shard": "fully_shard",
+    "get_model_state_dict": "dcp_state_dict",
+    "get_optimizer_state_dict": "dcp_state_dict",
+    "get_state_dict": "dcp_state_dict",
     "init_from_checkpoint": "init_source",
     "init_mesh": "mesh",
     "latest_step": "checkpoint.step_directory",
@@ -148,6 +168,9 @@ _HOMES = {
     "optim_state_dict": "state_dicts",
     "register_fsdp_forward_method": "unit_host",
     "save_checkpoint": "save_load",
+    "set_model_state_dict": "dcp_state_dict",
+    "set_optimizer_state_dict": "dcp_state_dict",
+    "set_state_dict": "dcp_state_dict",
 }
 
 

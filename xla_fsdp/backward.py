@@ -156,7 +156,7 @@ class BackwardPass:
             return
         if not running_units():
             self.end_forwards()
-        if not self._open and not self.is_last:
+        if not self._open:
             return
         leftover, self._open = self._open, {}
         self._forget()

@@ -165,15 +165,16 @@ def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
 
 
 def _warn_about_ignored(config: FSDPConfig) -> None:
+    # The level is that of who calls the wrapper, from where options come by ``torch_options``.
     if config.pin_layout_in_collective_ops:
         warnings.warn(
             "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
             "all-gather into an all-reduce with twice the traffic",
-            stacklevel=4,
+            stacklevel=6,
         )
     if config.shard_param_on_dim_0 and config.flatten_parameters:
         warnings.warn(
             "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
             "parameters into one vector",
-            stacklevel=4,
+            stacklevel=6,
         )

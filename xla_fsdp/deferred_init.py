@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from xla_fsdp import xla_ops
 from xla_fsdp.ties import known_group, known_shard
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _full(shard: UninitializedShard) -> nn.Parameter:
     assert group is not None
     if id(shard) in _open.written:
         [value] = group.gather_as_stored([param], [shard])
+        xla_ops.compute([value])
     else:
         value = torch.zeros(param.members[0].shape, dtype=shard.dtype, device=shard.device)
     return nn.Parameter(value, requires_grad=shard.requires_grad)
@@ -97,6 +99,9 @@ def _close(shard: UninitializedShard) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and group is not None:
             shard.copy_(param.slice_of([full.detach()], group.collectives.rank))
+            # At once: the full parameter is freed, and no program of a training step, which must be
+            # the same on every rank, begins with slices that are not.
+            xla_ops.compute([shard])
     _open.written[id(shard)] = shard
 
 

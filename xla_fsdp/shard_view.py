@@ -43,8 +43,12 @@ class ShardView:
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on the device. Every rank must call it."""
+        """The whole tensor, on the device. Every rank must call it; it is computed at once, so that
+        ranks may do different things with it."""
+        from xla_fsdp import xla_ops
+
         [full] = _group(self).gather_as_stored([_param(self)], [_plain(self)])
+        xla_ops.compute([full])
         return full
 
 

@@ -269,7 +269,8 @@ class ShardedParam:
                 f"(distribute_tensor), or memory first (to_empty) and then full tensors"
             )
         kind = ShardParameter if has_values else UninitializedShard
-        self.places.shard = kind(new.detach(), requires_grad=old.requires_grad)
+        # A copy: what is computed from an alias is traced from the values that it once had.
+        self.places.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
         vars(self.places.shard).update(vars(old))
         moved = known_group(old)
         remember(self, [self.places.shard])

@@ -151,6 +151,19 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str
     return to_shards(read_optimizer(optimizer, _params(model)))
 
 
+def load_sharded_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Give the optimizer what ``sharded_optim_state_dict`` returned on as many ranks.
+
+    Raises:
+        ValueError: with every name, group or shape that does not fit.
+    """
+    params = _params(model)
+    with _with_state(optimizer, params) as template:
+        write_optimizer(optimizer, params, from_shards(state, template))
+
+
 @contextlib.contextmanager
 def _with_state(
     optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False

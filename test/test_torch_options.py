@@ -103,6 +103,15 @@ def test_original_parameters_are_flattened_where_they_are_not_used() -> None:
     assert (found["flat"]["flat"], found["not_flat"]["flat"]) == (True, False)
 
 
+def test_hybrid_sharding_makes_a_slice_a_replica() -> None:
+    from xla_fsdp.torch_options import _one_replica_per_slice
+
+    coords = [(0, x, y, 0, at) for at in range(2) for y in range(2) for x in range(4)]
+    mesh = _one_replica_per_slice(coords)
+    assert mesh.groups("shard") == [list(range(8)), list(range(8, 16))]
+    assert mesh.groups("replica")[5] == [5, 13]
+
+
 @scenarios.add
 def by_policy(rank: int) -> list[dict[str, Any]]:
     from xla_fsdp.wrap import transformer_auto_wrap_policy

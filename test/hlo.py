@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\(")
+_GROUPS = re.compile(r"replica_groups=(?P<groups>\{\{.*?\}\})")
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: ``dtype`` and ``shape`` are those of an array, ("", ()) of a tuple."""
+    """One line of HLO: ``dtype`` and ``shape`` are those of an array, ("", ()) of a tuple;
+    ``groups`` are a collective's, as written there."""
 
     name: str
     op: str
     dtype: str
     shape: tuple[int, ...]
     operands: tuple[str, ...]
+    groups: str = ""
 
 
 class Program:
@@ -54,4 +57,7 @@ def _parse(line: str) -> Instruction | None:
     if match["type"].startswith("("):
         dtype, shape = "", ()
     operands = line[match.end() :].partition("), ")[0]
-    return Instruction(match["name"], match["op"], dtype, shape, tuple(_NAME.findall(operands)))
+    names, groups = tuple(_NAME.findall(operands)), _GROUPS.search(line)
+    return Instruction(
+        match["name"], match["op"], dtype, shape, names, groups["groups"] if groups else ""
+    )

@@ -53,6 +53,10 @@ class Case:
         joint_backward: one backward for all micro batches, after all forwards.
         clip: (max_norm, norm_type).
         statistics_count: values per channel and batch that BatchNorm averages over.
+        in_place: by ``fully_shard``; ``options`` are then its own.
+        together: names of modules that are one unit, for each such unit; by ``fully_shard``.
+        dim: along which it cuts what has so many dims.
+        ignored: name of a module whose parameters it leaves alone.
         evaluate: run forwards between the steps, with and without grad mode.
         tolerance: largest error allowed, relative to the largest value of a tensor.
     """
@@ -71,6 +75,10 @@ class Case:
     joint_backward: bool = False
     clip: tuple[float, float] | None = None
     statistics_count: int = ROWS
+    in_place: bool = False
+    together: tuple[tuple[str, ...], ...] = ()
+    dim: int = 0
+    ignored: str = ""
     evaluate: bool = False
     tolerance: float = 2e-5
 
@@ -197,11 +205,29 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     return {
         "losses": [loss.item() for loss in losses],
         "norms": [norm.item() for norm in norms],
-        "grads": {n: g.cpu() for n, g in grads.items()},
-        "state": {n: t.cpu() for n, t in model.state_dict().items()},
+        "grads": {n: g.cpu() for n, g in (_whole(model, grads) if case.dim else grads).items()},
+        "state": {n: t.cpu() for n, t in _state(model, case).items()},
         "names": [n for n, _ in model.named_parameters()],
-        "metadata": model.get_shard_metadata(),
+        "metadata": None if case.dim else model.get_shard_metadata(),
     }
+
+
+def _state(model: nn.Module, case: Case) -> dict[str, Any]:
+    from xla_fsdp import full_state_dict
+
+    return full_state_dict(model) if case.dim else model.state_dict()
+
+
+def _whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors of what is cut like the model's shards, or not cut at all."""
+    from xla_fsdp.ties import known_group, known_shard
+
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, tensor in tensors.items():
+        param, group = known_shard(params[name]), known_group(params[name])
+        found[name] = group.gather_as_stored([param], [tensor])[0] if group else tensor
+    return found
 
 
 def forward_backward(model: Any, case: Case, x: Tensor, y: Tensor) -> Tensor:
@@ -244,6 +270,8 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
     """Wrap the model as the case says."""
     from xla_fsdp import XlaFullyShardedDataParallel
 
+    if case.in_place:
+        return _shard_in_place(model, case)
     options = dict(case.options)
     if size := case.groups_of:
         starts = range(0, num_ranks, size)
@@ -261,6 +289,29 @@ def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
         return fsdp(_nest(model, case, fsdp))
     wrapper = remat_inside if case.remat else None
     return fsdp(model, auto_wrap_policy=_policies()[case.policy], auto_wrapper_callable=wrapper)
+
+
+def _shard_in_place(model: nn.Module, case: Case) -> Any:
+    import torch_xla
+    from torch.distributed.tensor import Shard
+
+    from xla_fsdp import fully_shard, init_mesh
+
+    options = dict(case.options)
+    if "mesh" in options:
+        options["mesh"] = init_mesh(options["mesh"], ("replica", "shard"))
+    if case.dim:
+        options["shard_placement_fn"] = lambda p: Shard(case.dim) if p.dim() > case.dim else None
+    if case.ignored:
+        ignored = model.get_submodule(case.ignored).to(torch_xla.device())
+        options["ignored_params"] = set(ignored.parameters())
+
+    def shard(module: Any) -> Any:
+        return fully_shard(module, **options)
+
+    for names in case.together:
+        shard([model.get_submodule(name) for name in names])
+    return shard(model if case.together else _nest(model, case, shard))
 
 
 def on_torus(sizes: tuple[int, ...], rank: int) -> Any:
@@ -312,6 +363,8 @@ def _nest(model: nn.Module, case: Case, fsdp: Callable[[nn.Module], nn.Module]) 
 def join(ranks: list[dict[str, Any]]) -> Outcome:
     """Merge what the ranks hold into one outcome (of groups, the first one's)."""
     metadata = ranks[0]["metadata"]
+    if metadata is None:  # every rank has everything
+        return Outcome(*(ranks[0][key] for key in ("losses", "grads", "norms", "state")))
     ranks = ranks[: metadata["world_size"]]
     return Outcome(
         losses=ranks[0]["losses"],

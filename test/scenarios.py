@@ -89,4 +89,4 @@ def message(call: Callable[[], Any]) -> str:
 
 def states(model: Any) -> set[str]:
     """The states of all units of ``model``."""
-    return {unit.state.name for unit in model._units()}
+    return {unit.state.name for unit in model._fsdp_units()}

@@ -97,6 +97,26 @@ def test_parameters_and_optimizer_state_are_updated_in_place() -> None:
     assert memory["outputs"] <= 1024  # the loss, in a tile
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_exchange_shards_alone(replicas: int) -> None:
+    found = reports("--topology", "v5e:4x4", "--set", "depth=3", "--sweep", "replicas=2,4")
+    [one] = [each for each in found if each["options"]["replicas"] == replicas]
+    shards = 16 // replicas
+    sent: Counter[str] = Counter()
+    for each in one["traffic"]:
+        sent[each["kind"]] += each["wire_bytes"]
+    # Of a gradient of n bytes: its reduce-scatter in a ring, and the all-reduce of the shard.
+    gradients = sent["reduce-scatter"] * shards / (shards - 1)
+    assert sent["all-reduce"] == pytest.approx(
+        2 * (replicas - 1) / replicas * gradients / shards, rel=1e-3
+    )
+    assert set(sent) == {"all-gather", "reduce-scatter", "all-reduce"}
+    between = {each["group_size"] for each in one["traffic"] if each["kind"] == "all-reduce"}
+    assert between == {replicas}
+    assert {each["dtype"] for each in one["traffic"]} == {"bf16"}
+    assert one["wire_bytes"] <= 1.1 * one["minimum_wire_bytes"]
+
+
 def test_without_barriers_and_torus_the_difference_shows() -> None:
     arguments = ("--set", "depth=3", "--set", "barriers=off", "--set", "one_step=on")
     [found] = reports(*arguments)

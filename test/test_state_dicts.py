@@ -268,7 +268,7 @@ def rank_0_only(rank: int) -> dict[str, Any]:
     return {
         "model": len(full_state_dict(model, rank0_only=True)),
         "optimizer": len(optim_state_dict(model, optimizer, rank0_only=True)),
-        "states": {unit.state.name for unit in model._units()},
+        "states": {unit.state.name for unit in model._fsdp_units()},
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from test.models import FEATURES, BatchNormNet
+from test.models import FEATURES, BatchNormNet, Block
 from test.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows
 from xla_fsdp import (
     BackwardPrefetch,
@@ -34,9 +35,9 @@ HSDP = ("replica", "shard")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def facts(model: Any) -> dict[str, Any]:
-    """What a wrapper came to."""
-    group, options = model._unit.group, model._options
+def facts(unit: Any) -> dict[str, Any]:
+    """What a unit came to."""
+    group, options = unit.group, unit.config
     return {
         "shards": group.collectives.num_shards,
         "replicas": group.replicas.num_shards,
@@ -48,6 +49,11 @@ def facts(model: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- strategies
 
 
+def at_once(module: nn.Module, **options: Any) -> Any:
+    """Wrapped, and nothing run."""
+    return fsdp(module, execute_sharding_on_init=False, **options)
+
+
 @scenarios.add
 def strategies(rank: int) -> dict[str, dict[str, Any]]:
     mesh = init_mesh((RANKS, 1), HSDP)
@@ -55,14 +61,14 @@ def strategies(rank: int) -> dict[str, dict[str, Any]]:
     found = {}
     for strategy in ShardingStrategy:
         more = {"device_mesh": mesh} if "HYBRID" in strategy.name else {}
-        found[strategy.name] = facts(fsdp(make(), sharding_strategy=strategy, **more))
+        found[strategy.name] = facts(at_once(make(), sharding_strategy=strategy, **more)._fsdp_unit)
     no_shard = ShardingStrategy.NO_SHARD
-    found["no_shard_1d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=one))
-    found["no_shard_2d"] = facts(fsdp(make(), sharding_strategy=no_shard, mesh=mesh))
-    found["mesh_1d"] = facts(fsdp(make(), mesh=one))
-    found["torch_mesh"] = facts(fsdp(make(), device_mesh=torch_mesh(1, RANKS)))
-    found["flat"] = facts(fsdp(make(), use_orig_params=False))
-    found["not_flat"] = facts(fsdp(make(), use_orig_params=True))
+    found["no_shard_1d"] = facts(at_once(make(), sharding_strategy=no_shard, mesh=one)._fsdp_unit)
+    found["no_shard_2d"] = facts(at_once(make(), sharding_strategy=no_shard, mesh=mesh)._fsdp_unit)
+    found["mesh_1d"] = facts(at_once(make(), mesh=one)._fsdp_unit)
+    found["torch_mesh"] = facts(at_once(make(), device_mesh=torch_mesh(1, RANKS))._fsdp_unit)
+    found["flat"] = facts(at_once(make(), use_orig_params=False)._fsdp_unit)
+    found["not_flat"] = facts(at_once(make(), use_orig_params=True)._fsdp_unit)
     return found
 
 
@@ -97,25 +103,34 @@ def test_original_parameters_are_flattened_where_they_are_not_used() -> None:
     assert (found["flat"]["flat"], found["not_flat"]["flat"]) == (True, False)
 
 
+def test_hybrid_sharding_makes_a_slice_a_replica() -> None:
+    from xla_fsdp.torch_options import _one_replica_per_slice
+
+    coords = [(0, x, y, 0, at) for at in range(2) for y in range(2) for x in range(4)]
+    mesh = _one_replica_per_slice(coords)
+    assert mesh.groups("shard") == [list(range(8)), list(range(8, 16))]
+    assert mesh.groups("replica")[5] == [5, 13]
+
+
 @scenarios.add
 def by_policy(rank: int) -> list[dict[str, Any]]:
-    from xla_fsdp.wrap import always_wrap_policy
+    from xla_fsdp.wrap import transformer_auto_wrap_policy
 
     model = fsdp(
         make(),
-        auto_wrap_policy=always_wrap_policy,
+        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,
         mesh=init_mesh((RANKS, 1), HSDP),
         mixed_precision=MixedPrecision(param_dtype=BF16),
         sync_module_states=True,
     )
-    inner = [wrapper for _, wrapper in model._named_wrappers()][1:]
-    return [{**facts(each), "dtype": each._options.compute_dtype} for each in inner]
+    inner = model._fsdp_units()[1:]
+    return [{**facts(each), "dtype": each.config.compute_dtype} for each in inner]
 
 
 def test_units_inside_get_the_same_options() -> None:
     found = result("by_policy")
-    assert len(found) > 3
+    assert len(found) == 2
     expected = {"shards": 1, "replicas": RANKS, "reshards": False, "flat": False, "dtype": BF16}
     assert all(each == expected for each in found)
 
@@ -250,8 +265,7 @@ def precision(rank: int) -> dict[str, Any]:
     model = fsdp(model, mixed_precision=policy)
     model(rows())
     seen["buffer"] = model.extra.dtype
-    config = model._options
-    seen["reduced"] = config.gradient_dtype
+    seen["reduced"] = model._fsdp_unit.config.gradient_dtype
     return {name: str(dtype) for name, dtype in seen.items()}
 
 

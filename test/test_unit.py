@@ -466,7 +466,7 @@ def misuse(rank: int) -> dict[str, str]:
 def test_misuse_is_explained() -> None:
     found = result("misuse")
     assert found["not a module"] == "TypeError: FSDP wraps an nn.Module, got int"
-    assert found["twice"].startswith("ValueError: this module is wrapped with FSDP already")
+    assert found["twice"].startswith("ValueError: this module is sharded with FSDP already")
     assert found["list"].startswith("ValueError: ModuleList has no forward")
     assert found["policy"].startswith("TypeError: auto_wrap_policy must be callable, got int")
     assert found["both"].startswith("ValueError: 0 is wrapped with FSDP already")
@@ -733,7 +733,7 @@ def inherited_collectives(rank: int) -> set[str]:
     from xla_fsdp.wrap import always_wrap_policy
 
     model = fsdp(make(), auto_wrap_policy=always_wrap_policy, collectives=LocalCollectives(rank, 2))
-    return {type(wrapper._communication.shards).__name__ for _, wrapper in model._named_wrappers()}
+    return {type(unit.group.collectives).__name__ for unit in model._fsdp_units()}
 
 
 def test_auto_wrapped_units_get_the_same_collectives() -> None:

@@ -54,6 +54,7 @@ def build(
     depth: int = 2,
     width: int = WIDTH,
     mesh: Mesh | None = None,
+    replicas: int = 0,
     barriers: bool = True,
     one_step: bool = False,
     fp32_reduce_scatter: bool = False,
@@ -66,6 +67,7 @@ def build(
         depth: number of blocks.
         width: of the model.
         mesh: replicas and shards (default: shards alone).
+        replicas: shard inside so many groups of ranks, and average over them; 0 for one group.
         barriers: whether units are fenced.
         one_step: reduce over all ranks at once, whatever the torus.
         fp32_reduce_scatter: reduce gradients in fp32.
@@ -74,7 +76,7 @@ def build(
     """
     import torch_xla
 
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, xla_ops
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, xla_ops
     from xla_fsdp.collectives import XlaCollectives
 
     if fails == "build":
@@ -86,6 +88,8 @@ def build(
         "optimization_barrier_in_forward": barriers,
         "optimization_barrier_in_backward": barriers,
     }
+    if replicas:
+        mesh = init_mesh((replicas, len(everyone[0]) // replicas), ("replica", "shard"))
     if mesh is not None:
         options["mesh"] = mesh
     if one_step:
@@ -101,6 +105,44 @@ def build(
     def step() -> float:
         if fails == "step":
             raise ValueError("the batch does not fit the mask")
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    return step
+
+
+def build_in_place(depth: int = 3, prefetch: int = 0, reduce: str = "bf16") -> Callable[[], Any]:
+    """The same by ``fully_shard``, without rematerialization.
+
+    Args:
+        depth: number of blocks.
+        prefetch: how many blocks ahead each one gathers, in forward and backward.
+        reduce: dtype of gradients on the wire, "bf16" or "f32"; "hook" for bf16 by a hook.
+    """
+    import torch_xla
+
+    from xla_fsdp import MixedPrecisionPolicy, comm_hooks, fully_shard
+
+    reduce_dtype = torch.bfloat16 if reduce == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    model: Any = Transformer(depth)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy)
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks if prefetch else []):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(index - prefetch, 0) : index][::-1])
+    if reduce == "hook":
+        model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.bf16_compress_hook)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
+
+    def step() -> float:
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
         optimizer.step()

@@ -18,13 +18,27 @@ if TYPE_CHECKING:
     )
     from xla_fsdp.checkpoint.step_directory import latest_step
     from xla_fsdp.collectives import LocalCollectives
+    from xla_fsdp.dcp_state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+    from xla_fsdp.fsdp_module import FSDPModule, UnshardHandle
+    from xla_fsdp.fully_shard import fully_shard
     from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
+    from xla_fsdp.grad_clip import clip_grad_norm_
     from xla_fsdp.grad_scaler import ShardedGradScaler
     from xla_fsdp.init_source import init_from_checkpoint
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.mesh import Mesh, init_mesh
+    from xla_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
+    from xla_fsdp.shard_view import distribute_tensor
     from xla_fsdp.state_dicts import (
         full_state_dict,
         load_full_state_dict,
@@ -47,12 +61,14 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from xla_fsdp.unit_module import register_fsdp_forward_method
+    from xla_fsdp.unit_host import register_fsdp_forward_method
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CheckpointError",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalCollectives",
@@ -60,21 +76,31 @@ __all__ = [
     "LocalStateDictConfig",
     "Mesh",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PendingSave",
     "RankError",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictOptions",
     "StateDictSettings",
     "StateDictType",
     "SyncBatchNorm",
+    "UnshardHandle",
     "XlaFullyShardedDataParallel",
     "checkpoint_module",
     "checkpoint_wrapper",
+    "clip_grad_norm_",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
+    "distribute_tensor",
     "full_state_dict",
+    "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "init_from_checkpoint",
     "init_mesh",
     "latest_step",
@@ -87,12 +113,17 @@ __all__ = [
     "optim_state_dict",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 
 _HOMES = {
     "BackwardPrefetch": "torch_names",
     "CPUOffload": "torch_names",
+    "CPUOffloadPolicy": "policies",
     "CheckpointError": "checkpoint",
+    "FSDPModule": "fsdp_module",
     "FullOptimStateDictConfig": "torch_names",
     "FullStateDictConfig": "torch_names",
     "LocalCollectives": "collectives",
@@ -100,21 +131,31 @@ _HOMES = {
     "LocalStateDictConfig": "torch_names",
     "Mesh": "mesh",
     "MixedPrecision": "torch_names",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
     "PendingSave": "save_load",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
     "ShardedOptimStateDictConfig": "torch_names",
     "ShardedStateDictConfig": "torch_names",
     "ShardingStrategy": "torch_names",
+    "StateDictOptions": "dcp_state_dict",
     "StateDictSettings": "torch_names",
     "StateDictType": "torch_names",
     "SyncBatchNorm": "sync_batch_norm",
+    "UnshardHandle": "fsdp_module",
     "XlaFullyShardedDataParallel": "fully_sharded",
     "checkpoint_module": "remat",
     "checkpoint_wrapper": "remat",
+    "clip_grad_norm_": "grad_clip",
     "consolidate_sharded_model_checkpoints": "checkpoint",
     "consolidate_sharded_state_dicts": "checkpoint",
+    "distribute_tensor": "shard_view",
     "full_state_dict": "state_dicts",
+    "fully_shard": "fully_shard",
+    "get_model_state_dict": "dcp_state_dict",
+    "get_optimizer_state_dict": "dcp_state_dict",
+    "get_state_dict": "dcp_state_dict",
     "init_from_checkpoint": "init_source",
     "init_mesh": "mesh",
     "latest_step": "checkpoint.step_directory",
@@ -125,8 +166,11 @@ _HOMES = {
     "load_sharded_state_dict": "state_dicts",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
-    "register_fsdp_forward_method": "unit_module",
+    "register_fsdp_forward_method": "unit_host",
     "save_checkpoint": "save_load",
+    "set_model_state_dict": "dcp_state_dict",
+    "set_optimizer_state_dict": "dcp_state_dict",
+    "set_state_dict": "dcp_state_dict",
 }
 
 

@@ -2,7 +2,8 @@
 
 Words: a unit is *open* from when its parameters are gathered for backward until they are freed;
 *pending* tensors must be computed before the next gather may start (the reduced gradients and
-input gradients of units already done), so that two units' parameters are not alive at once.
+input gradients of units already done), so that two units' parameters are not alive at once; a unit
+*lingers* while it holds parameters gathered for a forward, or ahead of one, that may not come.
 Always true: when a backward pass ends, no unit that it opened is open. A pass that raised leaves
 units open until ``abandon``, which every forward and every look at the parameters call first.
 The root unit makes one ``BackwardPass`` and hands it to the units below it.
@@ -36,6 +37,10 @@ class PassMember(Protocol):
 
     def reduce_kept(self) -> None:
         """Reduce what ``no_sync`` kept, unless gradients are still not synchronized."""
+        ...
+
+    def end_forward(self) -> None:
+        """Free what was gathered for a forward and is not needed any more."""
         ...
 
 
@@ -94,6 +99,9 @@ class BackwardPass:
 
     Args:
         sync_on_end: run what has been traced when a backward pass is over.
+
+    Where ``is_last`` is False, more passes follow before the gradients are used: what is pending at
+    the end of a pass then stands before the first gather of the next.
     """
 
     def __init__(self, *, sync_on_end: bool = False) -> None:
@@ -102,6 +110,8 @@ class BackwardPass:
         self._sync_on_end = sync_on_end
         # Units with gradients kept by no_sync; a list, as all ranks must go by the same order.
         self.keeping: list[PassMember] = []
+        self.lingering: list[PassMember] = []
+        self.is_last = True
         # By number of the pass: reentrant checkpoints run passes inside passes.
         self._open: dict[int, list[PassMember]] = {}
 
@@ -123,10 +133,30 @@ class BackwardPass:
         pending, self.pending = self.pending, []
         return self.backward_gate.swap([*tensors, *pending])
 
+    def linger(self, unit: PassMember) -> None:
+        """``unit`` holds parameters that a forward or backward to come may need or not."""
+        if unit not in self.lingering:
+            self.lingering.append(unit)
+
+    def stay(self, unit: PassMember) -> None:
+        """``unit`` runs now; what it holds is needed."""
+        if unit in self.lingering:
+            self.lingering.remove(unit)
+
+    def end_forwards(self) -> None:
+        """Nothing that lingers is needed any more."""
+        units, self.lingering = self.lingering, []
+        for unit in units:
+            unit.end_forward()
+
     def abandon(self) -> None:
         """Forget passes that ended by an exception, and close what they left open. Does nothing
         inside a pass."""
         if current_pass() != -1:
+            return
+        if not running_units():
+            self.end_forwards()
+        if not self._open:
             return
         leftover, self._open = self._open, {}
         self._forget()
@@ -142,6 +172,9 @@ class BackwardPass:
         # Of units that a synchronized pass did not touch, but an earlier one under no_sync did.
         for unit in list(self.keeping):
             unit.reduce_kept()
+        self.end_forwards()
+        if not self.is_last:
+            return
         self._forget()
         if self._sync_on_end:
             xla_ops.sync()

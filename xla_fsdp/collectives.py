@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -57,6 +58,19 @@ class Collectives(Protocol):
         """``value`` combined over the ranks by ``op``, "sum" or "max"."""
         ...
 
+    def split(self, size: int) -> SmallerGroups:
+        """The ranks in neighbourhoods of ``size``, which divides their number."""
+        ...
+
+
+@dataclass(frozen=True)
+class SmallerGroups:
+    """The ranks of a group, split twice: ``within`` joins neighbours, each of which holds a larger
+    shard; ``across`` joins the ranks that hold the same larger shard, one of each neighbourhood."""
+
+    within: Collectives
+    across: Collectives
+
 
 class XlaCollectives:
     """Real communication over replica groups.
@@ -98,6 +112,17 @@ class XlaCollectives:
     def key(self) -> Hashable:
         """See ``Collectives``."""
         return repr(self.groups)
+
+    def split(self, size: int) -> SmallerGroups:
+        """See ``Collectives``."""
+        groups = self.groups or [list(range(self.num_shards))]
+        within = [g[at : at + size] for g in groups for at in range(0, len(g), size)]
+        across = [group[at::size] for group in groups for at in range(size)]
+        number, place = divmod(self.rank, size)
+        return SmallerGroups(
+            XlaCollectives(within, place, size),
+            XlaCollectives(across, number, self.num_shards // size),
+        )
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -146,6 +171,12 @@ class LocalCollectives:
     def key(self) -> Hashable:
         """See ``Collectives``."""
         return ("local", self.rank, self.num_shards)
+
+    def split(self, size: int) -> SmallerGroups:
+        """See ``Collectives``."""
+        number, place = divmod(self.rank, size)
+        across = LocalCollectives(number, self.num_shards // size)
+        return SmallerGroups(LocalCollectives(place, size), across)
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""

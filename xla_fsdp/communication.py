@@ -9,7 +9,10 @@ What is sent is ``collectives``' business, when ``param_group``'s and ``unit``'s
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+
+import torch
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
@@ -42,9 +45,11 @@ def communication_for(config: FSDPConfig, given: Collectives | None) -> Communic
 
     Raises:
         ValueError: if the mesh is not one of this job's ranks.
+        RuntimeError: if torchrun started processes that do not know of each other.
     """
     if given is not None:
         return Communication(given, given)
+    _refuse_lone_processes()
     if config.mesh is not None:
         return _over_mesh(config.mesh)
     rank, size = config.sharding_rank, config.sharding_world_size
@@ -54,6 +59,22 @@ def communication_for(config: FSDPConfig, given: Collectives | None) -> Communic
     groups = config.sharding_groups
     own = _over(groups, rank, size)
     return Communication(own, own, groups=groups, covers_all=False)
+
+
+def _refuse_lone_processes() -> None:
+    """Under torchrun XLA has to be told; processes that are not joined train one model each, and
+    nothing else would say so."""
+    if not torch.distributed.is_torchelastic_launched():
+        return
+    started, joined = int(os.environ.get("WORLD_SIZE", "1")), xla_ops.world_size()
+    if started > joined:
+        raise RuntimeError(
+            f"torchrun started {started} processes, but this one is rank {xla_ops.rank()} of "
+            f"{joined} XLA ranks, so each would train on its own. On TPU, call "
+            f"torch.distributed.init_process_group('xla', init_method='xla://') before anything "
+            f"uses an XLA device. On CPU, processes cannot be joined: run the script by "
+            f"python -m xla_fsdp.launch --num_ranks {started}"
+        )
 
 
 def _over_mesh(mesh: Mesh) -> Communication:

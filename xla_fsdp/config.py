@@ -31,7 +31,7 @@ class FSDPConfig:
         TypeError: for a dtype that is not a floating-point ``torch.dtype``.
     """
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     flatten_parameters: bool = False
     execute_sharding_on_init: bool = True
     optimization_barrier_in_forward: bool = True
@@ -51,19 +51,27 @@ class FSDPConfig:
     # Beyond upstream's. The mesh has one axis, to shard over, or two: replicas and shards.
     mesh: Mesh | None = None
     reduce_dtype: torch.dtype | None = None  # None: fp32, or the gradient's own
+    output_dtype: torch.dtype | None = None  # None: as computed
     cast_buffers: bool = True  # to the compute dtype, where no buffer dtype is given
     cast_forward_inputs: bool = True  # of units inside others
     cast_root_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
+        _check_reshard(self.reshard_after_forward)
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("buffer_dtype", self.buffer_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
+        _check_dtype("output_dtype", self.output_dtype)
         _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
         _check_mesh(self.mesh, self.sharding_groups)
         _warn_about_ignored(self)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether full parameters are freed after forward; in groups of one rank they are not."""
+        return self.reshard_after_forward is True or self.reshard_after_forward > 1
 
     def as_keywords(self) -> dict[str, Any]:
         """The upstream options as constructor keywords, by reference (nothing is copied)."""
@@ -84,6 +92,14 @@ class FSDPConfig:
         """What floating-point inputs of a unit are cast to; None for no cast."""
         casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
         return self.compute_dtype if casts else None
+
+
+def _check_reshard(reshard: object) -> None:
+    if not isinstance(reshard, int) or (not isinstance(reshard, bool) and reshard < 1):
+        raise ValueError(
+            f"reshard_after_forward is {reshard!r}; give True, False, or the number of ranks in "
+            f"each of the groups that keep the parameters between forward and backward"
+        )
 
 
 def _check_dtype(name: str, dtype: object) -> None:
@@ -149,15 +165,16 @@ def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
 
 
 def _warn_about_ignored(config: FSDPConfig) -> None:
+    # The level is that of who calls the wrapper, from where options come by ``torch_options``.
     if config.pin_layout_in_collective_ops:
         warnings.warn(
             "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
             "all-gather into an all-reduce with twice the traffic",
-            stacklevel=4,
+            stacklevel=6,
         )
     if config.shard_param_on_dim_0 and config.flatten_parameters:
         warnings.warn(
             "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
             "parameters into one vector",
-            stacklevel=4,
+            stacklevel=6,
         )

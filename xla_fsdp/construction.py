@@ -8,7 +8,7 @@ and ``unit``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xla_fsdp import guards, xla_ops
 from xla_fsdp.broadcast import broadcast_
-from xla_fsdp.collectives import Collectives
+from xla_fsdp.collectives import Collectives, SmallerGroups
 from xla_fsdp.communication import Communication, communication_for
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.ignored import Ignored
@@ -27,17 +27,25 @@ from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
 from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_module import is_unit
+from xla_fsdp.unit_host import Attachment, is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
 
 
 @dataclass(frozen=True)
 class BuiltUnit:
-    """A new unit, what it communicates by, and the original dtypes of the buffers it cast."""
+    """A new unit and the original dtypes of the buffers it cast."""
 
     unit: Unit
     communication: Communication
     cast_buffers: dict[str, torch.dtype]
+
+    def attachment(self, part: int = 0) -> Attachment:
+        """For the host of one of the unit's modules; the first one's names the buffers."""
+        return Attachment(self.unit, self.communication, part, {} if part else self.cast_buffers)
+
+
+Placement = Callable[[nn.Parameter], int]
+"""Which dim of a parameter to cut."""
 
 
 def check_wrappable(module: nn.Module) -> None:
@@ -46,7 +54,7 @@ def check_wrappable(module: nn.Module) -> None:
         raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
     if is_unit(module):
         raise ValueError(
-            "this module is wrapped with FSDP already. For nested units, wrap the inner modules "
+            "this module is sharded with FSDP already. For nested units, shard the inner modules "
             "first and then the module that holds them"
         )
     if not has_forward(module):
@@ -95,46 +103,78 @@ def wrap_by_policy(
 
 
 def build_unit(
-    module: nn.Module,
+    parts: Sequence[nn.Module],
     config: FSDPConfig,
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
     collectives: Collectives | None,
     *,
+    placement: Placement | None = None,
+    stays_on_meta: bool = False,
     sync_module_states: bool = False,
 ) -> BuiltUnit:
-    """Make a unit of what ``module`` holds outside of other units.
+    """Make a unit of what the modules ``parts`` hold outside of other units.
 
     Args:
-        module: the unit's.
-        config: its options.
-        ignored: what to leave alone.
+        parts: usually one; several are gathered and freed together.
+        config: the unit's options.
+        ignored: what it leaves alone.
         param_init_fn: gives modules on the meta device their values.
         collectives: replaces the communication.
+        placement: of each parameter (default: the first dim).
+        stays_on_meta: do not give memory to what is on the meta device; the user will.
         sync_module_states: take over the first rank's values.
+
+    Raises:
+        ValueError: if the unit cannot be made.
     """
-    scope = Scope(module, ignored)
+    scope = Scope(parts, ignored)
     _refuse_cuda_layers(scope)
-    origins = materialize(scope, param_init_fn)
+    origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = xla_ops.device()
     communication = communication_for(config, collectives)
+    smaller = _smaller_groups(config.reshard_after_forward, communication.shards)
     if sync_module_states:
         broadcast_(_values(scope), communication.everyone, device)
     params = shard_own_parameters(
-        scope, config, communication=communication, device=device, origins=origins
+        scope,
+        config,
+        communication=communication,
+        device=device,
+        origins=origins,
+        dims=_dims(scope, placement),
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    group = ParamGroup(params, communication.shards, config, communication.replicas)
-    return BuiltUnit(Unit(group, config, device), communication, cast_buffers)
+    group = ParamGroup(params, communication.shards, config, communication.replicas, smaller)
+    unit = Unit(group, config, device, len(parts))
+    return BuiltUnit(unit, communication, cast_buffers)
 
 
 def _values(scope: Scope) -> list[Tensor]:
     """Parameters and buffers, each once."""
-    params = [param for _, _, _, param in scope.parameters()]
+    params = [param for _, _, _, _, param in scope.parameters()]
     buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
     found = {id(each): each for each in (*params, *buffers) if each is not None}
-    return [each for each in found.values() if not is_sharded(each)]
+    return [each for each in found.values() if not (is_sharded(each) or each.is_meta)]
+
+
+def _dims(scope: Scope, placement: Placement | None) -> dict[int, int]:
+    """By the id of a parameter, the dim that the user wants it cut along."""
+    if placement is None:
+        return {}
+    return {id(param): placement(param) for _, _, _, _, param in scope.parameters()}
+
+
+def _smaller_groups(reshard: bool | int, collectives: Collectives) -> SmallerGroups | None:
+    if isinstance(reshard, bool) or reshard in (1, collectives.num_shards):
+        return None
+    if reshard < 1 or collectives.num_shards % reshard:
+        raise ValueError(
+            f"reshard_after_forward is {reshard}; to keep parameters in groups of so many ranks, "
+            f"it must divide the {collectives.num_shards} ranks that share them"
+        )
+    return collectives.split(reshard)
 
 
 def _refuse_cuda_layers(scope: Scope) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp import xla_ops
+from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
-from xla_fsdp.state_loading import NamedShard
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> dict[str, Any]:

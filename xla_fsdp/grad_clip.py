@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
+from xla_fsdp.ties import known_group
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,69 @@ def clip_grads_by_norm_(
     for grad in [*(grad for part in sliced for grad in part.grads), *whole]:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     return total
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for parameters some or all of which are shards: scale all
+    gradients so that their norm, as one vector over all ranks, is at most ``max_norm``.
+
+    Args:
+        parameters: of one or several models; every rank gives the same ones.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once, which
+            ends the step's program there.
+        foreach: accepted as in torch; XLA computes all gradients in one program anyway.
+
+    Returns:
+        The norm before clipping, a lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: if gradients are kept that no backward has reduced yet, or for a norm that is
+            not finite.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in given:
+        group = known_group(param)
+        if group is not None and group.has_kept:
+            raise RuntimeError(
+                "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "
+                "the last backward of the accumulation with gradient sync first"
+            )
+    norm = clip_grads(given, max_norm, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
+    return norm
+
+
+def clip_grads(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    over: Collectives | None = None,
+) -> Tensor:
+    """``clip_grads_by_norm_`` of the gradients of these parameters; shards are combined over the
+    ranks that share them, or those of ``over``."""
+    grads: dict[Any, list[Tensor]] = {}
+    ranks: dict[Any, Collectives] = {}
+    whole = []
+    for param in {id(param): param for param in parameters}.values():
+        group = known_group(param)
+        if group is not None:
+            by = over or group.collectives
+            ranks.setdefault(by.key, by)
+            grads.setdefault(by.key, []).extend([] if param.grad is None else [param.grad])
+        elif param.grad is not None:
+            whole.append(param.grad)
+    sliced = [Slices(grads[key], by) for key, by in ranks.items()]
+    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, xla_ops.device())
 
 
 @torch.no_grad()

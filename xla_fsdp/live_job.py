@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
@@ -24,7 +24,6 @@ from xla_fsdp.checkpoint.rank_file import RankContent
 from xla_fsdp.checkpoint.reshard import Target
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.cpu_ranks import current_rank_thread
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.optim_records import record_of, state_from, tensors_of
 from xla_fsdp.optim_state import (
     OptimizerState,
@@ -34,6 +33,7 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.sharded_module import ShardedModule
 from xla_fsdp.state_dict_types import unchosen
 
 
@@ -50,12 +50,12 @@ class LiveJob:
     """What one rank trains.
 
     Args:
-        model: the outermost wrapper.
+        model: the outermost sharded module.
         optimizer: made of its parameters, or None.
         lr_scheduler: or None.
     """
 
-    model: XlaFullyShardedDataParallel
+    model: ShardedModule
     optimizer: Optimizer | None
     lr_scheduler: LRScheduler | None
     metadata: ShardMetadata = field(init=False)
@@ -66,8 +66,12 @@ class LiveJob:
         at = None if data["groups"] is None else xla_ops.rank()
         self.metadata = ShardMetadata.from_dict({**data, "global_rank": at})
         self.params = params_by_key(
-            self.model.get_original_names_and_sharded_parameters(), self.model.named_parameters()
+            self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
         )
+
+    @property
+    def _module(self) -> nn.Module:
+        return self.model._fsdp_module()
 
     @property
     def group(self) -> int:
@@ -110,7 +114,7 @@ class LiveJob:
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
             "rng": {
-                "device": xla_ops.get_rng_state(self.model.xla_device),
+                "device": xla_ops.get_rng_state(self.model._fsdp_unit.device),
                 "host": torch.get_rng_state(),
             },
         }
@@ -128,8 +132,8 @@ class LiveJob:
 
     def _state(self) -> dict[str, Any]:
         """This rank's shards, whichever type of state dict the user has chosen."""
-        with unchosen(self.model):
-            return self.model.state_dict()
+        with unchosen(self._module):
+            return self._module.state_dict()
 
     # ------------------------------------------------------------ loading
 
@@ -183,12 +187,12 @@ class LiveJob:
             if alias in live and canonical in state:
                 state[alias] = state[canonical]
         state.update(loaded.values.get("model", {}))
-        with unchosen(self.model):
-            self.model.load_state_dict(state, strict=strict)
+        with unchosen(self._module):
+            self._module.load_state_dict(state, strict=strict)
 
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):
             return
-        xla_ops.set_rng_state(state["device"], self.model.xla_device)
+        xla_ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
         if current_rank_thread() is None or xla_ops.rank() == 0:  # threads share the host's
             torch.set_rng_state(state["host"])

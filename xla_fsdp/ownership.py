@@ -33,6 +33,7 @@ def shard_own_parameters(
     communication: Communication,
     device: torch.device,
     origins: Mapping[int, Tensor],
+    dims: Mapping[int, int],
 ) -> list[ShardedParam]:
     """Replace the parameters in ``scope`` by this rank's shards.
 
@@ -42,16 +43,19 @@ def shard_own_parameters(
         communication: who shares the parameters.
         device: where shards go.
         origins: by the id of a parameter that was made of a meta tensor, that tensor.
+        dims: by the id of a parameter, which dim of it to cut, where that is not the first.
 
     Raises:
         ValueError: if a parameter is tied to one in another unit that is sharded differently.
     """
     _move_whole(scope, device)
     members = _members(scope)
-    sharder = _Sharder(scope.root, config, communication, device, origins)
+    sharder = _Sharder(scope.parts[0], config, communication, device, origins, dims)
     known = {id(tensor): known_shard(tensor) for tensor, _ in members}
     adopted = [
-        sharder.adopt(theirs, member) for tensor, member in members if (theirs := known[id(tensor)])
+        sharder.adopt(theirs, tensor, member)
+        for tensor, member in members
+        if (theirs := known[id(tensor)])
     ]
     new = [(tensor, member) for tensor, member in members if known[id(tensor)] is None]
     if config.flatten_parameters:
@@ -76,7 +80,7 @@ def move_buffers(scope: Scope, config: FSDPConfig, device: torch.device) -> dict
             compute_in(statistics, config.compute_dtype, owner)
         wanted = statistics or config.wanted_buffer_dtype
         for name, buffer in owner._buffers.items():
-            if buffer is None:
+            if buffer is None or buffer.is_meta:  # that gets its memory from the user
                 continue
             dtype = wanted if wanted and buffer.is_floating_point() else buffer.dtype
             if dtype != buffer.dtype:
@@ -96,6 +100,7 @@ class _Sharder:
         communication: Communication,
         device: torch.device,
         origins: Mapping[int, Tensor],
+        dims: Mapping[int, int],
     ) -> None:
         self._home = home
         self._config = config
@@ -104,22 +109,24 @@ class _Sharder:
         self._all_alike = communication.covers_all
         self._device = device
         self._origins = origins
+        self._dims = dims
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, Member]]) -> ShardedParam:
         """One shard for the joined ``parts``."""
         tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
-        layout, row_shape = self._layout([member.shape for member in members])
+        dim = self._dims.get(id(tensors[0]), 0)
+        layout, row_shape = self._layout([member.shape for member in members], dim)
         self._compare_with_peers(tensors, members)
-        shard = make_shard(tensors, layout, self._rank, self._device, row_shape)
-        flat = self._config.flatten_parameters
+        shard = make_shard(tensors, layout, self._rank, self._device, row_shape, dim)
+        home = self._home if self._config.flatten_parameters else None
         dtype = self._compute_dtype(members[0])
-        param = ShardedParam(key, members, shard, layout, dtype, self._home if flat else None)
+        param = ShardedParam(key, members, shard, layout, dtype, home, dim=dim)
         remember(param, [*tensors, shard, *self._meta_origins(tensors)])
         return param
 
-    def adopt(self, theirs: ShardedParam, member: Member) -> ShardedParam:
+    def adopt(self, theirs: ShardedParam, tensor: Tensor, member: Member) -> ShardedParam:
         """Share the shard that another unit made of the same parameter."""
-        layout, _ = self._layout([member.shape])
+        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.dim))
         name = member.names[0]
         if theirs.is_flat or self._config.flatten_parameters:
             raise ValueError(
@@ -133,7 +140,9 @@ class _Sharder:
                 f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
             )
         dtype = self._compute_dtype(member)
-        return ShardedParam(name, [member], theirs.shard, layout, dtype, places=theirs.places)
+        return ShardedParam(
+            name, [member], theirs.shard, layout, dtype, places=theirs.places, dim=theirs.dim
+        )
 
     def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
         """Parts that can share one flat shard: same dtypes, and all trainable or all frozen.
@@ -166,12 +175,12 @@ class _Sharder:
         own = statistics_dtype(member.owners[0].module, self._config)
         return own or self._config.compute_dtype
 
-    def _layout(self, shapes: Sequence[torch.Size]) -> tuple[ShardLayout, Sequence[int]]:
-        """How to cut members of these shapes, and what follows dim 0 in a shard's shape."""
+    def _layout(self, shapes: Sequence[torch.Size], dim: int) -> tuple[ShardLayout, Sequence[int]]:
+        """How to cut members of these shapes along ``dim``, and the shape of a row."""
         size = (sum(shape.numel() for shape in shapes),)
         by_rows = self._config.shard_param_on_dim_0 and not self._config.flatten_parameters
-        row_shape = shapes[0][1:]
-        if by_rows and len(shapes[0]) > 0 and row_shape.numel() > 0:
+        row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
+        if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
             return ShardLayout(size, self._num_shards, row_shape.numel()), row_shape
         return ShardLayout(size, self._num_shards, LANES), ()
 
@@ -184,16 +193,17 @@ def _checksum(tensor: Tensor) -> int:
 
 def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
     """Distinct floating-point parameters with all their names and owners, in order."""
-    places: dict[int, tuple[Tensor, list[str], list[Owner]]] = {}
-    for name, owner, attribute, param in scope.parameters():
+    places: dict[int, tuple[Tensor, list[str], list[int], list[Owner]]] = {}
+    for part, name, owner, attribute, param in scope.parameters():
         if param.is_floating_point():
-            _, names, owners = places.setdefault(id(param), (param, [], []))
+            _, names, parts, owners = places.setdefault(id(param), (param, [], [], []))
             names.append(name)
+            parts.append(part)
             if Owner(owner, attribute) not in owners:
                 owners.append(Owner(owner, attribute))
     return [
-        (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners)))
-        for tensor, names, owners in places.values()
+        (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners), tuple(parts)))
+        for tensor, names, parts, owners in places.values()
     ]
 
 
@@ -205,7 +215,7 @@ def _full_shape(tensor: Tensor) -> torch.Size:
 
 def _move_whole(scope: Scope, device: torch.device) -> None:
     moved: dict[int, nn.Parameter] = {}
-    for name, owner, attribute, param in list(scope.parameters()):  # all, before any is replaced
+    for _, name, owner, attribute, param in list(scope.parameters()):  # all, before any is replaced
         if param.is_floating_point():
             continue
         if param.requires_grad:
@@ -214,6 +224,8 @@ def _move_whole(scope: Scope, device: torch.device) -> None:
                 f"be trained under FSDP. Keep it as two real parameters (torch.view_as_real), "
                 f"freeze it, or list it in ignored_params"
             )
+        if param.is_meta:
+            continue
         new = moved.setdefault(
             id(param), nn.Parameter(param.detach().to(device), requires_grad=False)
         )

@@ -16,14 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives
+from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
+from xla_fsdp.comm_hooks import CommHook
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.layout import LANES
+from xla_fsdp.mesh import Mesh
+from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
-from xla_fsdp.ties import remember
+from xla_fsdp.ties import remember, remember_group
 
 
 class ParamGroup:
@@ -34,6 +37,7 @@ class ParamGroup:
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
         replicas: communication among the ranks that hold the same shards (default: no others).
+        smaller: for parameters that are kept in larger shards between forward and backward.
     """
 
     def __init__(
@@ -42,25 +46,41 @@ class ParamGroup:
         collectives: Collectives,
         config: FSDPConfig,
         replicas: Collectives | None = None,
+        smaller: SmallerGroups | None = None,
     ) -> None:
         self.params = tuple(params)
         self.collectives = collectives
         self.replicas = replicas or LocalCollectives()
+        self.smaller = smaller
         self._config = config
         num_ranks = collectives.num_shards * self.replicas.num_shards
-        self.predivide, self.postdivide = default_divide_factors(num_ranks)
-        self._unreduced: dict[int, Tensor] = {}
+        self.predivide, self.postdivide = split_divisor(num_ranks)
+        self.all_reduces = True
+        self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
+        self.comm_hook: CommHook | None = None
+        self._unreduced: dict[int, Tensor] = {}  # full gradients, by member
+        self._not_summed: dict[int, Tensor] = {}  # shards that replicas are to add, by parameter
+        for param in self.params:
+            remember_group(param.shard, self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or what was pickled: its shards are known like any others."""
         vars(self).update(state)
         for param in self.params:
             remember(param, [param.shard])
+            remember_group(param.shard, self)
 
     @property
-    def shards(self) -> list[Tensor]:
+    def shards(self) -> list[nn.Parameter]:
         """The shard parameters."""
         return [param.shard for param in self.params]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who shares the parameters."""
+        if self._config.mesh is not None:
+            return self._config.mesh
+        return whole_mesh(self.collectives.num_shards)
 
     @property
     def is_first(self) -> bool:
@@ -87,52 +107,95 @@ class ParamGroup:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
         with torch.no_grad():
-            cast = [
-                shard.to(param.compute_dtype or shard.dtype)
-                for param, shard in zip(self.params, shards, strict=True)
-            ]
-        return self.gather_as_stored(self.params, cast)
+            return self.gather_as_stored(self.params, self._cast(shards))
 
     def gather_as_stored(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor]
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
-        limit = math.inf if self._config.coalesce_all_gather_ops else 0
         with torch.no_grad():
-            flat = [
-                xla_ops.shaped(shard, _shard_shape(param))
-                for param, shard in zip(params, shards, strict=True)
-            ]
-            stacks = _in_buckets(flat, self.collectives.all_gather, limit)
-            return [
-                full
-                for param, stack in zip(params, stacks, strict=True)
-                for full in param.split(stack)
-            ]
+            stacks = self._gathered(_as_sent(params, shards), self.collectives)
+            return _split(params, stacks)
+
+    def gather_larger(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """From this rank's ``shards``, the larger ones by which the ranks of one smaller group
+        share the parameters, in their compute dtype."""
+        assert self.smaller is not None
+        with torch.no_grad():
+            sent = _as_sent(self.params, self._cast(shards))
+            return [larger.clone() for larger in self._gathered(sent, self.smaller.across)]
+
+    def gather_from_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors of all members from this rank's larger shards, within its smaller group."""
+        assert self.smaller is not None
+        # [across, *shard] each; flat shards of several ranks stay flat when they are joined.
+        sent = [t.reshape(-1) if t.dim() == 2 else t for t in larger]
+        stacks = self._gathered(sent, self.smaller.within)
+        size = self.smaller.within.num_shards
+        in_order = [  # rank r is number r % size of its group, and each group holds one of each
+            stack.reshape(size, *t.shape).transpose(0, 1).reshape(-1, *t.shape[1:])
+            for stack, t in zip(stacks, larger, strict=True)
+        ]
+        return _split(self.params, in_order)
+
+    def _cast(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            shard.to(param.compute_dtype or shard.dtype)
+            for param, shard in zip(self.params, shards, strict=True)
+        ]
+
+    def _gathered(self, shards: Sequence[Tensor], by: Collectives) -> list[Tensor]:
+        limit = math.inf if self._config.coalesce_all_gather_ops else 0
+        return _in_buckets(shards, by.all_gather, limit)
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
 
-        A parameter none of whose members has a gradient gets None, as in an unsharded model.
-        Gradients kept back by ``keep`` are added first.
+        A parameter none of whose members has a gradient gets None, as in an unsharded model; all
+        do while replicas are not to add theirs. What was kept back is added first.
         """
         grads = self._with_kept(grads)
         stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        reduced = iter(self._reduce_stacks([stack for stack in stacked if stack is not None]))
+        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
+        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        kept, self._not_summed = self._not_summed, {}
+        shards = {
+            i: s
+            for i in range(len(self.params))
+            if (s := _add(kept.get(i), shards.get(i))) is not None
+        }
+        if self.replicas.num_shards > 1 and not self.all_reduces:
+            self._not_summed = shards
+            return [None] * len(self.params)
+        summed = dict(zip(shards, self._summed(list(shards.values())), strict=True))
         return [
-            None if stack is None else self._finish(next(reduced), param.shard)
-            for param, stack in zip(self.params, stacked, strict=True)
+            self._finish(self._hooked(summed[index]), param) if index in summed else None
+            for index, param in enumerate(self.params)
         ]
 
-    def _reduce_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's shards of the sums over all ranks."""
-        megabytes = self._config.reduce_scatter_bucket_size_mb
-        limit = math.inf if megabytes is None else megabytes * 2**20
-        shards = _in_buckets(stacks, self.collectives.reduce_scatter, limit)
+    def _scattered(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of the sums over the ranks that share the parameters."""
+        if self.comm_hook is not None:
+            return _in_buckets(stacks, self.comm_hook, math.inf)
+        return _in_buckets(stacks, self.collectives.reduce_scatter, self._limit)
+
+    def _summed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Their sums over the replicas."""
         if self.replicas.num_shards == 1:
-            return shards
-        return _in_buckets(shards, self.replicas.all_reduce_shards, limit)
+            return list(shards)
+        return _in_buckets(shards, self.replicas.all_reduce_shards, self._limit)
+
+    def _hooked(self, shard: Tensor) -> Tensor:
+        if self.all_reduce_hook is None:
+            return shard
+        result = self.all_reduce_hook(shard)
+        return shard if result is None else result
+
+    @property
+    def _limit(self) -> float:
+        megabytes = self._config.reduce_scatter_bucket_size_mb
+        return math.inf if megabytes is None else megabytes * 2**20
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
@@ -145,20 +208,21 @@ class ParamGroup:
     @property
     def has_kept(self) -> bool:
         """Whether gradients wait for the next ``reduce``."""
-        return bool(self._unreduced)
+        return bool(self._unreduced) or bool(self._not_summed)
 
     def drop_kept(self) -> None:
         """Forget the gradients that wait for the next ``reduce``."""
-        self._unreduced = {}
+        self._unreduced, self._not_summed = {}, {}
 
     def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
         dtype = self._config.gradient_dtype
         return grad if dtype is None else grad.to(dtype)
 
-    def _finish(self, reduced: Tensor, shard: Tensor) -> Tensor:
+    def _finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
         """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
-        wide = reduced.to(torch.promote_types(reduced.dtype, shard.dtype))
-        return xla_ops.shaped((wide / self.postdivide).to(shard.dtype), shard.shape)
+        wide = reduced.to(torch.promote_types(reduced.dtype, param.shard.dtype))
+        divided = wide if self.comm_hook is not None else wide / self.postdivide
+        return param.as_shard(divided.to(param.shard.dtype))
 
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
@@ -182,7 +246,9 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        stack = self._to_reduce_dtype(param.stack(full)) / self.predivide
+        stack = self._to_reduce_dtype(param.stack(full))
+        if self.comm_hook is None:
+            stack = stack / self.predivide
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
 
 
@@ -192,25 +258,38 @@ LARGE = 2 * ROWS * LANES
 """Shards of fewer elements travel joined; see ``collectives.ROWS``."""
 
 
+def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        xla_ops.shaped(param.in_rows(shard), _shard_shape(param))
+        for param, shard in zip(params, shards, strict=True)
+    ]
+
+
+def _split(params: Sequence[ShardedParam], stacks: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        full for param, stack in zip(params, stacks, strict=True) for full in param.split(stack)
+    ]
+
+
 def _shard_shape(param: ShardedParam) -> tuple[int, ...]:
     """Shape in which a shard travels: whole rows of the parameter where it consists of such, so
     that the gathered stack is the parameter as it is; else flat. Laying 50 million elements out
     anew takes the TPU compiler minutes and the program as much code as 20 transformer blocks."""
     size = param.layout.shard_numel
-    width = param.members[0].shape[1:].numel() if len(param.members) == 1 else 0
+    width = param.row_numel if len(param.members) == 1 else 0
     if not width or width % LANES or size % (width * ROWS) or size < LARGE:
         return (size,)
     return (size // width, width)
 
 
-def default_divide_factors(num_ranks: int) -> tuple[float, float]:
-    """What gradients are divided by before and after the sum over ranks; the product is the
-    number of ranks. Splitting it near the square root keeps 16-bit sums from overflow before and
-    from underflow after (the rule of torch's own FSDP)."""
+def split_divisor(divisor: float) -> tuple[float, float]:
+    """What gradients are divided by before and after the sum over ranks; the product is
+    ``divisor``, usually the number of ranks. Splitting it near the square root keeps 16-bit sums
+    from overflow before and from underflow after (the rule of torch's own FSDP)."""
     before = 1
-    while num_ranks % before == 0 and num_ranks / before > before:
+    while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return float(before), num_ranks / before
+    return float(before), divisor / before
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

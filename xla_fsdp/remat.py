@@ -28,7 +28,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.backward import current_pass, running_units
 from xla_fsdp.graph_nodes import mark_constants, on_device, present, through
 from xla_fsdp.tree import replace_tensors, tensors_in
-from xla_fsdp.unit_module import is_unit
+from xla_fsdp.unit_host import is_unit
 from xla_fsdp.wrap import has_forward
 
 _SAME_TWICE = (

@@ -25,12 +25,12 @@ from xla_fsdp.checkpoint.rank_file import SUFFIXES, write_rank_file
 from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.checkpoint.validate import CheckpointError
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.live_job import LiveJob, LRScheduler
+from xla_fsdp.sharded_module import ShardedModule
 
 # The saves that training has not waited for yet. Keys are each rank's own model, so ranks that are
 # threads of one process never meet here.
-_pending: WeakKeyDictionary[XlaFullyShardedDataParallel, PendingSave] = WeakKeyDictionary()
+_pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
 
 
 class PendingSave:
@@ -52,7 +52,7 @@ class PendingSave:
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
-    model: XlaFullyShardedDataParallel,
+    model: ShardedModule,
     optimizer: Optimizer | None = None,
     lr_scheduler: LRScheduler | None = None,
     extra: Any = None,
@@ -70,7 +70,7 @@ def save_checkpoint(
 
     Args:
         directory: for all checkpoints of a run: a path, or a URL that fsspec knows (``gs://...``).
-        model: the wrapped model.
+        model: the sharded model.
         optimizer: made of its parameters.
         lr_scheduler: anything with ``state_dict``.
         extra: this rank's own: numbers, strings, tensors, numpy arrays, and lists, tuples, sets
@@ -111,7 +111,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     directory: str | os.PathLike[str],
-    model: XlaFullyShardedDataParallel,
+    model: ShardedModule,
     optimizer: Optimizer | None = None,
     lr_scheduler: LRScheduler | None = None,
     *,
@@ -124,7 +124,7 @@ def load_checkpoint(
 
     Args:
         directory: that was saved to.
-        model: the wrapped model.
+        model: the sharded model.
         optimizer: made of its parameters, with the same groups; it need not have made a step. Its
             hyperparameters are replaced, as by its own ``load_state_dict``.
         lr_scheduler: anything with ``load_state_dict``.
@@ -178,10 +178,11 @@ def _check_arguments(model: Any, keep_last: Any, file_format: str) -> None:
 
 
 def _check_wrapped(model: Any) -> None:
-    if not isinstance(model, XlaFullyShardedDataParallel):
+    if not isinstance(model, ShardedModule):
         raise TypeError(
-            f"model is a {type(model).__name__}; expected the outermost "
-            f"XlaFullyShardedDataParallel. Save other modules with torch.save"
+            f"model is a {type(model).__name__}; expected the outermost module that was wrapped "
+            f"with XlaFullyShardedDataParallel or given to fully_shard. Save other modules with "
+            f"torch.save"
         )
 
 
@@ -189,7 +190,7 @@ def _ranks() -> Ranks:
     return Ranks(xla_ops.rank(), xla_ops.world_size(), xla_ops.exchange)
 
 
-def _wait_for_earlier(model: XlaFullyShardedDataParallel) -> None:
+def _wait_for_earlier(model: ShardedModule) -> None:
     if earlier := _pending.pop(model, None):
         earlier.wait()
 

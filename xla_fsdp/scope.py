@@ -6,42 +6,44 @@ scope.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
-from xla_fsdp.unit_module import is_unit
+from xla_fsdp.unit_host import is_unit
 
 
 class Scope:
     """A module and what is below it, except for units and ignored modules.
 
     Args:
-        root: the module of a new unit.
+        parts: the modules of a new unit; usually one.
         ignored: what to leave out.
     """
 
-    def __init__(self, root: nn.Module, ignored: Ignored) -> None:
-        self.root = root
+    def __init__(self, parts: Sequence[nn.Module], ignored: Ignored) -> None:
+        self.parts = tuple(parts)
         self.ignored = ignored
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Dotted names and modules, the root (``""``) first; each module once."""
+        """Dotted names and modules, each part (``""``) before what is in it; each module once."""
         seen: set[int] = set()
-        for name, module in self._below(self.root, ""):
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield name, module
+        for part in self.parts:
+            for name, module in self._below(part, ""):
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield name, module
 
-    def parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-        """Every name of a parameter, with its module, its attribute and itself. A module that has
-        several names gives its parameters several, too."""
-        for prefix, owner in self._below(self.root, ""):
-            for attribute, param in owner._parameters.items():
-                if param is not None and not self.ignored.has_param(param):
-                    yield join_name(prefix, attribute), owner, attribute, param
+    def parameters(self) -> Iterator[tuple[int, str, nn.Module, str, nn.Parameter]]:
+        """Every name of a parameter: the number of the part and the name in it, its module, its
+        attribute and itself. A module that has several names gives its parameters several, too."""
+        for number, part in enumerate(self.parts):
+            for prefix, owner in self._below(part, ""):
+                for attribute, param in owner._parameters.items():
+                    if param is not None and not self.ignored.has_param(param):
+                        yield number, join_name(prefix, attribute), owner, attribute, param
 
     def _below(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if is_unit(module) or self.ignored.has_module(module):

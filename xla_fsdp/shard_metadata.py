@@ -7,50 +7,36 @@ description once, as a member or as an alias, also where units share a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.names import join_name
-from xla_fsdp.sharded_param import ShardedParam
-
-
-@dataclass(frozen=True)
-class UnitContent:
-    """What one unit saves: its name in the model, its shards, and its buffers' original dtypes."""
-
-    name: str
-    params: Sequence[ShardedParam]
-    cast_buffers: Mapping[str, torch.dtype]
+from xla_fsdp.named_shards import NamedShard
 
 
 def describe(
-    units: Sequence[UnitContent],
+    shards: Sequence[NamedShard],
+    cast_buffers: Mapping[str, torch.dtype],
     rank: int,
     world_size: int,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> ShardMetadata:
-    """The metadata of one rank's shards of all ``units``.
+    """The metadata of one rank's ``shards``.
 
     Args:
-        units: of the whole model.
+        shards: of the whole model.
+        cast_buffers: original dtypes of buffers, by name.
         rank: among those that share the model.
         world_size: how many these are.
         groups: all sharding groups, if there are several.
     """
+    _refuse_other_dims(shards)
     records: dict[int, ParamRecord] = {}  # by the shard's id: a tied one is recorded once
     ties: dict[str, str] = {}
-    for unit in units:
-        for param in unit.params:
-            own = _record(unit.name, param)
-            record = records.setdefault(id(param.shard), own)
-            ties.update(_ties(unit.name, param, record))
-    buffers = {
-        join_name(unit.name, name): _dtype_name(dtype)
-        for unit in units
-        for name, dtype in unit.cast_buffers.items()
-    }
+    for shard in shards:
+        record = records.setdefault(id(shard.param.shard), _record(shard))
+        ties.update(_ties(shard, record))
+    buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
     return ShardMetadata(
         rank,
         world_size,
@@ -61,26 +47,36 @@ def describe(
     )
 
 
-def _record(unit: str, param: ShardedParam) -> ParamRecord:
+def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
+    others = [f"{s.key} (along dim {s.param.dim})" for s in shards if s.param.dim]
+    if others:
+        raise ValueError(
+            f"files of shards hold slices along dim 0, but shard_placement_fn has others cut: "
+            f"{', '.join(others)}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
+
+
+def _record(shard: NamedShard) -> ParamRecord:
+    param = shard.param
     return ParamRecord(
-        key=join_name(unit, param.key),
+        key=shard.key,
         dtype=_dtype_name(param.shard.dtype),
         multiple=param.layout.multiple,
         members=tuple(
-            MemberRecord(join_name(unit, member.names[0]), tuple(member.shape))
-            for member in param.members
+            MemberRecord(name, tuple(member.shape))
+            for name, member in zip(shard.names, param.members, strict=True)
         ),
         by_rows=param.by_rows,
     )
 
 
-def _ties(unit: str, param: ShardedParam, record: ParamRecord) -> dict[str, str]:
+def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
     """Names of the members other than those in the record that stands for them."""
     return {
-        join_name(unit, name): canonical.name
-        for member, canonical in zip(param.members, record.members, strict=True)
-        for name in member.names
-        if join_name(unit, name) != canonical.name
+        name: canonical.name
+        for member, canonical in zip(shard.param.members, record.members, strict=True)
+        for name in shard.names_of(member)
+        if name != canonical.name
     }
 
 

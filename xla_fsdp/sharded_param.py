@@ -21,10 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
+from xla_fsdp.deferred_init import call_in_full, close_all
 from xla_fsdp.layout import ShardLayout, offsets
+from xla_fsdp.shard_view import ShardView
+from xla_fsdp.ties import known_group, remember, remember_group
 
 
-class ShardParameter(nn.Parameter):
+class ShardParameter(ShardView, nn.Parameter):
     """The leaf parameter that a rank keeps and its optimizer sees.
 
     A class of its own, so that copies of a model know their shards, too. Lightning and code written
@@ -36,6 +39,21 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickled as what it is; nn.Parameter would come back as one of its own class."""
         return _restored_shard, (self.detach(), self.requires_grad, vars(self))
+
+
+class UninitializedShard(ShardParameter):
+    """A shard that has got memory, and no values yet: see ``deferred_init``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call_in_full(func, args, kwargs or {})
+
+    def settle(self) -> None:
+        """The values are complete; from now on it is a shard like others."""
+        close_all()
+        self.__class__ = ShardParameter  # type: ignore[assignment]
 
 
 class ParamState(Enum):
@@ -68,11 +86,15 @@ class Owner:
 
 @dataclass(frozen=True)
 class Member:
-    """An original parameter: its fully qualified names (first the canonical one, then ties)."""
+    """An original parameter: its names (first the canonical one, then ties) in the unit.
+
+    ``parts`` are the numbers of the unit's modules in which the names are; none means the first.
+    """
 
     names: tuple[str, ...]
     shape: torch.Size
     owners: tuple[Owner, ...]
+    parts: tuple[int, ...] = ()
 
 
 class Places:
@@ -83,12 +105,14 @@ class Places:
     when nothing is shown.
 
     Args:
-        shard: of a parameter that is registered under its members' names; None for a flat one,
-            whose members are no attributes when nothing is shown.
+        shard: what stands for the parameter.
+        registered: whether it is so under its members' names; members of a flat one are no
+            attributes when nothing is shown.
     """
 
-    def __init__(self, shard: nn.Parameter | None) -> None:
-        self._shard = shard
+    def __init__(self, shard: nn.Parameter, *, registered: bool) -> None:
+        self.shard = shard
+        self._registered = registered
         self._shown: list[tuple[Owner, Tensor]] = []
 
     def show(self, owner: Owner, tensor: Tensor, *, idle: bool) -> None:
@@ -107,7 +131,7 @@ class Places:
     def held_by(self, owner: Owner) -> Tensor | None:
         """What the owner should hold; None for no attribute."""
         shown = [tensor for place, tensor in self._shown if place == owner]
-        return shown[-1] if shown else self._shard
+        return shown[-1] if shown else self.shard if self._registered else None
 
     def refresh(self, owner: Owner) -> None:
         """Let ``owner`` hold what it should."""
@@ -125,11 +149,13 @@ class ShardedParam:
         key: name of the shard in the unit's state dict.
         members: the original parameters in joining order.
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
-            [rows, ...] where whole rows of dim 0 are sharded.
-        layout: how the joined members are cut.
+            [rows, ...] where whole rows of a dim are sharded, which is in its place.
+        layout: how the joined members are cut; along another dim, how the member is with that dim
+            moved to the front.
         compute_dtype: what full parameters are gathered and used in; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         places: what another unit's parameter with the same shard keeps of its owners.
+        dim: which dim of a single member is cut.
     """
 
     def __init__(
@@ -141,14 +167,15 @@ class ShardedParam:
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
         places: Places | None = None,
+        dim: int = 0,
     ) -> None:
         self.key = key
         self.members = tuple(members)
-        self.shard = shard
         self.layout = layout
+        self.dim = dim
         self.compute_dtype = compute_dtype
         self.state = ParamState.SHARDED
-        self.places = places or Places(shard if home is None else None)
+        self.places = places or Places(shard, registered=home is None)
         self._home = home
         self._full: list[Tensor] = []
         if home is not None:
@@ -157,14 +184,42 @@ class ShardedParam:
             self.places.refresh(owner)
 
     @property
+    def shard(self) -> nn.Parameter:
+        """The leaf parameter."""
+        if isinstance(self.places.shard, UninitializedShard):
+            self.places.shard.settle()
+        return self.places.shard
+
+    @property
     def is_flat(self) -> bool:
         """Whether the shard is registered on its own, apart from its members."""
         return self._home is not None
 
     @property
     def by_rows(self) -> bool:
-        """Whether the shard has the shape of whole rows of its member's dim 0."""
+        """Whether the shard has the shape of whole rows of its member's dim."""
         return self.shard.dim() > 1
+
+    @property
+    def row_shape(self) -> torch.Size:
+        """Shape of a row of a single member."""
+        shape = list(self.members[0].shape)
+        return torch.Size([*shape[: self.dim], *shape[self.dim + 1 :]])
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row; 0 where the member has no dims."""
+        return self.row_shape.numel() if self.members[0].shape else 0
+
+    def in_rows(self, shard: Tensor) -> Tensor:
+        """What is cut like the shard, with the dim that is cut in front."""
+        return shard.movedim(self.dim, 0) if self.dim else shard
+
+    def as_shard(self, rows: Tensor) -> Tensor:
+        """The inverse: as many elements as a shard has, in its shape."""
+        if not self.dim:
+            return xla_ops.shaped(rows, self.places.shard.shape)
+        return rows.reshape(-1, *self.row_shape).movedim(0, self.dim).contiguous()
 
     def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the owners at the full tensors, one per member in order.
@@ -179,6 +234,48 @@ class ShardedParam:
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
                 self.places.show(owner, tensor, idle=idle)
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether an owner holds something on the meta device."""
+        return any(held.is_meta for held in self._held())
+
+    def _held(self) -> list[Tensor]:
+        """What the owners hold."""
+        held = (owner.module._parameters.get(owner.attribute) for owner in self._owners())
+        return [tensor for tensor in held if tensor is not None]
+
+    def take_memory(self, *, has_values: bool) -> None:
+        """The owners hold what the user has put in place of a shard on the meta device: that is the
+        shard from now on. Without values, it acts as the full parameter for whoever gives it some.
+
+        Raises:
+            ValueError: if it has another shape.
+        """
+        if self.places.shard.is_meta:
+            new = next((tensor for tensor in self._held() if not tensor.is_meta), None)
+            if new is None:
+                return
+            self._replace(new, has_values=has_values)
+        for owner in self._owners():
+            self.places.refresh(owner)
+
+    def _replace(self, new: Tensor, *, has_values: bool) -> None:
+        old = self.places.shard
+        if new.shape != old.shape:
+            raise ValueError(
+                f"{self.key} is on the meta device as a shard of shape {tuple(old.shape)}, and was "
+                f"given a tensor of shape {tuple(new.shape)}; give it this rank's shard "
+                f"(distribute_tensor), or memory first (to_empty) and then full tensors"
+            )
+        kind = ShardParameter if has_values else UninitializedShard
+        # A copy: what is computed from an alias is traced from the values that it once had.
+        self.places.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
+        vars(self.places.shard).update(vars(old))
+        moved = known_group(old)
+        remember(self, [self.places.shard])
+        if moved is not None:
+            remember_group(self.places.shard, moved)
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:
@@ -227,6 +324,9 @@ class ShardedParam:
         """
         joined = xla_ops.shaped(stack, (stack.numel(),))
         numels = [member.shape.numel() for member in self.members]
+        if self.dim:
+            rows = xla_ops.cut(joined, 0, 0, numels[0]).reshape(-1, *self.row_shape)
+            return [rows.movedim(0, self.dim).contiguous()]
         return [
             xla_ops.shaped(xla_ops.cut(joined, 0, start, numel), member.shape).clone()
             for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
@@ -234,7 +334,7 @@ class ShardedParam:
 
     def stack(self, full: Sequence[Tensor]) -> Tensor:
         """The inverse of ``split``, with zeros as padding: [num_shards, shard_numel]."""
-        flat = [xla_ops.shaped(tensor, (tensor.numel(),)) for tensor in full]
+        flat = [xla_ops.shaped(self.in_rows(each), (each.numel(),)) for each in full]
         joined = torch.cat(flat) if len(flat) > 1 else flat[0]
         padding = self.layout.padded_numel - self.layout.numel
         if padding:
@@ -243,7 +343,7 @@ class ShardedParam:
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """``rank``'s shard of full members, in the shape of the shard, on their device."""
-        return slice_of(full, self.layout, rank).reshape(self.shard.shape)
+        return self.as_shard(slice_of([self.in_rows(t) for t in full], self.layout, rank))
 
     def _move(self, expected: ParamState, new: ParamState) -> None:
         if self.state is not expected:
@@ -260,13 +360,18 @@ def make_shard(
     rank: int,
     device: torch.device,
     row_shape: Sequence[int] = (),
+    dim: int = 0,
 ) -> nn.Parameter:
-    """Cut ``rank``'s shard, [rows, *row_shape], out of full tensors joined end to end.
+    """Cut ``rank``'s shard, [rows, *row_shape], out of full tensors joined end to end; of a single
+    one along ``dim``, where the rows then are.
 
-    Only the slice moves to ``device``: a parameter in host memory never exists there in full.
+    Only the slice moves to ``device``: a parameter in host memory never exists there in full. What
+    is on the meta device stays there.
     """
+    flat = slice_of([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
+    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
-        slice_of(tensors, layout, rank).reshape(-1, *row_shape).to(device),
+        rows if rows.is_meta else rows.to(device),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for

@@ -113,7 +113,7 @@ class StateDictTypes(UnitModule):
     ) -> Any:
         """As in ``nn.Module``, of the type that is chosen."""
         chosen = self._chosen
-        shown_in_full = self._unit.state is UnitState.SUMMONED
+        shown_in_full = self._fsdp_unit.state is UnitState.SUMMONED
         if chosen is None or chosen.state_dict_type is not FULL or shown_in_full:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))
@@ -186,7 +186,7 @@ class StateDictTypes(UnitModule):
 def unchosen(module: nn.Module) -> Iterator[None]:
     """Inside the block, no type is chosen for the wrappers in ``module``: state dicts are shards.
     What is chosen inside is undone, too."""
-    before = [(wrapper, wrapper._chosen) for wrapper in _wrappers(module)]
+    before = [(each, each._chosen) for each in module.modules() if isinstance(each, StateDictTypes)]
     for wrapper, _ in before:
         wrapper._chosen = None
     try:

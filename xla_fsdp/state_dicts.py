@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
 from xla_fsdp.full_optim_state import ShardNames, from_full, from_shards, to_full, to_shards
+from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
 from xla_fsdp.optim_state import (
     OptimizerState,
@@ -30,10 +31,10 @@ from xla_fsdp.optim_state import (
     torch_state_dict,
     write_optimizer,
 )
-from xla_fsdp.state_loading import Form, NamedShard, marked
+from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
-from xla_fsdp.unit_module import UnitModule, named_units
+from xla_fsdp.unit_host import named_hosts, named_shards, units_in
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDict[str, Any]:
@@ -48,15 +49,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     Raises:
         RuntimeError: inside a forward, a backward or ``summon_full_params``.
     """
-    wrappers = list(named_units(model))
-    units = [wrapper._unit for _, wrapper in wrappers]
+    units = units_in(model)
     options = SummonOptions(writeback=False, rank0_only=rank0_only, offload_to_cpu=True)
     xla_ops.settle()  # buffers are read on ranks that are shown something only
     with summoned(units, options):
         if not is_shown(units, options):
             return OrderedDict()
         state = model.state_dict()
-    dtypes = dict(_original_dtypes(wrappers))
+    dtypes = dict(_original_dtypes(model))
     for name, value in state.items():
         state[name] = _on_host(value, dtypes.get(name))
     return marked(state, model, Form.FULL)
@@ -151,6 +151,19 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str
     return to_shards(read_optimizer(optimizer, _params(model)))
 
 
+def load_sharded_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Give the optimizer what ``sharded_optim_state_dict`` returned on as many ranks.
+
+    Raises:
+        ValueError: with every name, group or shape that does not fit.
+    """
+    params = _params(model)
+    with _with_state(optimizer, params) as template:
+        write_optimizer(optimizer, params, from_shards(state, template))
+
+
 @contextlib.contextmanager
 def _with_state(
     optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False
@@ -176,22 +189,16 @@ def _params(model: nn.Module) -> dict[str, Tensor]:
 def _shards(model: nn.Module) -> list[NamedShard]:
     """Every shard once, under its first key."""
     shards: dict[int, NamedShard] = {}
-    for shard in _all_shards(model):
+    for shard in named_shards(model):
         shards.setdefault(id(shard.param.shard), shard)
     return list(shards.values())
-
-
-def _all_shards(model: nn.Module) -> Iterator[NamedShard]:
-    for name, wrapper in named_units(model):
-        for param in wrapper._unit.group.params:
-            yield NamedShard(name, param, wrapper._unit.group)
 
 
 def _names(model: nn.Module) -> ShardNames:
     """A parameter that units share goes by the name that the plain model has first."""
     first = {id(param): name for name, param in model.named_parameters()}
     aliases: dict[int, list[str]] = defaultdict(list)
-    for shard in _all_shards(model):
+    for shard in named_shards(model):
         if not shard.param.is_flat:
             aliases[id(shard.param.shard)] += shard.names_of(shard.param.members[0])
     shards = _shards(model)
@@ -207,9 +214,9 @@ def _names(model: nn.Module) -> ShardNames:
     return ShardNames({shard.key: shard for shard in shards}, members, canonical)
 
 
-def _original_dtypes(wrappers: list[tuple[str, UnitModule]]) -> Iterator[tuple[str, torch.dtype]]:
-    for unit, wrapper in wrappers:
-        for name, dtype in wrapper._cast_buffers.items():
+def _original_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    for unit, host in named_hosts(model):
+        for name, dtype in host._fsdp_attachment.cast_buffers.items():
             yield join_name(unit, name), dtype
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.upstream_format import original_name
-from xla_fsdp.names import join_name
-from xla_fsdp.param_group import ParamGroup
-from xla_fsdp.sharded_param import Member, ShardedParam
+from xla_fsdp.named_shards import NamedShard
+from xla_fsdp.sharded_param import Member
 
 MARK = "xla_fsdp_form"
 """Key of the form in the metadata that torch's state dicts carry for each module."""
@@ -36,34 +34,6 @@ class Form(Enum):
 
     SHARDS = "shards"
     FULL = "full"
-
-
-@dataclass(frozen=True)
-class NamedShard:
-    """A sharded parameter: the name of its unit in the model at hand, itself, and its group."""
-
-    unit: str
-    param: ShardedParam
-    group: ParamGroup
-
-    @property
-    def key(self) -> str:
-        """Name of the shard in a state dict of shards."""
-        return join_name(self.unit, self.param.key)
-
-    @property
-    def names(self) -> list[str]:
-        """The canonical name of each member."""
-        return [self.names_of(member)[0] for member in self.param.members]
-
-    @property
-    def rank(self) -> int:
-        """Of this process among those that share the parameter."""
-        return self.group.collectives.rank
-
-    def names_of(self, member: Member) -> list[str]:
-        """Every name of a member, the canonical one first."""
-        return [join_name(self.unit, name) for name in member.names]
 
 
 def mark_shards(local_metadata: dict[str, Any]) -> None:

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.sharded_param import ShardedParam
+if TYPE_CHECKING:
+    from xla_fsdp.param_group import ParamGroup
+    from xla_fsdp.sharded_param import ShardedParam
 
 _shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _whole_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
@@ -31,6 +35,18 @@ def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
 def known_shard(tensor: Tensor) -> ShardedParam | None:
     """What became of ``tensor``, if a unit has taken it."""
     reference = _shard_of.get(tensor)
+    return reference() if reference is not None else None
+
+
+def remember_group(shard: Tensor, group: ParamGroup) -> None:
+    """``shard`` is gathered with ``group`` (and with others, if units share it)."""
+    if known_group(shard) is None:
+        _group_of[shard] = weakref.ref(group)
+
+
+def known_group(shard: Tensor) -> ParamGroup | None:
+    """The group with which a shard is gathered."""
+    reference = _group_of.get(shard)
     return reference() if reference is not None else None
 
 

@@ -4,7 +4,7 @@ Words: a *strategy* says what is sharded over whom, and for how long; enums and 
 torch's own.
 Always true: options that contradict each other raise, all at once; those that mean nothing on XLA
 are accepted with one warning, and those that cannot be met are refused with the reason.
-Pure translation into ``FSDPConfig``'s fields: what they do is said in ``fully_sharded``.
+A translation into ``FSDPConfig``'s fields: what they do is said in ``fully_sharded``.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ def _other_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str
         )
     if _offloads(options.cpu_offload):
         problems.append(
-            "cpu_offload cannot be met: an XLA program gathers from device memory only. More ranks "
-            "or a smaller compute dtype save device memory; checkpoint_module saves activations"
+            "cpu_offload cannot be met: torch_xla gives every program its inputs and outputs in "
+            "device memory. More ranks save device memory, and so do mixed_precision and "
+            "checkpoint_module"
         )
     if (group := options.process_group) is not None and group.size() != xla_ops.world_size():
         problems.append(

@@ -10,50 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.names import HiddenChild, ParametersOfChild
-from xla_fsdp.state_loading import NamedShard, StateLoading, mark_shards
-from xla_fsdp.unit import Unit, UnitState
+from xla_fsdp.unit_host import (
+    Attachment,
+    UnitHost,
+    attach,
+    close_failed_passes,
+    mark_state_dicts,
+)
 
 _INNER = "_fsdp_wrapped_module"
 # Of transformers models; it calls the model itself, not its wrapper.
 _KNOWN_FORWARD_METHODS = ("generate",)
 
 
-class UnitModule(nn.Module):
+class UnitModule(UnitHost, nn.Module):
     """``module`` with its forward run by ``unit``.
 
     Args:
         module: the wrapped module.
-        unit: holds the module's parameters; the root of the units inside the module from now on.
-        cast_buffers: original dtype, by name, of the buffers that were cast.
+        attachment: with the unit that holds the module's parameters; it is the root of the units
+            inside the module from now on.
     """
 
-    def __init__(self, module: nn.Module, unit: Unit, cast_buffers: dict[str, torch.dtype]) -> None:
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         super().__init__()
-        self._cast_buffers = cast_buffers
         self._forward_methods = {
             name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
         }
-        self._unit = unit
         self._fsdp_wrapped_module = module
         self._parameters = ParametersOfChild(module)
-        for _, inner in named_units(module):
-            inner._unit.join(unit)
-        for register in (self.register_state_dict_pre_hook, self.register_load_state_dict_pre_hook):
-            register(_close_failed_passes)
-        self._state_loading = StateLoading()
         # Before names get their hidden child, which only nn.Module's own loading wants.
-        self.register_load_state_dict_pre_hook(_translate)
-        self.register_load_state_dict_post_hook(_finish_loading)
+        attach(self, attachment)
         HiddenChild(_INNER).register_on(self)
-        # A partial because torch sets an attribute on this hook.
-        self.register_state_dict_post_hook(partial(_mark_shards))
+        mark_state_dicts(self)
 
     @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +57,7 @@ class UnitModule(nn.Module):
         Raises:
             RuntimeError: under ``torch.compile``.
         """
-        _refuse_dynamo()
-        return self._unit.run(self._fsdp_wrapped_module, args, kwargs)
+        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -74,7 +68,7 @@ class UnitModule(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``; wrapper and wrapped module go by the same name."""
-        _close_failed_passes(self)
+        close_failed_passes(self)
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -113,80 +107,14 @@ class UnitModule(nn.Module):
         """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
         return True
 
-    def _named_shards(self) -> Iterator[NamedShard]:
-        for name, inner in named_units(self, remove_duplicate=False):
-            for param in inner._unit.group.params:
-                yield NamedShard(name, param, inner._unit.group)
-
-    def _loading_inside(self) -> Iterator[StateLoading]:
-        for _, inner in named_units(self, remove_duplicate=False):
-            if inner is not self:
-                yield inner._state_loading
-
     @torch.compiler.disable(recursive=False)
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        _refuse_dynamo()
-        return self._unit.run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+        return self._fsdp_run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
-
-def is_unit(module: nn.Module) -> TypeGuard[UnitModule]:
-    """Whether ``module`` is wrapped."""
-    return isinstance(module, UnitModule)
-
-
-def named_units(
-    module: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, UnitModule]]:
-    """The units in ``module``, itself included, outer ones first, by their original names."""
-    for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
-        if is_unit(inner):
-            yield name, inner
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
-    and with gradients. For modules that are used by other methods than ``forward`` (``encode``);
-    ``generate`` is registered from the start. Does nothing if ``module`` is not wrapped, as in
-    torch.
-
-    Raises:
-        ValueError: if the wrapped module has no such method.
-    """
-    if not is_unit(module):
-        return
-    if not callable(getattr(module.module, method_name, None)):
-        raise ValueError(
-            f"{type(module.module).__name__} has no method {method_name!r} to register; give the "
-            f"name of a method of the wrapped module"
-        )
-    module._forward_methods.add(method_name)
-
-
-def _refuse_dynamo() -> None:
-    if get_eval_frame_callback() is not None:
-        raise RuntimeError(
-            "torch.compile was used on a model with FSDP units. It would cut the step into many "
-            "programs, one between each two units, while XLA compiles the whole step anyway. Leave "
-            "it out, or compile the function of one step: torch_xla.compile(step)"
-        )
-
-
-def _translate(wrapper: UnitModule, *load: Any) -> None:
-    if wrapper._unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
-        shards = list(wrapper._named_shards())
-        wrapper._state_loading.translate(shards, wrapper._loading_inside(), *load)
-
-
-def _finish_loading(wrapper: UnitModule, report: Any) -> None:
-    for loading in (wrapper._state_loading, *wrapper._loading_inside()):
-        loading.finish()
-
-
-def _mark_shards(wrapper: UnitModule, state: Any, prefix: str, local_metadata: Any) -> None:
-    if wrapper._unit.state is UnitState.SHARDED:
-        mark_shards(local_metadata)
-
-
-def _close_failed_passes(wrapper: UnitModule, *_: Any) -> None:
-    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
-    wrapper._unit.backward.abandon()
+    def _fsdp_register_method(self, name: str) -> None:
+        if not callable(getattr(self.module, name, None)):
+            raise ValueError(
+                f"{type(self.module).__name__} has no method {name!r} to register; give the name "
+                f"of a method of the wrapped module"
+            )
+        self._forward_methods.add(name)

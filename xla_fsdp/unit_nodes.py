@@ -9,7 +9,7 @@ shards. What happens at each node is ``unit``'s business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,24 +31,30 @@ class Call:
         self.recomputed = recomputed
         self.shards: list[Tensor] = []  # tied to the inputs
         self.versions = unit.group.versions
-        self._taking_part: set[type] = set()
-        self._waiting: set[type] = set()
+        self.reshards = unit.reshards_after_forward
+        self._num_nodes = 0  # that take part in backward
+        self._waiting: set[int] = set()
+        self._restarted_in = -1
 
     def take_shards(self) -> list[Tensor]:
         """The tied shards. The graph holds this object: kept here, they would live as long."""
         shards, self.shards = self.shards, []
         return shards
 
-    def expect(self, node: type) -> None:
-        """``node`` takes part in this call's backward."""
-        self._taking_part.add(node)
+    def expect(self) -> int:
+        """One more node takes part in this call's backward; returns its number."""
+        self._num_nodes += 1
+        return self._num_nodes
 
-    def restart(self) -> None:
-        """A backward begins; with ``retain_graph`` there may be several."""
-        self._waiting = set(self._taking_part)
+    def restart(self, number: int) -> None:
+        """The backward pass of this number begins, or goes on from another output; with
+        ``retain_graph`` there may be several passes."""
+        if number != self._restarted_in:
+            self._restarted_in = number
+            self._waiting = set(range(1, self._num_nodes + 1))
 
-    def done(self, node: type) -> None:
-        """``node`` has run backward; after the last one the unit's parameters can go."""
+    def done(self, node: int) -> None:
+        """This node has run backward; after the last one the unit's parameters can go."""
         self._waiting.discard(node)
         if not self._waiting:
             self.unit.finish_backward(self)
@@ -63,34 +69,30 @@ class Enter(torch.autograd.Function):
         ready, call.shards = call.unit.tie(inputs, recomputed=call.recomputed)
         mark_constants(ctx, ready, ctx.needs_input_grad[1:])
         if any(ctx.needs_input_grad):
-            call.expect(Enter)
+            ctx.number = call.expect()
         return tuple(ready)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = ctx.call.unit.leave_inputs(grads)
-        ctx.call.done(Enter)
+        ctx.call.done(ctx.number)
         return (None, *result)
 
 
 class Unshard(torch.autograd.Function):
     """All-gather shards into full parameters; backward reduce-scatters their gradients.
 
-    ``shards`` are the values to gather (the parameters' own, behind a barrier), or None to copy
-    what the unit has gathered already.
+    ``gathered`` returns the full parameters, of tensors that autograd knows nothing of.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, shards: Sequence[Tensor] | None, *params: Tensor
+        ctx: Any, call: Call, gathered: Callable[[], list[Tensor]], *params: Tensor
     ) -> tuple[Tensor, ...]:
         unit = call.unit
         ctx.call = call
-        if shards is None:
-            full = [tensor.clone() for tensor in unit.full]
-        else:
-            full = unit.group.gather(shards)
+        full = gathered()
         needs = [
             need
             for param, need in zip(unit.group.params, ctx.needs_input_grad[2:], strict=True)
@@ -98,23 +100,23 @@ class Unshard(torch.autograd.Function):
         ]
         mark_constants(ctx, full, needs)
         if any(needs):
-            call.expect(Unshard)
+            ctx.number = call.expect()
         return tuple(full)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = ctx.call.unit.reduce(grads)
-        ctx.call.done(Unshard)
+        ctx.call.done(ctx.number)
         return (None, None, *result)
 
 
 class Exit(torch.autograd.Function):
     """Outputs behind a barrier; backward gathers the parameters again.
 
-    The first ``num_kept`` tensors are full parameters that live until backward. They are saved the
-    way autograd saves tensors, which frees them when the backward is over; as attributes they would
-    live as long as the loss that the user still holds.
+    The first ``num_kept`` tensors are what the unit keeps of its parameters until backward. They
+    are saved the way autograd saves tensors, which frees them when the backward is over; as
+    attributes they would live as long as the loss that the user still holds.
     """
 
     @staticmethod

@@ -1,0 +1,220 @@
+"""What users do with a sharded model, whichever interface made it.
+
+Words: see ``unit`` and ``unit_host``. Always true: methods that concern parameters reach all units
+inside the module, too.
+Mixed into the wrapper's class (``fully_sharded``) and into those of ``fully_shard``; making units
+is left to these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.collectives import XlaCollectives
+from xla_fsdp.comm_hooks import CommHook, Hook
+from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
+from xla_fsdp.names import join_name
+from xla_fsdp.shard_metadata import describe
+from xla_fsdp.summon import SummonOptions, summoned
+from xla_fsdp.unit_host import UnitHost, named_hosts, units_in
+
+
+class ShardedModule(UnitHost):
+    """Methods of a module that runs as a unit."""
+
+    # ------------------------------------------------------------ training
+
+    @contextlib.contextmanager
+    def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
+        """Accumulate gradients over the backward passes inside, and the first one outside.
+
+        Args:
+            sharded: False keeps full gradients on this rank, which that last pass adds and reduces
+                in one: no traffic inside, at the cost of the memory of the full gradients. True
+                reduces in every pass and adds shards, as without ``no_sync``: the traffic of every
+                pass, and no memory beyond the shards. Loops that always use ``no_sync`` (those of
+                integrations) choose between the two here.
+        """
+        units = self._fsdp_units()
+        before = [unit.sync_gradients for unit in units]
+        for unit in units:
+            unit.sync_gradients = sharded
+        try:
+            yield
+        finally:
+            for unit, flag in zip(units, before, strict=True):
+                unit.sync_gradients = flag
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
+        ``optimizer.zero_grad()`` cannot do)."""
+        for param in self.params_with_grad:
+            assert param.grad is not None
+            if set_to_none:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()
+        for unit in self._fsdp_units():
+            unit.drop_kept()
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient."""
+        return [param for param in self._fsdp_parameters() if param.grad is not None]
+
+    def _fsdp_parameters(self) -> list[nn.Parameter]:
+        """What is trained, also while modules hold full parameters in its place."""
+        shards = [shard for unit in self._fsdp_units() for shard in unit.group.shards]
+        held = self._fsdp_module().parameters()
+        others = [param for param in held if isinstance(param, nn.Parameter)]
+        return list({id(param): param for param in (*shards, *others)}.values())
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: list[list[int]] | None = None,
+    ) -> Tensor:
+        """Scale all gradients so that their norm, as one vector over all ranks, is at most
+        ``max_norm``. Every rank must call it. May be called at any time outside of backward, also
+        before the first forward or with no gradients at all (the norm is then 0).
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: p of the p-norm, or ``float("inf")``.
+            groups: replica groups to combine the norm over (default: the sharding groups).
+
+        Returns:
+            The norm before clipping, a lazy fp32 scalar on the device.
+
+        Raises:
+            ValueError: if ``norm_type`` is not positive.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+        """
+        self._fsdp_refuse_kept("clip_grad_norm_")
+        rank = self._fsdp_unit.group.collectives.rank
+        over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
+        return clip_grads(self._fsdp_parameters(), max_norm, norm_type, over)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient element into [-clip_value, clip_value].
+
+        Args:
+            clip_value: the largest magnitude allowed, not negative.
+
+        Raises:
+            ValueError: if it is negative or not a number.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+        """
+        self._fsdp_refuse_kept("clip_grad_value_")
+        clip_grads_by_value_(self.params_with_grad, clip_value)
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Reduce the gradients of all units in this module by ``hook`` (see ``comm_hooks``).
+
+        Args:
+            state: handed to the hook; ``comm_hooks.DefaultState()`` for those of that module.
+            hook: called as ``hook(state, grad, shard)``.
+
+        Raises:
+            TypeError: if the hook cannot be called.
+            ValueError: if a unit has a hook already, or shares its parameters with replicas.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, got a {type(hook).__name__}")
+        groups = [unit.group for unit in self._fsdp_units()]
+        if any(group.comm_hook is not None for group in groups):
+            raise ValueError("a communication hook is registered already; there is one for a unit")
+        if any(group.replicas.num_shards > 1 for group in groups):
+            raise ValueError(
+                "a communication hook stands in for the reduce-scatter, but this mesh has "
+                "replicas, over which gradients are summed after it; use set_all_reduce_hook"
+            )
+        for group in groups:
+            group.comm_hook = CommHook(state, hook, group.collectives)
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divide gradients by ``pre`` before the sum over ranks and by ``post`` after it (default:
+        factors whose product is the number of ranks, so that gradients are averaged).
+
+        Args:
+            pre: positive divisor before the reduce-scatter.
+            post: positive divisor after it.
+            recursive: for the units inside as well.
+
+        Raises:
+            ValueError: if a factor is not positive.
+        """
+        if not (pre > 0 and post > 0):
+            raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
+        for unit in self._fsdp_units() if recursive else [self._fsdp_unit]:
+            unit.group.predivide, unit.group.postdivide = pre, post
+
+    # ------------------------------------------------------------ state
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside the block, the modules of the units in ``module`` hold full leaf parameters, in
+        the shards' dtype and under their original names. Every rank must enter it.
+
+        Args:
+            module: a wrapped module, or one that holds wrapped modules.
+            recurse: also for units inside units; otherwise only the outermost.
+            writeback: cut what the block leaves in the parameters into shards again.
+            rank0_only: gather on every rank, but show the result to rank 0 only; not together
+                with ``writeback``.
+            offload_to_cpu: hold them in host memory; the device then holds one unit's at a time.
+            with_grads: full gradients, too.
+
+        Raises:
+            ValueError: for ``writeback`` together with ``rank0_only``.
+            RuntimeError: inside a forward, a backward or another such block, and if a unit is
+                called inside the block.
+        """
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        units = [unit for unit in units_in(module) if recurse or unit.is_root]
+        with summoned(units, options):
+            yield
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and shard of every sharded parameter, with the names from before wrapping."""
+        return [(each.key, each.param.shard) for each in self._fsdp_named_shards()]
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """What is needed to merge this model's shards; save it along with ``state_dict()`` under
+        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
+        collectives = self._fsdp_unit.group.collectives
+        return describe(
+            list(self._fsdp_named_shards(remove_duplicate=False)),
+            self._fsdp_cast_buffers(),
+            collectives.rank,
+            collectives.num_shards,
+            self._fsdp_attachment.communication.groups,
+        ).to_dict()
+
+    def _fsdp_cast_buffers(self) -> dict[str, torch.dtype]:
+        return {
+            join_name(prefix, name): dtype
+            for prefix, host in named_hosts(self._fsdp_module(), remove_duplicate=False)
+            for name, dtype in host._fsdp_attachment.cast_buffers.items()
+        }
+
+    def _fsdp_refuse_kept(self, method: str) -> None:
+        if any(unit.group.has_kept for unit in self._fsdp_units()):
+            raise RuntimeError(
+                f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
+                f"the last backward of the accumulation outside no_sync() first"
+            )

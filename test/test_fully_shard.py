@@ -396,7 +396,7 @@ def _before(program: Any, name: str, op: str) -> int:
 
 @scenarios.add
 def last_backward(rank: int) -> dict[bool, int]:
-    """How many reductions the gathers of two passes wait for."""
+    """How many tensors the barriers of two passes wait for."""
     from test.hlo import Program
     from xla_fsdp import xla_ops
 
@@ -409,8 +409,10 @@ def last_backward(rank: int) -> dict[bool, int]:
         loss_of(model).backward()
         shards = [each.param.shard for each in model._fsdp_named_shards()]
         program = Program(xla_ops.lowered_hlo([shard.grad for shard in shards]))
-        gathers = program.all("all-gather")
-        found[is_last] = sum(_before(program, each.name, "reduce-scatter") for each in gathers)
+        held = [
+            program.instructions[name] for b in program.all("opt-barrier") for name in b.operands
+        ]
+        found[is_last] = sum(len(each.operands) for each in held)
     return found
 
 

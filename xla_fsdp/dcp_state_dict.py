@@ -75,8 +75,7 @@ def set_model_state_dict(
         What ``load_state_dict`` returns: missing and unexpected names.
     """
     chosen = _options(options)
-    if any(param.is_meta for param in model.parameters()):
-        model.to_empty(device=xla_ops.device())
+    model._apply(_with_memory)
     if chosen.broadcast_from_rank0:
         model_state_dict = _from_rank0(model, model_state_dict)
     if chosen.full_state_dict or chosen.broadcast_from_rank0:
@@ -147,6 +146,10 @@ def set_state_dict(
     report = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return report
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=xla_ops.device()) if tensor.is_meta else tensor
 
 
 def _options(given: Any) -> StateDictOptions:

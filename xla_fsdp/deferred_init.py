@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp import xla_ops
@@ -103,8 +103,3 @@ def _close(shard: UninitializedShard) -> None:
             # the same on every rank, begins with slices that are not.
             xla_ops.compute([shard])
     _open.written[id(shard)] = shard
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a full parameter that stands for an open shard."""
-    return any(full is tensor for _, full in _open.shards.values())

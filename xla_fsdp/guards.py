@@ -50,7 +50,8 @@ def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(
                 "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
                 "rank would compute the norm of its own slices and scale by another factor. Call "
-                "model.clip_grad_norm_(max_norm) on the outermost wrapped module"
+                "xla_fsdp.clip_grad_norm_ with the same arguments, or "
+                "model.clip_grad_norm_(max_norm) on the outermost sharded module"
             )
         return original(given, *args, **kwargs)
 

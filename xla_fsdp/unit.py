@@ -57,10 +57,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Full parameters gathered before their unit's turn, of shards that had these versions."""
+    """Full parameters gathered before their unit's turn, of shards that had these versions; and
+    the larger shards that backward gathers from, where there are."""
 
     full: list[Tensor]
     versions: list[int]
+    kept: list[Tensor]
 
 
 class Unit:
@@ -158,9 +160,10 @@ class Unit:
         backward to use."""
         if self.state is not UnitState.SHARDED or self._has_ahead() or not self.group.params:
             return
+        kept: list[Tensor] = []
         with torch.no_grad():
-            full = self.group.gather(_after(before, self.group.shards))
-        self._ahead = Ahead(full, self.group.versions)
+            full = self._gather(_after(before, self.group.shards), kept)
+        self._ahead = Ahead(full, self.group.versions, kept)
 
     def unshard(self) -> None:
         """Let the modules hold full parameters until the next forward, backward or ``reshard``.
@@ -251,7 +254,9 @@ class Unit:
         if len(span.done) < self.parts:
             return self._exit(call, outputs, span.kept)
         self._hide()
-        self._reject(span.saved.changed_in_place())
+        if changed := span.saved.changed_in_place():
+            self._drop_span()
+            self._reject(changed)
         outputs = self._exit(call, outputs, span.kept)
         self._end_span()
         return outputs
@@ -270,9 +275,13 @@ class Unit:
         """Full parameters for a forward; what backward is to gather from goes into ``kept``."""
         if self.state is UnitState.UNSHARDED and self._shown_versions == self.group.versions:
             return self._copies()
-        if self._has_ahead():
+        if self._ahead is not None and self._has_ahead():
+            kept += self._ahead.kept
             return self._take_ahead()
         self.reshard()
+        return self._gather(shards, kept)
+
+    def _gather(self, shards: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
         if self.group.smaller is None or not self.reshards_after_forward:
             return self.group.gather(shards)
         kept += self.group.gather_larger(shards)

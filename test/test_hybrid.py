@@ -254,7 +254,7 @@ def save_on(rank: int, folder: str, name: str) -> Any:
     model = nested(make(), **layout(name))
     optimizer = trained(model)
     save_checkpoint(folder, model, optimizer, step=1)
-    return full_states(model, optimizer) if rank == 0 else None
+    return full_states(model, optimizer)
 
 
 def load_on(rank: int, folder: str, name: str) -> Any:

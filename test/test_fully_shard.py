@@ -344,6 +344,10 @@ def several_modules(rank: int) -> dict[str, Any]:
     found = {
         "returned": returned is listed,
         "names": names == [name for name, _ in plain.named_parameters()],
+        "values": all(
+            value.stands_for is dict(model.named_parameters(remove_duplicate=False))[name]
+            for name, value in model.state_dict().items()
+        ),
         "tied": model.mid.weight is model.mid2.weight,
         "gathers": text.count(" all-gather("),
         "reductions": text.count(" reduce-scatter("),
@@ -366,6 +370,7 @@ def test_several_modules_share_their_collectives() -> None:
     assert found == {
         "returned": True,
         "names": True,
+        "values": True,  # of the state dict know which shard they are
         "tied": True,
         "gathers": 3,  # theirs twice, and the root's
         "reductions": 2,

@@ -69,12 +69,12 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 def offloaded() -> Callable[[], None]:
     """A step that updates a parameter which lives in host memory, as far as that can be said."""
     import torch_xla
-    from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
+    from torch_xla.experimental import stablehlo_custom_call as calls
 
     param = torch.zeros(1024, 1024).to(torch_xla.device())
 
     def step() -> None:
-        param.copy_(place_to_host(place_to_device(param) * 0.9))
+        param.copy_(calls._place_to_host_impl(calls._place_to_device_impl(param) * 0.9))
         torch_xla.sync()
 
     return step

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from xla_fsdp.sharded_param import UninitializedShard
 
 _OF_THE_SHARD = {"requires_grad_", "register_hook", "__repr__"}
-_ATTRIBUTES_OF_THE_SHARD = {"requires_grad", "grad", "is_meta", "device", "dtype", "is_leaf"}
+_ATTRIBUTES_OF_THE_SHARD = {
+    "requires_grad",
+    "grad",
+    "is_meta",
+    "device",
+    "dtype",
+    "is_leaf",
+    "retains_grad",
+}
 
 
 class _Open(threading.local):
@@ -33,7 +41,6 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.shards: dict[int, tuple[UninitializedShard, nn.Parameter]] = {}
-        self.written: dict[int, UninitializedShard] = {}
 
 
 _open = _Open()
@@ -58,7 +65,6 @@ def close_all() -> None:
     """Cut what is open into shards."""
     for shard, _ in list(_open.shards.values()):
         _close(shard)
-    _open.written.clear()
 
 
 def _concerns_the_shard(func: Any) -> bool:
@@ -84,7 +90,7 @@ def _full(shard: UninitializedShard) -> nn.Parameter:
     param, group = known_shard(shard), known_group(shard)
     assert param is not None
     assert group is not None
-    if id(shard) in _open.written:
+    if shard.was_open:
         [value] = group.gather_as_stored([param], [shard])
         xla_ops.compute([value])
     else:
@@ -102,4 +108,4 @@ def _close(shard: UninitializedShard) -> None:
             # At once: the full parameter is freed, and no program of a training step, which must be
             # the same on every rank, begins with slices that are not.
             xla_ops.compute([shard])
-    _open.written[id(shard)] = shard
+    shard.was_open = True

@@ -28,9 +28,9 @@ Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 
 NO_OFFLOADING = (
     "CPUOffloadPolicy cannot be met: torch_xla gives every program its inputs and outputs in "
-    "device memory, whatever the program says of their placement, so shards in host memory would "
-    "save nothing. More ranks save device memory, and so do MixedPrecisionPolicy and "
-    "checkpoint_module"
+    "device memory, and the TPU compiler refuses a program that marks updated shards for host "
+    "memory (the layout of its outputs is not set to host memory), so none would be saved. More "
+    "ranks save device memory, and so do MixedPrecisionPolicy and checkpoint_module"
 )
 
 

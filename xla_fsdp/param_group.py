@@ -161,9 +161,9 @@ class ParamGroup:
         shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
         kept, self._not_summed = self._not_summed, {}
         shards = {
-            i: s
-            for i in range(len(self.params))
-            if (s := _add(kept.get(i), shards.get(i))) is not None
+            index: shard
+            for index in range(len(self.params))
+            if (shard := _add(kept.get(index), shards.get(index))) is not None
         }
         if self.replicas.num_shards > 1 and not self.all_reduces:
             self._not_summed = shards

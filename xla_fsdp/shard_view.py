@@ -97,10 +97,10 @@ def whole_mesh(num_ranks: int) -> Mesh:
 
 
 def _view(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for key, value in state.items():
+    for key in [key for key in state if key.startswith(prefix)]:  # others are there, too
         stands_for = _parameter(module, key.removeprefix(prefix))
-        if stands_for is not None and not isinstance(value, ShardView):
-            state[key] = _as_view(value, stands_for)
+        if stands_for is not None and not isinstance(state[key], ShardView):
+            state[key] = _as_view(state[key], stands_for)
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -44,6 +44,8 @@ class ShardParameter(ShardView, nn.Parameter):
 class UninitializedShard(ShardParameter):
     """A shard that has got memory, and no values yet: see ``deferred_init``."""
 
+    was_open = False
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -35,7 +35,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     replicas = group.replicas.num_shards
     over_replicas = 2 * (replicas - 1) / replicas  # of a shard
     off_torus = _off_torus(group.collectives)
-    gathers = 2 if unit.reshards_after_forward else 1
+    gathered = others + _others_in_backward(unit)
     found = []
     for param in group.params:
         shard_numel = param.layout.numel / param.layout.num_shards
@@ -47,7 +47,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
                 name=param.members[0].names[0],
                 numel=param.layout.numel,
                 padded=param.layout.padded_numel,
-                gathered_bytes=round(gathers * others * shard_numel * dtype.itemsize),
+                gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
                 reduced_bytes=round(
                     (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
                 ),
@@ -63,3 +63,13 @@ def _off_torus(collectives: Collectives) -> tuple[int, ...]:
         return ()
     groups = collectives.groups
     return tuple(groups[0] if groups else range(collectives.num_shards))
+
+
+def _others_in_backward(unit: Unit) -> int:
+    """How many shards of others a rank has to get again for backward."""
+    if not unit.reshards_after_forward:
+        return 0
+    smaller = unit.group.smaller
+    if smaller is None:
+        return unit.group.collectives.num_shards - 1
+    return (smaller.within.num_shards - 1) * smaller.across.num_shards

@@ -31,7 +31,10 @@ def lowered(shape: Shape, topology: Topology) -> Traced:
     """The step of all ranks as one program, to be partitioned."""
     config = {"chip_config_name": topology.chip.config} if topology.chip.config else {}
     devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology.name, **config
+        platform="tpu",
+        topology_name=topology.slice_name,
+        num_slices=topology.slices,
+        **config,
     ).devices
     ring = mesh_utils.create_device_mesh((len(devices),), devices=devices)
     rank = {each: number for number, each in enumerate(sorted(device.id for device in devices))}

@@ -31,7 +31,10 @@ def lowered(shape: Shape, topology: Topology) -> Traced:
     """The step of all ranks as one program, to be partitioned."""
     config = {"chip_config_name": topology.chip.config} if topology.chip.config else {}
     devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology.name, **config
+        platform="tpu",
+        topology_name=topology.slice_name,
+        num_slices=topology.slices,
+        **config,
     ).devices
     ring = mesh_utils.create_device_mesh((len(devices),), devices=devices)
     rank = {each: number for number, each in enumerate(sorted(device.id for device in devices))}
@@ -41,7 +44,7 @@ def lowered(shape: Shape, topology: Topology) -> Traced:
 
 
 def _lowered(mesh: Any, shape: Shape) -> Any:
-    shapes = _parameter_shapes(shape)
+    shapes = parameter_shapes(shape)
     whole, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS, None))
     shardings = {
         name: NamedSharding(mesh, Spec(*_sharded_dims(name, sizes)))
@@ -51,7 +54,7 @@ def _lowered(mesh: Any, shape: Shape) -> Any:
     tokens = jax.ShapeDtypeStruct((mesh.size * shape.batch, shape.length), "int32")
     state = (shardings, shardings, shardings, whole)
     step = jax.jit(
-        _Step(_Model(shape, NamedSharding(mesh, Spec(AXIS, None, None))), shardings),
+        _Step(Model(shape, NamedSharding(mesh, Spec(AXIS, None, None))), shardings),
         in_shardings=(*state, rows, rows),
         out_shardings=(*state, whole),
         donate_argnums=(0, 1, 2, 3),
@@ -60,7 +63,7 @@ def _lowered(mesh: Any, shape: Shape) -> Any:
     return step.lower(parameters, parameters, parameters, count, tokens, tokens)
 
 
-def _parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Those of all blocks are stacked, under names that begin with "block."."""
     width = shape.width
     block = {
@@ -89,9 +92,16 @@ def _sharded_dims(name: str, sizes: tuple[int, ...]) -> tuple[str | None, ...]:
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
+    """The GPT of ``gpt``.
+
+    Args:
+        shape: its sizes.
+        by_batch: sharding of activations.
+    """
+
     shape: Shape
-    by_batch: Any  # sharding of activations
+    by_batch: Any
 
     def loss(self, parameters: dict[str, Any], tokens: Any, targets: Any) -> Any:
         """Mean cross entropy."""
@@ -141,7 +151,7 @@ class _Model:
 class _Step:
     """One step of AdamW."""
 
-    model: _Model
+    model: Model
     shardings: dict[str, Any]
 
     def __call__(

@@ -227,7 +227,7 @@ def _figures(result: Result) -> dict[str, float]:
     if report.minimum_wire_bytes:
         figures["minimum on the wire, MB"] = report.minimum_wire_bytes / MB
     if result.trace_seconds:
-        figures["tracing a step, ms"] = 1e3 * statistics.median(result.trace_seconds)
+        figures["tracing a step, CPU ms"] = 1e3 * statistics.median(result.trace_seconds)
     return figures
 
 

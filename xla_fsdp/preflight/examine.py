@@ -108,9 +108,8 @@ def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) ->
         signature.bind(**options)
     except TypeError as error:
         names = ", ".join(options) or "no options"
-        raise ValueError(
-            f"{build_step.__name__}{signature} cannot be called with {names}: {error}"
-        ) from None
+        called = getattr(build_step, "__name__", type(build_step).__name__)
+        raise ValueError(f"{called}{signature} cannot be called with {names}: {error}") from None
 
 
 def laid_out(mesh: Mesh | Mapping[str, int], topology: Topology) -> Mesh:

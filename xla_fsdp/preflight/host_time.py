@@ -1,8 +1,9 @@
 """How long the host takes to trace a step, of several models in turn.
 
 Words: see ``tracing``. Always true: what is timed is the Python and C++ work from the start of a
-step until it would first run something; nothing is compiled or executed. Models take turns, so that
-whatever else the machine does meets all of them.
+step until it would first run something; nothing is compiled or executed. It is CPU time of this
+process, which on an idle machine is the time that passes, as one thread works at a time; and models
+take turns, so that whatever else the machine does meets all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WARM_UP = 2
 def trace_seconds(
     builders: Mapping[str, Callable[[], Step]], coords: Sequence[Sequence[int]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each of ``rounds`` steps, by name.
+    """CPU seconds of each of ``rounds`` steps, by name.
 
     Args:
         builders: build a model and its optimizer, and return a function that makes one step.
@@ -49,12 +50,12 @@ class _Clock:
     def stop(self) -> None:
         """The step would run what it has traced."""
         if self._stopped is None:
-            self._stopped = time.perf_counter()
+            self._stopped = time.process_time()
         self.recorder.cut()
 
     def time(self, step: Step) -> float:
-        self._stopped, started = None, time.perf_counter()
+        self._stopped, started = None, time.process_time()
         step()
-        stopped = self._stopped or time.perf_counter()
+        stopped = self._stopped or time.process_time()
         self.recorder.cut()
         return stopped - started

@@ -156,9 +156,10 @@ def find_topology(name: str) -> Topology:
 def known_names() -> str:
     """The form of the names that ``find_topology`` takes, one per generation."""
     forms = {2: "AxB", 3: "AxBxC"}
-    return ", ".join(
+    names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
     )
+    return f"{names}; with *N for N slices"
 
 
 def example(generation: str) -> str:

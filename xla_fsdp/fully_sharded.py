@@ -21,7 +21,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, XlaCollectives
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
-from xla_fsdp.grad_clip import Slices, clip_grads_by_norm_, clip_grads_by_value_
+from xla_fsdp.grad_clip import clip_grads_by_norm_, clip_grads_by_value_, refuse_kept, slices_of
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import UnitContent, describe
@@ -219,11 +219,12 @@ class XlaFullyShardedDataParallel(UnitModule):
             ValueError: if ``norm_type`` is not positive.
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
-        self._refuse_kept("clip_grad_norm_")
+        groups_of_units = [unit.group for unit in self._units()]
+        refuse_kept(groups_of_units, "clip_grad_norm_")
         over = None if groups is None else XlaCollectives(groups, self.rank, len(groups[0]))
         whole = [param.grad for param in self.params_with_grad if not is_sharded(param)]
         return clip_grads_by_norm_(
-            self._slices(over),
+            slices_of(groups_of_units, over),
             [grad for grad in whole if grad is not None],
             max_norm,
             norm_type,
@@ -240,7 +241,7 @@ class XlaFullyShardedDataParallel(UnitModule):
             ValueError: if it is negative or not a number.
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
         """
-        self._refuse_kept("clip_grad_value_")
+        refuse_kept((unit.group for unit in self._units()), "clip_grad_value_")
         clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
@@ -323,25 +324,3 @@ class XlaFullyShardedDataParallel(UnitModule):
 
     def _units(self) -> list[Unit]:
         return [wrapper._unit for _, wrapper in named_units(self)]
-
-    def _slices(self, over: Collectives | None) -> list[Slices]:
-        """Gradients of all units, those that are shared by the same ranks together."""
-        grads: dict[Any, list[Tensor]] = {}
-        collectives: dict[Any, Collectives] = {}
-        seen: set[int] = set()  # a shard that is tied across units counts once
-        for unit in self._units():
-            by = over or unit.group.collectives
-            key = by.key
-            collectives.setdefault(key, by)
-            for shard in unit.group.shards:
-                if shard.grad is not None and id(shard) not in seen:
-                    grads.setdefault(key, []).append(shard.grad)
-                seen.add(id(shard))
-        return [Slices(grads.get(key, []), by) for key, by in collectives.items()]
-
-    def _refuse_kept(self, method: str) -> None:
-        if any(unit.group.has_kept for unit in self._units()):
-            raise RuntimeError(
-                f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
-                f"the last backward of the accumulation outside no_sync() first"
-            )

@@ -9,13 +9,17 @@ Always true: nothing here waits for the device, so the norm stays a lazy tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
+from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.sharded_param import is_sharded
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,73 @@ class Slices:
 
     grads: Sequence[Tensor]
     collectives: Collectives
+
+
+def slices_of(
+    groups: Iterable[ParamGroup],
+    over: Collectives | None = None,
+    only: Container[int] | None = None,
+) -> list[Slices]:
+    """Gradients of all shards in ``groups``, those that are shared by the same ranks together.
+
+    Args:
+        groups: of any units; a shard that is tied across units counts once.
+        over: join these ranks, instead of those that share the shards.
+        only: ids of the shards to take.
+    """
+    grads: dict[Any, list[Tensor]] = {}
+    collectives: dict[Any, Collectives] = {}
+    seen: set[int] = set()
+    for group in groups:
+        by = over or group.collectives
+        collectives.setdefault(by.key, by)
+        for shard in group.shards:
+            wanted = id(shard) not in seen and (only is None or id(shard) in only)
+            if shard.grad is not None and wanted:
+                grads.setdefault(by.key, []).append(shard.grad)
+            seen.add(id(shard))
+    return [Slices(grads.get(key, []), by) for key, by in collectives.items()]
+
+
+def refuse_kept(groups: Iterable[ParamGroup], method: str) -> None:
+    """Raise RuntimeError if ``no_sync`` kept gradients that are not reduced yet."""
+    if any(group.has_kept for group in groups):
+        raise RuntimeError(
+            f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
+            f"the last backward of the accumulation outside no_sync() first"
+        )
+
+
+def clip_shards_by_norm_(
+    groups: Sequence[ParamGroup], params: Sequence[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Scale the gradients of ``params`` so that their norm, as one vector over all ranks, is at
+    most ``max_norm``.
+
+    Args:
+        groups: of all units that the shards may belong to; every rank gives the same.
+        params: shards, and parameters whose gradients every rank has in full.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm, or ``inf``.
+
+    Returns:
+        The norm before clipping: a lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if a shard is in none of the groups, or ``norm_type`` is not positive.
+        RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+    """
+    refuse_kept(groups, "clip_grad_norm_")
+    wanted = {id(param) for param in params if is_sharded(param)}
+    unknown = len(wanted - {id(shard) for group in groups for shard in group.shards})
+    if unknown:
+        raise ValueError(
+            f"{unknown} of the parameters to clip are shards of a model that is not known here, so "
+            f"neither are the ranks that hold the rest of them. Prepare that model, too"
+        )
+    whole = [p.grad for p in params if p.grad is not None and not is_sharded(p)]
+    sliced = slices_of(groups, only=wanted)
+    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, xla_ops.device())
 
 
 @torch.no_grad()

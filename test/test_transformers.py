@@ -24,6 +24,11 @@ except UntestedVersionError as error:
 
 import transformers
 
+try:
+    import peft
+except ImportError:
+    peft = None
+
 from test.hf_jobs import (
     LAYER,
     MAX_NORM,
@@ -123,19 +128,49 @@ def resume(directory: Path, num_ranks: int, **options: Any) -> State:
 
 def with_random_numbers(directory: Path) -> tuple[State, State]:
     """Final weights of a job with dropout, and of one that was resumed in the middle of it."""
-    options = {"model": {"attention_dropout": 0.3}, "settings": {"compute_dtype": "bfloat16"}}
-    whole = make_trainer(
-        directory, RANKS, save_strategy="steps", save_steps=HALFWAY, **options,
-        config={"transformer_layer_cls_to_wrap": LAYER, "xla_fsdp_grad_ckpt": True},
-    )  # fmt: skip
+    options = {
+        "model": {"attention_dropout": 0.3},
+        "settings": {"compute_dtype": "bfloat16"},
+        "config": {"transformer_layer_cls_to_wrap": LAYER, "xla_fsdp_grad_ckpt": True},
+    }
+    saving = {"save_strategy": "steps", "save_steps": HALFWAY}
+    whole = make_trainer(directory, RANKS, **options, **saving)
     whole.train()
     return full(whole), resume(directory, RANKS, **options)
+
+
+def build_lora() -> Any:
+    """A Llama with adapters on its attention."""
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(build_llama(), adapters)
+
+
+@dataclass
+class Lora:
+    """What a job that trained adapters found."""
+
+    losses: list[float]
+    trained: list[str]
+    logits: Tensor
+
+
+def lora_job(directory: Path) -> Lora:
+    """Train adapters, save them in the middle and at the end."""
+    args = arguments(directory, RANKS, save_strategy="steps", save_steps=HALFWAY, learning_rate=0.1)
+    trainer = InOrder(model=make(build_lora), args=args, train_dataset=Sentences())
+    trainer.train()
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=Sentences().ids[:2].to(args.device)).logits
+    trained = [name for name, param in trainer.model.named_parameters() if param.requires_grad]
+    return Lora(logged(trainer, "loss"), trained, logits.cpu())
 
 
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
     return {
         "whole": whole_job(Path(root, "whole"), RANKS),
         "random": with_random_numbers(Path(root, "random")),
+        "lora": peft and lora_job(Path(root, "lora")),
     }
 
 
@@ -207,3 +242,21 @@ def test_resuming_on_as_many_ranks_goes_on_bit_by_bit(found: dict[str, Any]) -> 
 def test_resuming_on_another_number_of_ranks(found: dict[str, Any], root: Path) -> None:
     resumed = run_on_ranks(one_rank, 1, str(root))[0]
     assert_close(resumed, found["whole"].state)
+
+
+@pytest.mark.skipif(peft is None, reason="peft is not installed")
+def test_adapters_load_in_a_plain_process(found: dict[str, Any], root: Path) -> None:
+    lora = found["lora"]
+    assert all("lora_" in name for name in lora.trained)
+    assert lora.losses[-1] < lora.losses[0]
+    saved = root / "lora" / f"checkpoint-{STEPS}"
+    assert (saved / "adapter_model.safetensors").stat().st_size < 10_000
+    assert not (saved / "model.safetensors").exists()
+    torch.manual_seed(3)  # as make does
+    plain = build_llama().eval()
+    prompt = Sentences().ids[:2]
+    with torch.no_grad():
+        base = plain(input_ids=prompt).logits
+        adapted = peft.PeftModel.from_pretrained(plain, saved).eval()(input_ids=prompt).logits
+    torch.testing.assert_close(adapted, lora.logits, atol=1e-5, rtol=1e-4)
+    assert (base - adapted).abs().max() > 0.01

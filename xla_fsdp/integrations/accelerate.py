@@ -22,6 +22,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.grad_clip import clip_shards_by_norm_
 from xla_fsdp.integrations.versions import require
+from xla_fsdp.launcher import one_rank_at_a_time
 from xla_fsdp.save_load import load_checkpoint, save_checkpoint
 from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.state_dicts import full_state_dict
@@ -31,6 +32,7 @@ from xla_fsdp.unit_module import is_unit, named_units
 require("accelerate")
 
 import accelerate  # noqa: E402  (not before its version is known to fit)
+from accelerate.data_loader import MpDeviceLoaderWrapper  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 SHARDS = "xla_fsdp"
@@ -48,8 +50,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             for param in params:
                 if param.grad is not None and not is_sharded(param):
-                    average = xla_ops.all_reduce("sum", param.grad, None) / xla_ops.world_size()
-                    param.grad.copy_(average)
+                    grad = param.grad.to(xla_ops.device())  # it may be left in host memory
+                    param.grad.copy_(xla_ops.all_reduce("sum", grad, None) / xla_ops.world_size())
             self._whole_are_reduced = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -78,6 +80,10 @@ class Accelerator(accelerate.Accelerator):
             wrapped: ``shard=partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)``.
         kwargs: as accelerate's.
     """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+    _dataloaders: list[Any]
 
     def __init__(
         self, *args: Any, shard: Callable[[nn.Module], nn.Module] | None = None, **kwargs: Any
@@ -177,7 +183,8 @@ class Accelerator(accelerate.Accelerator):
         found: list[Any] = []
         handle = self.register_load_state_pre_hook(lambda _, where: found.append(where))
         try:
-            with self._without_sharded():
+            # One at a time: torch's list of what may be unpickled is the process's.
+            with self._without_sharded(), one_rank_at_a_time():
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
@@ -186,14 +193,19 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """Inside, accelerate's own methods see what has no shards only."""
-        models, optimizers = self._models, self._optimizers
-        self._models = [model for model in models if _sharded_root(model) is None]
-        self._optimizers = [each for each in optimizers if not isinstance(each, ShardedOptimizer)]
+        """Inside, accelerate's own methods see what has no shards only, and data loaders that its
+        ``save_state`` can look into."""
+        before = self._models, self._optimizers, self._dataloaders
+        self._models = [model for model in self._models if _sharded_root(model) is None]
+        self._optimizers = [o for o in self._optimizers if not isinstance(o, ShardedOptimizer)]
+        self._dataloaders = [
+            each.dataloader if isinstance(each, MpDeviceLoaderWrapper) else each
+            for each in self._dataloaders
+        ]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models, self._optimizers, self._dataloaders = before
 
     def _jobs(self) -> list[tuple[XlaFullyShardedDataParallel, Optimizer | None]]:
         """Every sharded model with its optimizer."""

@@ -43,8 +43,9 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
         problems.append("xla_fsdp_grad_ckpt needs transformer_layer_cls_to_wrap or min_num_params")
     if problems:
         raise ValueError(f"fsdp_config cannot be followed: {'; '.join(problems)}")
-    if recompute and getattr(model, "config", None) is not None:
-        model.config.use_cache = False  # a cache that grows when a unit is recomputed
+    model_config: Any = getattr(model, "config", None)
+    if recompute and model_config is not None:
+        model_config.use_cache = False  # a cache that grows when a unit is recomputed
     policy = _policy(model, config, names)
     wrapper = _recomputing if recompute and policy is not None else None
     return XlaFullyShardedDataParallel(

@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from xla_fsdp import xla_ops
+from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
 from xla_fsdp.integrations.versions import require
 from xla_fsdp.launcher import one_rank_at_a_time
 from xla_fsdp.save_load import load_checkpoint, save_checkpoint
 from xla_fsdp.state_dicts import full_state_dict
-from xla_fsdp.unit_module import is_unit
 
 require("transformers", "accelerate")
 
@@ -54,6 +54,11 @@ def install() -> None:
         original = getattr(transformers.Trainer, name)
         if not getattr(original, "is_of_xla_fsdp", False):
             setattr(transformers.Trainer, name, _with_original(original, replacement))
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether the trainer's model is wrapped, which it is from its first training or evaluation."""
+    return isinstance(trainer.model, XlaFullyShardedDataParallel)
 
 
 def _with_original(original: Original, replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +92,7 @@ def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwar
     """
     if not trainer.is_fsdp_xla_v1_enabled:
         return original(model, *args, **kwargs)
-    if not is_unit(trainer.model):
+    if not is_sharded(trainer):
         trainer.model = trainer.model_wrapped = shard_as_configured(trainer.model, trainer.args)
         _leave_fusing_to_xla(trainer.args)
     return trainer.model
@@ -107,7 +112,7 @@ def _save_model(
     original: Original, trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
     """The merged model, as ``save_pretrained`` of the plain one writes it."""
-    if not is_unit(trainer.model):
+    if not is_sharded(trainer):
         original(output_dir, _internal_call)
         return
     full = full_state_dict(trainer.model, rank0_only=True)
@@ -133,7 +138,7 @@ def _write_merged(trainer: Any, full: dict[str, Any], directory: Path) -> None:
 
 @_replaces("_save_optimizer_and_scheduler")
 def _save_job(original: Original, trainer: Any, output_dir: str) -> None:
-    if not is_unit(trainer.model):
+    if not is_sharded(trainer):
         original(output_dir)
         return
     optimizer, step = _inner(trainer.optimizer), trainer.state.global_step
@@ -152,7 +157,7 @@ def _load_model(original: Original, trainer: Any, checkpoint: str, *args: Any, *
 
 @_replaces("_load_optimizer_and_scheduler")
 def _load_job(original: Original, trainer: Any, checkpoint: str | None) -> None:
-    if checkpoint is None or not is_unit(trainer.model):
+    if checkpoint is None or not is_sharded(trainer):
         original(checkpoint)
         return
     if _shards(checkpoint).is_dir():
@@ -169,7 +174,7 @@ def _load_job(original: Original, trainer: Any, checkpoint: str | None) -> None:
 @_replaces("_load_best_model")
 def _load_best_model(original: Original, trainer: Any) -> None:
     best = trainer.state.best_model_checkpoint
-    if is_unit(trainer.model) and _shards(best).is_dir():
+    if is_sharded(trainer) and _shards(best).is_dir():
         load_checkpoint(_shards(best), trainer.model)
     else:
         original()
@@ -195,7 +200,7 @@ def _load_random_state(original: Original, trainer: Any, checkpoint: str | None)
 
 
 def _keep_random_state(trainer: Any) -> None:
-    if is_unit(trainer.model):
+    if is_sharded(trainer):
         _next_random_state[trainer] = xla_ops.get_rng_state(trainer.args.device)
 
 

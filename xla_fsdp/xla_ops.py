@@ -565,6 +565,8 @@ def _install_spawn(slot: RunSlot) -> None:
     original = pjrt.spawn
 
     def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
+        if slot.run is None and slot.start_ranks is not None:
+            return slot.start_ranks(fn, args)
         if slot.run is None:
             return original(fn, nprocs, start_method, args)
         return fn(xr.global_ordinal(), *args)

@@ -56,6 +56,8 @@ def install() -> None:
             f"it still have torch_xla's. Call install() first",
             stacklevel=2,
         )
+    for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
+        del sys.modules[name]
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
         sys.modules[THEIRS + suffix] = _Alias(THEIRS + suffix, homes)

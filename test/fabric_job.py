@@ -66,13 +66,13 @@ def run(fabric: Fabric, directory: Path) -> None:
     model, optimizer = build(fabric)
     assert isinstance(model._forward_module, XlaFullyShardedDataParallel)
     norms = train(fabric, model, optimizer, 0, 1)
-    fabric.save(directory / "saved", {"model": model, "optimizer": optimizer, "step": 1})
+    fabric.save(str(directory / "saved"), {"model": model, "optimizer": optimizer, "step": 1})
     norms += train(fabric, model, optimizer, 1, STEPS)
     found = {"norms": norms, "whole": dict(full_state_dict(model._forward_module))}
     if (directory / "saved").is_dir():
         again, its_optimizer = build(fabric)
         state = {"model": again, "optimizer": its_optimizer, "step": 0}
-        fabric.load(directory / "saved", state)
+        fabric.load(str(directory / "saved"), state)
         train(fabric, again, its_optimizer, state["step"], STEPS)
         found["resumed"] = dict(full_state_dict(again._forward_module))
     if fabric.global_rank == 0:

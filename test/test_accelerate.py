@@ -249,6 +249,7 @@ def test_loading_on_as_many_ranks_goes_on_bit_by_bit(found: Any) -> None:
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 def test_loading_on_another_number_of_ranks(found: Any, root: Path) -> None:
     assert_close(run_on_ranks(one_rank, 1, str(root))[0], found[0]["whole"]["full"])
 

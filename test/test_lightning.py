@@ -49,6 +49,7 @@ def run(directory: Path, state_dict_type: str) -> dict[str, Any]:
     return torch.load(directory / "found.pt")
 
 
+@pytest.mark.slow
 def test_training_saving_and_loading(tmp_path: Path) -> None:
     found = run(tmp_path, "sharded")
     state, norms = train_plain(STEPS)

@@ -211,11 +211,11 @@ def two_ranks_again(rank: int, root: str) -> dict[str, Any]:
 
 
 def one_rank(rank: int, root: str) -> State:
-    return resume(Path(root, "whole"), 1)
+    return resume(Path(root, "whole"), 1, accumulate=2 * RANKS)  # the rank's batches as before
 
 
 def one_rank_of_adapters(rank: int, root: str) -> State:
-    args = arguments(Path(root, "resumed"), 1, learning_rate=0.1)
+    args = arguments(Path(root, "resumed"), 1, accumulate=RANKS, learning_rate=0.1)
     trainer = InOrder(model=make(build_lora), args=args, train_dataset=Sentences())
     trainer.train(resume_from_checkpoint=str(Path(root, "lora", f"checkpoint-{HALFWAY}")))
     return full(trainer)

@@ -61,11 +61,12 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self.reduce_whole()
         self._whole_are_reduced = False
         before = self.gradient_state.is_xla_gradients_synced
-        self.gradient_state.is_xla_gradients_synced = (
-            True  # what accelerate asks before it averages
-        )
-        super().step(closure)
-        self.gradient_state.is_xla_gradients_synced = before  # as other optimizers left it
+        # What accelerate asks before it averages; other optimizers must find it as they left it.
+        self.gradient_state.is_xla_gradients_synced = True
+        try:
+            super().step(closure)
+        finally:
+            self.gradient_state.is_xla_gradients_synced = before
 
 
 class Accelerator(accelerate.Accelerator):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 from functools import partial
+from importlib.util import find_spec
 
 from xla_fsdp import compat, xla_ops
 from xla_fsdp.integrations.versions import require
 from xla_fsdp.launcher import launch
 
-require("lightning-fabric")
+require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
 
 _PACKAGES = ("lightning_fabric", "lightning.fabric")  # two copies of the same code
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 TESTED = {
     "accelerate": ("1.15",),
+    "lightning": ("2.6",),
     "lightning-fabric": ("2.6",),
     "transformers": ("5.23", "4.57"),
 }

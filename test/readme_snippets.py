@@ -1,9 +1,9 @@
-"""Run the snippets of the README's chapter on moving over, in their order, in the directory given.
+"""Run the snippets of a chapter of the README, in their order, in the directory given.
 
-    python -m test.readme_snippets directory
+    python -m test.readme_snippets directory moving|hugging_face
 
 Those that wrap a model run on two CPU ranks, the others in the main thread. They share no names but
-those below. Says which ran, one line each.
+those below. Says in the end that all ran.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from test.models import CLASSES, FEATURES, LinearNet
 from test.ranks import ROOT
 from test.scenarios import RANKS, make
-
-CHAPTER = "Moving over"
+from xla_fsdp import launch
 
 
 def snippets(chapter: str) -> list[str]:
@@ -91,14 +90,45 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(state[what], expected["optim"][name][what]), (name, what)
 
 
-def main(directory: str) -> None:
-    """Run all, and compare what was saved with what was loaded."""
+def hugging_face() -> None:
+    """The Trainer's and Accelerate's."""
+    import transformers  # noqa: F401  (before launch, as the README says)
+
+    trainer, accelerator = snippets("Hugging Face and Lightning")
+    launch(train_llama, (trainer,), num_ranks=RANKS)
+    assert Path("merged", "model.safetensors").is_file()
+    launch(accelerate_net, (accelerator,), num_ranks=RANKS)
+    assert Path("state", "xla_fsdp").is_dir()
+    assert Path("model", "model.safetensors").is_file()
+
+
+def train_llama(rank: int, code: str) -> None:
+    """The Trainer's snippet, with a model and data."""
+    from test.hf_jobs import Sentences, build_llama
+
+    exec(code, {"model": make(build_llama), "data": Sentences()})
+
+
+def accelerate_net(rank: int, code: str) -> None:
+    """Accelerate's, with all that it prepares."""
+    from xla_fsdp.wrap import always_wrap_policy
+
+    model = make(LinearNet)
+    rows = torch.utils.data.TensorDataset(torch.ones(8, FEATURES), torch.arange(8) % CLASSES)
+    space = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loader": torch.utils.data.DataLoader(rows, batch_size=2),
+        "policy": always_wrap_policy,
+    }
+    exec(code, {**names(), **space})
+
+
+def moving() -> None:
+    """Those on moving over; what was saved is compared with what was loaded."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from xla_fsdp import launch
-
-    os.chdir(directory)
-    compat, training, from_dcp, go_on, to_dcp = snippets(CHAPTER)
+    compat, training, from_dcp, go_on, to_dcp = snippets("Moving over")
     space = names()
     exec(compat, space)
     assert space["XlaFullyShardedDataParallel"] is names()["FSDP"]
@@ -113,9 +143,10 @@ def main(directory: str) -> None:
     exec(to_dcp, space)
     model_state, optim_state = get_state_dict(space["model"], space["optimizer"])
     same({"model": model_state, "optim": optim_state["state"]}, trained)
-    print("all ran")
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(sys.argv[1])
+    os.chdir(sys.argv[1])
+    {"moving": moving, "hugging_face": hugging_face}[sys.argv[2]]()
+    print("all ran")

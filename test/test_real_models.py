@@ -45,9 +45,9 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
-    sizes = {"hidden_size": 19, "intermediate_size": 27, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(VOCABULARY, pad_token_id=0, **heads, **sizes))
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
+    sizes = {"hidden_size": 25, "intermediate_size": 27, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, **heads, **sizes))
 
 
 def vit() -> nn.Module:
@@ -68,7 +68,13 @@ def t5() -> nn.Module:
 
     sizes = {"d_model": 14, "d_kv": 5, "d_ff": 19, "num_layers": 2, "num_heads": 3}
     return T5ForConditionalGeneration(
-        T5Config(VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=VOCABULARY,
+            **sizes,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,  # a cache would grow when a layer is recomputed
+        )
     )
 
 

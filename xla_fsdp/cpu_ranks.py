@@ -49,9 +49,13 @@ class Arrival:
 
 @dataclass
 class RunSlot:
-    """Where the patched functions of torch_xla look up the run in progress; one per process."""
+    """Where the patched functions of torch_xla look up the run in progress; one per process.
+
+    ``start_ranks(fn, args)`` is called where a program asks torch_xla for ranks outside of a run.
+    """
 
     run: Run | None = None
+    start_ranks: Callable[[Any, Any], Any] | None = None
 
 
 class RankSetup(Protocol):

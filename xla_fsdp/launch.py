@@ -6,6 +6,8 @@ program's, its directory comes first in ``sys.path``; the exit code is the progr
 A program that starts ranks itself (``torch_xla.launch``, ``xmp.spawn``, ``xla_fsdp.launch``) works:
 inside a rank these call its function right there. All ranks share the process: its modules, and
 ``sys.modules["__main__"]``, which is rank 0's namespace. How ranks run is left to ``launcher``.
+With ``--compat`` a program runs as torch_xla would run it: once, with ranks where it starts them;
+and ``torch_xla.distributed.fsdp`` is this package for it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes in the source
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         return 1
-    return _run(program, options.args, options.num_ranks)
+    run = _run_once if options.compat else _run_in_ranks
+    return _run(program, options.args, partial(run, num_ranks=options.num_ranks))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m xla_fsdp.launch", description="Run a script on several CPU ranks."
     )
     parser.add_argument("--num_ranks", type=int, help="default: XLA_FSDP_NUM_RANKS, else 1")
+    parser.add_argument(
+        "--compat",
+        action="store_true",
+        help="run a program written for torch_xla.distributed.fsdp: once, with ranks where it "
+        "calls torch_xla.launch or xmp.spawn, and with this package under that name",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="program is a module's name")
     parser.add_argument("program", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
@@ -91,11 +101,11 @@ def _load_module(name: str) -> Program:
     return Program(code, spec.origin or name, str(Path.cwd()), spec)
 
 
-def _run(program: Program, args: Sequence[str], num_ranks: int | None) -> int:
+def _run(program: Program, args: Sequence[str], run: Callable[[Program, _Namespaces], None]) -> int:
     spaces = _Namespaces(program)
     try:
         with _as_main(program, args, spaces.of_rank_0):
-            launch(_run_in_rank, (program, spaces), num_ranks=num_ranks)
+            run(program, spaces)
     except ValueError as error:
         return _usage_error(str(error))
     except RankError as error:
@@ -121,6 +131,18 @@ class _Namespaces:
         module.__spec__ = self._program.spec
         module.__package__ = self._program.spec.parent if self._program.spec else None
         return module
+
+
+def _run_in_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+    launch(_run_in_rank, (program, spaces), num_ranks=num_ranks)
+
+
+def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+    from . import compat, xla_ops
+
+    compat.install()
+    xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
+    exec(program.code, vars(spaces.of_rank_0))
 
 
 def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:

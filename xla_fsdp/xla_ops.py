@@ -241,30 +241,53 @@ def set_rng_state(state: int, on: torch.device) -> None:
 
 
 def refuse_reduce_gradients_of(is_part: Any) -> None:
-    """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters.
+    """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters,
+    and what accelerate does in its place.
 
     Each rank holds a different slice, so averaging them over all ranks destroys the gradients
-    silently. Wrapping torch_xla's function is the only place where this can be seen. Who gives
+    silently. Wrapping torch_xla's functions is the only place where this can be seen: accelerate
+    fetches an optimizer's gradients by the same function, and only to average them. Who gives
     ``groups`` averages between replicas of the same slices.
     """
-    original = xm.reduce_gradients
-    if getattr(original, "refuses_shards", False):
+    reduce, fetch = xm.reduce_gradients, xm._fetch_gradients
+    if getattr(reduce, "refuses_shards", False):
         return
+    between_replicas: set[int] = set()  # ids of optimizers, each of one rank
+
+    def holds_part(optimizer: torch.optim.Optimizer) -> bool:
+        return any(is_part(p) for group in optimizer.param_groups for p in group["params"])
 
     def reduce_gradients(
         optimizer: torch.optim.Optimizer, groups: Groups = None, *args: Any, **kwargs: Any
     ) -> None:
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if groups is None and any(is_part(p) for p in params):
+        if groups is None and holds_part(optimizer):
             raise RuntimeError(
-                "xm.optimizer_step / xm.reduce_gradients was called with parameters sharded by "
-                "xla_fsdp. Their gradients are already reduced, and each rank holds different "
-                "slices: averaging them would mix unrelated values. Call optimizer.step() instead."
+                f"xm.optimizer_step / xm.reduce_gradients was called with {_WOULD_MIX}. Call "
+                f"optimizer.step() instead."
             )
-        original(optimizer, groups, *args, **kwargs)
+        between_replicas.add(id(optimizer))
+        try:
+            reduce(optimizer, groups, *args, **kwargs)
+        finally:
+            between_replicas.discard(id(optimizer))
+
+    def fetch_gradients(optimizer: torch.optim.Optimizer) -> Any:
+        if id(optimizer) not in between_replicas and holds_part(optimizer):
+            raise RuntimeError(
+                f"an optimizer of accelerate was called with {_WOULD_MIX}. Use the Accelerator of "
+                f"xla_fsdp.integrations.accelerate; for transformers' Trainer, call install() of "
+                f"xla_fsdp.integrations.transformers first."
+            )
+        return fetch(optimizer)
 
     reduce_gradients.refuses_shards = True  # type: ignore[attr-defined]
-    xm.reduce_gradients = reduce_gradients
+    xm.reduce_gradients, xm._fetch_gradients = reduce_gradients, fetch_gradients
+
+
+_WOULD_MIX = (
+    "parameters sharded by xla_fsdp. Their gradients are already reduced, and each rank holds "
+    "different slices: averaging them would mix unrelated values"
+)
 
 
 # ---------------------------------------------------------------- pretended ranks
@@ -553,6 +576,8 @@ def _install_spawn(slot: RunSlot) -> None:
     original = pjrt.spawn
 
     def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
+        if slot.run is None and slot.start_ranks is not None:
+            return slot.start_ranks(fn, args)
         if slot.run is None:
             return original(fn, nprocs, start_method, args)
         return fn(xr.global_ordinal(), *args)

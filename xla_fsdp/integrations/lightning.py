@@ -1,0 +1,58 @@
+"""Lightning Fabric's ``XLAFSDPStrategy`` on this package, on CPU ranks, too: ``install()``.
+
+Always true: Fabric's own code runs unchanged. It asks for ``torch_xla.distributed.fsdp``, which
+``compat`` answers; on CPU it is told how many devices there are and gets ranks from ``launcher``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import partial
+from importlib.util import find_spec
+
+from xla_fsdp import compat, xla_ops
+from xla_fsdp.integrations.versions import require
+from xla_fsdp.launcher import launch
+
+require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
+
+_PACKAGES = ("lightning_fabric", "lightning.fabric")  # two copies of the same code
+
+
+def install(cpu_ranks: int | None = None) -> None:
+    """Let ``XLAFSDPStrategy`` shard with this package.
+
+    Call it in the main module, before ``Fabric`` is made.
+
+    Args:
+        cpu_ranks: without a TPU, how many ranks ``fabric.launch(fn)`` runs as threads of this
+            process; 2 or more. ``Fabric(accelerator="tpu", devices=cpu_ranks, ...)`` then takes
+            them for TPU cores.
+
+    Raises:
+        ValueError: for less than 2 ``cpu_ranks``, with which the strategy does not run, or where
+            ``PJRT_DEVICE`` is not CPU.
+        UntestedVersionError: on import of this module, if Lightning does not fit.
+    """
+    compat.install()
+    if cpu_ranks is None:
+        return
+    device = os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if cpu_ranks < 2 or device != "CPU":
+        raise ValueError(
+            f"cpu_ranks={cpu_ranks} with PJRT_DEVICE={device}; XLAFSDPStrategy runs on 2 ranks or "
+            f"more, and ranks are threads on CPU only. Leave cpu_ranks out on a TPU"
+        )
+    xla_ops.run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
+    for package in _PACKAGES:
+        _count_cpu_ranks(package, cpu_ranks)
+
+
+def _count_cpu_ranks(package: str, count: int) -> None:
+    try:
+        accelerator = importlib.import_module(f"{package}.accelerators").XLAAccelerator
+    except ImportError:
+        return
+    accelerator.auto_device_count = staticmethod(lambda: count)
+    accelerator.is_available = staticmethod(lambda: True)

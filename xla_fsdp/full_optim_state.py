@@ -15,26 +15,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
+from xla_fsdp.optim_state import (
+    Entry,
+    GroupState,
+    OptimizerState,
+    Place,
+    create_state,
+    read_optimizer,
+    write_optimizer,
+)
 from xla_fsdp.state_loading import NamedShard
 
 
-def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> dict[str, Any]:
+def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
     """See ``state_dicts.optim_state_dict``.
 
     Args:
         state: of this rank's optimizer.
         names: of the model's parameters.
-        rank0_only: only rank 0 of those that share the parameters gets the result.
+        only: of the ranks that share the parameters, the one that gets the result (default: all).
 
     Raises:
         ValueError: for state that cannot be made whole.
     """
     _raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
-    shown = not rank0_only or all(shard.rank == 0 for shard in shards)
+    shown = only is None or all(shard.rank == only for shard in shards)
     whole: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
         for name, entry_name, tensor in _gathered(state, names, list(together)):
@@ -81,6 +90,31 @@ def from_full(
     )
     _raise_if([*reader.unknown(), *reader.problems])
     return state
+
+
+def load_full(
+    optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
+) -> None:
+    """See ``state_dicts.load_optim_state_dict``.
+
+    Args:
+        optimizer: that is loaded; state that it has yet to make is made.
+        params: the model's, by key.
+        names: of the model's parameters.
+        full: what ``to_full`` returned, on any number of ranks.
+
+    Raises:
+        ValueError: with every problem found; nothing has been changed then.
+    """
+    without = [param for param in params.values() if not optimizer.state.get(param)]
+    create_state(optimizer)
+    try:
+        template = read_optimizer(optimizer, params)
+        write_optimizer(optimizer, params, from_full(full, template, names))
+    except ValueError:
+        for param in without:
+            optimizer.state.pop(param, None)
+        raise
 
 
 @dataclass(frozen=True)

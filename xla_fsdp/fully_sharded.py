@@ -176,14 +176,14 @@ class XlaFullyShardedDataParallel(UnitModule):
                 integrations) choose between the two here.
         """
         units = self._units()
-        before = [unit.sync_gradients for unit in units]
+        before = [(unit.sync_gradients, unit.is_last_backward) for unit in units]
         for unit in units:
-            unit.sync_gradients = sharded
+            unit.sync_gradients, unit.is_last_backward = sharded, False
         try:
             yield
         finally:
-            for unit, flag in zip(units, before, strict=True):
-                unit.sync_gradients = flag
+            for unit, flags in zip(units, before, strict=True):
+                unit.sync_gradients, unit.is_last_backward = flags
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
@@ -217,9 +217,10 @@ class XlaFullyShardedDataParallel(UnitModule):
 
         Raises:
             ValueError: if ``norm_type`` is not positive.
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since, or the
+                model is stepped in backward.
         """
-        self._refuse_kept("clip_grad_norm_")
+        self._check_gradients("clip_grad_norm_")
         over = None if groups is None else XlaCollectives(groups, self.rank, len(groups[0]))
         whole = [param.grad for param in self.params_with_grad if not is_sharded(param)]
         return clip_grads_by_norm_(
@@ -238,9 +239,10 @@ class XlaFullyShardedDataParallel(UnitModule):
 
         Raises:
             ValueError: if it is negative or not a number.
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since, or the
+                model is stepped in backward.
         """
-        self._refuse_kept("clip_grad_value_")
+        self._check_gradients("clip_grad_value_")
         clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
@@ -339,7 +341,13 @@ class XlaFullyShardedDataParallel(UnitModule):
                 seen.add(id(shard))
         return [Slices(grads.get(key, []), by) for key, by in collectives.items()]
 
-    def _refuse_kept(self, method: str) -> None:
+    def _check_gradients(self, method: str) -> None:
+        if any(unit.steps_in_backward for unit in self._units()):
+            raise RuntimeError(
+                f"{method} was called on a model that is stepped in backward: its gradients are "
+                f"gone by now. Do without, or step after backward (remove() of what "
+                f"step_in_backward returned)"
+            )
         if any(unit.group.has_kept for unit in self._units()):
             raise RuntimeError(
                 f"{method} was called while gradients kept by no_sync() are not reduced yet; run "

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.full_optim_state import ShardNames, from_full, to_full
+from xla_fsdp.full_optim_state import ShardNames, load_full, to_full
 from xla_fsdp.names import join_name
-from xla_fsdp.optim_state import create_state, params_by_key, read_optimizer, write_optimizer
+from xla_fsdp.optim_state import params_by_key, read_optimizer
 from xla_fsdp.state_loading import Form, NamedShard, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
@@ -96,7 +96,7 @@ def optim_state_dict(
     """
     state = read_optimizer(optimizer, _params(model))
     xla_ops.settle()  # whole entries are read on ranks that are shown something only
-    return to_full(state, _names(model), rank0_only=rank0_only)
+    return to_full(state, _names(model), only=0 if rank0_only else None)
 
 
 def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -111,16 +111,7 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
-    params = _params(model)
-    without = [param for param in params.values() if not optimizer.state.get(param)]
-    create_state(optimizer)
-    try:
-        template = read_optimizer(optimizer, params)
-        write_optimizer(optimizer, params, from_full(state, template, _names(model)))
-    except ValueError:
-        for param in without:
-            optimizer.state.pop(param, None)
-        raise
+    load_full(optimizer, _params(model), _names(model), state)
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:

@@ -53,6 +53,8 @@ class Unit:
         self.state = UnitState.SHARDED
         self.is_root = True
         self.sync_gradients = True
+        self.is_last_backward = True  # no further pass adds to the gradients before the step
+        self.steps_in_backward = False
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
         self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._opened_in = -1  # the backward pass that gathered _full

@@ -1,0 +1,110 @@
+"""Step the parameters of a sharded model one by one while its backward still runs.
+
+Words: a shard's gradient is *consumed* when the optimizer has made its step with it; it is gone
+then. Always true: a gradient is consumed once in a backward pass, when all uses of its parameter
+have added to it; the optimizer is the user's own object, whose groups, state and state dict stay as
+they are. What could only be done with all gradients at hand (clipping by norm) is refused.
+Gathering and reducing is ``unit``'s, the order of units ``backward``'s.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.unit import Unit
+from xla_fsdp.unit_module import named_units
+
+
+class StepInBackward:
+    """What ``step_in_backward`` has put in place; ``remove`` undoes it.
+
+    Args:
+        units: of the model.
+        optimizer: over their shards.
+    """
+
+    def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
+        self._units = units
+        self._optimizer = optimizer
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._unit_of = {
+            shard: unit
+            for unit in units
+            for shard in unit.group.shards
+            if id(shard) in held and shard.requires_grad
+        }
+        self._hooks = [
+            shard.register_post_accumulate_grad_hook(self._consume) for shard in self._unit_of
+        ]
+        for unit in units:
+            unit.steps_in_backward = True
+
+    def remove(self) -> None:
+        """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
+        for hook in self._hooks:
+            hook.remove()
+        for unit in self._units:
+            unit.steps_in_backward = False
+
+    def _consume(self, shard: Tensor) -> None:
+        unit = self._unit_of[shard]
+        if shard.grad is None or not unit.is_last_backward:
+            return
+        self._optimizer.step()  # only this shard has a gradient
+        shard.grad = None
+        # The next unit's gather waits for the new value, so the compiler cannot put the step off
+        # and keep the gradient.
+        unit.backward.pending.append(shard.detach())
+
+
+def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
+    """Make ``optimizer``'s steps inside ``loss.backward()``: each shard is stepped as soon as its
+    gradient is reduced, and the gradient freed at once.
+
+    Call it once, before training. Loops stay as they are: ``optimizer.step()`` afterwards steps
+    what has a gradient left (parameters that FSDP ignores), and schedulers go on as usual. Under
+    ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step.
+
+    A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
+    the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.
+
+    Args:
+        model: wrapped with FSDP, or a module that holds wrapped ones.
+        optimizer: over the model's parameters; any that steps parameters one by one.
+
+    Returns:
+        A handle whose ``remove()`` goes back to steps after backward.
+
+    Raises:
+        ValueError: if the model is not wrapped, the optimizer holds none of its shards or needs a
+            closure, or this has been done already.
+    """
+    units = [wrapper._unit for _, wrapper in named_units(model)]
+    problems = list(_problems(units, optimizer))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return StepInBackward(units, optimizer)
+
+
+def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
+    if not units:
+        yield (
+            "the model has no FSDP units, whose gradients are complete one after the other; wrap "
+            "it first, or call optimizer.step() after backward"
+        )
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(shard) in held for unit in units for shard in unit.group.shards):
+        yield (
+            f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
+            f"from model.parameters()"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
+    if any(unit.steps_in_backward for unit in units):
+        yield "units of the model are stepped in backward already; remove() that first"

@@ -62,6 +62,8 @@ class StandInOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers."""
+        if self.is_built:
+            self._hand_options()  # or changes by a scheduler since the last step would be undone
         super().add_param_group(param_group)
         if self.is_built:
             self.inner.add_param_group(self._as_inner(self.param_groups[-1]))

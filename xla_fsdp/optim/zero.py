@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         if problems:
             raise ValueError("\n".join(problems))
         if slices is None or zero_state.is_own(state_dict):
-            self.inner.load_state_dict(zero_state.without_mark(state_dict))
+            self.inner.load_state_dict(zero_state.as_torch_has_it(state_dict))
         else:
             zero_state.load_plain(self.inner, slices, state_dict)
         self._take_options()

@@ -34,9 +34,11 @@ def is_own(state: Mapping[str, Any]) -> bool:
     return MARK in state
 
 
-def without_mark(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` as torch has it."""
-    return {name: value for name, value in state.items() if name != MARK}
+def as_torch_has_it(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` without the mark, and in tensors of its own: torch's optimizers take on those that
+    they are given, and would share them with whoever saved the state."""
+    copied = map_tensors(lambda tensor: tensor.detach().clone(), dict(state))
+    return {name: value for name, value in copied.items() if name != MARK}
 
 
 def plain_state(inner: Optimizer, slices: Slices | None, over: Slices, to: int) -> dict[str, Any]:
@@ -49,12 +51,17 @@ def plain_state(inner: Optimizer, slices: Slices | None, over: Slices, to: int) 
     if not 0 <= to < ranks.num_shards:
         raise ValueError(f"to={to} is not one of the {ranks.num_shards} ranks of a group")
     if slices is None:
-        state = map_tensors(lambda t: t.detach().to("cpu", copy=True), inner.state_dict())
+        state = _on_host(inner.state_dict())
         return state if ranks.rank == to else {}
     with slices.filled(slices.params):  # what is cut like a slice is told by its shape
         state = read_optimizer(inner, slices.keys())
     xla_ops.settle()  # whole entries are read on one rank only
-    return _numbered(to_full(state, _names(slices), only=to))
+    groups = _on_host(inner.state_dict()["param_groups"])
+    full = to_full(state, _names(slices), only=to)
+    if not full:
+        return {}
+    entries = {int(name): values for name, values in full["state"].items()}
+    return {"state": entries, "param_groups": groups}
 
 
 def load_plain(inner: Optimizer, slices: Slices, state: Mapping[str, Any]) -> None:
@@ -113,14 +120,8 @@ def _names(slices: Slices) -> ShardNames:
     return ShardNames(shards, {key: [key] for key in shards}, {})
 
 
-def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    if not state:
-        return {}
-    groups = [{**g, "params": [int(name) for name in g["params"]]} for g in state["param_groups"]]
-    return {
-        "state": {int(name): values for name, values in state["state"].items()},
-        "param_groups": groups,
-    }
+def _on_host(value: Any) -> Any:
+    return map_tensors(lambda t: t.detach().to("cpu", copy=True), value)
 
 
 def _named(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class HighPrecisionOptimizer(StandInOptimizer):
                 f"{param.dtype}; it can round to {LOW_DTYPES}. Use master_weights alone"
             )
         if param not in self._wide:
-            self._wide[param] = nn.Parameter(_widened(param), requires_grad=param.requires_grad)
+            self._wide[param] = nn.Parameter(_widened(param), requires_grad=False)
         return self._wide[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ Gathering and reducing is ``unit``'s, the order of units ``backward``'s.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ class StepInBackward:
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
         self._units = units
         self._optimizer = optimizer
+        self._waiting: list[Tensor] = []  # shards with gradients of passes that were not the last
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self._unit_of = {
             shard: unit
@@ -52,13 +54,31 @@ class StepInBackward:
 
     def _consume(self, shard: Tensor) -> None:
         unit = self._unit_of[shard]
-        if shard.grad is None or not unit.is_last_backward:
+        if shard.grad is None:
             return
-        self._optimizer.step()  # only this shard has a gradient
+        if not unit.is_last_backward:
+            self._waiting.append(shard)
+            return
+        with self._alone(shard):
+            self._optimizer.step()
         shard.grad = None
         # The next unit's gather waits for the new value, so the compiler cannot put the step off
         # and keep the gradient.
         unit.backward.pending.append(shard.detach())
+
+    @contextlib.contextmanager
+    def _alone(self, shard: Tensor) -> Iterator[None]:
+        """Inside, no other shard has a gradient: those of earlier passes wait for their turn."""
+        others = [each for each in self._waiting if each is not shard and each.grad is not None]
+        grads = [each.grad for each in others]
+        for each in others:
+            each.grad = None
+        try:
+            yield
+        finally:
+            for each, grad in zip(others, grads, strict=True):
+                each.grad = grad
+            self._waiting = others
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:

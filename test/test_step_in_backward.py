@@ -18,7 +18,7 @@ from test.scenarios import Scenarios, fsdp, make, message, nested
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
 
-STEPS = 3
+STEPS = 2
 ADAMW: Callable[[Any], Any] = lambda params: torch.optim.AdamW(params, lr=0.01)  # noqa: E731
 MOMENTUM: Callable[[Any], Any] = lambda params: torch.optim.SGD(  # noqa: E731
     params, lr=0.1, momentum=0.9
@@ -44,11 +44,9 @@ def run(
 
 
 CASES: dict[str, tuple[type[nn.Module], Any, dict[str, Any], dict[str, Any]]] = {
-    "momentum": (Net, MOMENTUM, {}, {}),
     "adamw flat": (Net, ADAMW, {"flatten_parameters": True}, {}),
     "unit runs twice": (TwiceNet, MOMENTUM, {}, {}),
-    "frozen": (FrozenNet, MOMENTUM, {}, {}),
-    "no_sync": (Net, MOMENTUM, {}, {"micro_batches": 2}),
+    "frozen, no_sync": (FrozenNet, MOMENTUM, {}, {"micro_batches": 2}),
     "no_sync sharded": (Net, MOMENTUM, {}, {"micro_batches": 2, "sharded": True}),
 }
 
@@ -86,30 +84,14 @@ def handled(rank: int) -> dict[str, Any]:
 
     from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
 
-    model = nested(make(Net))
-    optimizer = MOMENTUM(model.parameters())
-    handle = step_in_backward(model, optimizer)
-    x = batch(0, rank).to(torch_xla.device())
-    start = values(model)
-    model(x).square().mean().backward()
-    found = {
-        "in backward": any(
-            not torch.equal(a, b) for a, b in zip(start, values(model), strict=True)
-        ),
-        "clip": message(lambda: model.clip_grad_norm_(1.0)),
-        "clip value": message(lambda: model.clip_grad_value_(1.0)),
-        "again": message(lambda: step_in_backward(model, optimizer)),
-    }
-    handle.remove()
-    moved = values(model)
-    model(x).square().mean().backward()
-    after = values(model)
-    found["removed"] = all(torch.equal(a, b) for a, b in zip(moved, after, strict=True))
-    found["norm"] = model.clip_grad_norm_(1.0).item() > 0
+    model, x = nested(make(Net)), batch(0, rank).to(torch_xla.device())
+    found = _stepped_and_removed(model, x)
+    model.zero_grad()
+    found["gone"] = message(lambda: _backward_without_optimizer(model, x))
     other = torch.optim.SGD(make(Net).parameters(), lr=0.1)
     found["plain"] = message(lambda: step_in_backward(make(Net), other))
     found["foreign"] = message(lambda: step_in_backward(model, other))
-    optimizer.zero_grad()
+    model.zero_grad()
 
     low = fsdp(make(lambda: nn.Linear(FEATURES, 64, dtype=torch.bfloat16)))
     wide = HighPrecisionOptimizer(
@@ -120,6 +102,37 @@ def handled(rank: int) -> dict[str, Any]:
     found["low"] = {"master" in wide.state[param] for param in low.parameters()}
     torch_xla.sync()
     return found
+
+
+def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
+    from xla_fsdp.optim import step_in_backward
+
+    optimizer = MOMENTUM(model.parameters())
+    handle = step_in_backward(model, optimizer)
+    start = values(model)
+    model(x).square().mean().backward()
+    moved = values(model)
+    found: dict[str, Any] = {
+        "in backward": not all(torch.equal(a, b) for a, b in zip(start, moved, strict=True)),
+        "clip": message(lambda: model.clip_grad_norm_(1.0)),
+        "clip value": message(lambda: model.clip_grad_value_(1.0)),
+        "again": message(lambda: step_in_backward(model, optimizer)),
+    }
+    handle.remove()
+    model(x).square().mean().backward()
+    found["removed"] = all(torch.equal(a, b) for a, b in zip(moved, values(model), strict=True))
+    found["norm"] = model.clip_grad_norm_(1.0).item() > 0
+    return found
+
+
+def _backward_without_optimizer(model: Any, x: Tensor) -> None:
+    from xla_fsdp.optim import step_in_backward
+
+    handle = step_in_backward(model, MOMENTUM(model.parameters()))
+    try:
+        model(x).square().mean().backward()
+    finally:
+        handle.remove()
 
 
 def test_remove_goes_back_to_steps_after_backward() -> None:
@@ -135,6 +148,7 @@ def test_what_needs_all_gradients_is_refused() -> None:
     assert "clip_grad_value_ was called" in found["clip value"]
     assert "stepped in backward already" in found["again"]
     assert "has no FSDP units" in found["plain"]
+    assert "the optimizer that step_in_backward was given is gone" in found["gone"]
     assert "holds no shard of the model" in found["foreign"]
 
 

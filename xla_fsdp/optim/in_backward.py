@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,24 +25,28 @@ from xla_fsdp.unit_module import named_units
 class StepInBackward:
     """What ``step_in_backward`` has put in place; ``remove`` undoes it.
 
+    Shards hold this object by their hooks, so it holds nothing in turn: cycles would keep a model's
+    memory until some later collection.
+
     Args:
         units: of the model.
         optimizer: over their shards.
     """
 
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
-        self._units = units
-        self._optimizer = optimizer
-        self._waiting: list[Tensor] = []  # shards with gradients of passes that were not the last
+        self._units = [weakref.ref(unit) for unit in units]
+        self._optimizer = weakref.ref(optimizer)
+        self._waiting: list[weakref.ref[Tensor]] = []  # with gradients of passes before the last
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._unit_of = {
+        unit_of = {
             shard: unit
             for unit in units
             for shard in unit.group.shards
             if id(shard) in held and shard.requires_grad
         }
         self._hooks = [
-            shard.register_post_accumulate_grad_hook(self._consume) for shard in self._unit_of
+            shard.register_post_accumulate_grad_hook(partial(self._consume, weakref.ref(unit)))
+            for shard, unit in unit_of.items()
         ]
         for unit in units:
             unit.steps_in_backward = True
@@ -49,18 +55,25 @@ class StepInBackward:
         """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
         for hook in self._hooks:
             hook.remove()
-        for unit in self._units:
-            unit.steps_in_backward = False
+        for reference in self._units:
+            if (unit := reference()) is not None:
+                unit.steps_in_backward = False
 
-    def _consume(self, shard: Tensor) -> None:
-        unit = self._unit_of[shard]
-        if shard.grad is None:
+    def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
+        unit = reference()
+        if unit is None or shard.grad is None:
             return
         if not unit.is_last_backward:
-            self._waiting.append(shard)
+            self._waiting.append(weakref.ref(shard))
             return
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "the optimizer that step_in_backward was given is gone, and its state with it; "
+                "keep it for as long as the model is trained"
+            )
         with self._alone(shard):
-            self._optimizer.step()
+            optimizer.step()
         shard.grad = None
         # The next unit's gather waits for the new value, so the compiler cannot put the step off
         # and keep the gradient.
@@ -69,7 +82,8 @@ class StepInBackward:
     @contextlib.contextmanager
     def _alone(self, shard: Tensor) -> Iterator[None]:
         """Inside, no other shard has a gradient: those of earlier passes wait for their turn."""
-        others = [each for each in self._waiting if each is not shard and each.grad is not None]
+        waiting = [each for reference in self._waiting if (each := reference()) is not None]
+        others = [each for each in waiting if each is not shard and each.grad is not None]
         grads = [each.grad for each in others]
         for each in others:
             each.grad = None
@@ -78,7 +92,7 @@ class StepInBackward:
         finally:
             for each, grad in zip(others, grads, strict=True):
                 each.grad = grad
-            self._waiting = others
+            self._waiting = [weakref.ref(each) for each in others]
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
@@ -94,7 +108,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     Args:
         model: wrapped with FSDP, or a module that holds wrapped ones.
-        optimizer: over the model's parameters; any that steps parameters one by one.
+        optimizer: over the model's parameters; any that steps parameters one by one. Keep it: only
+            a weak reference is kept here.
 
     Returns:
         A handle whose ``remove()`` goes back to steps after backward.

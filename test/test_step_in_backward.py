@@ -4,7 +4,7 @@ Two ranks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from test.models import FEATURES, FrozenNet, Net, TwiceNet
+from test.ranks import run_on_ranks
 from test.replicas import batch, values
 from test.scenarios import Scenarios, fsdp, make, message, nested
 
@@ -51,31 +52,50 @@ CASES: dict[str, tuple[type[nn.Module], Any, dict[str, Any], dict[str, Any]]] = 
 }
 
 
-@scenario
-def trained(rank: int) -> dict[str, Any]:
+QUICK = ("unit runs twice", "no_sync sharded")
+
+
+def train_cases(rank: int, names: Sequence[str]) -> dict[Any, Any]:
+    """What is left of each case, stepped after backward (False) and inside (True)."""
     from xla_fsdp.optim import step_in_backward
 
-    found: dict[str, Any] = {}
-    for name, (model_class, make_optimizer, options, how) in CASES.items():
+    found: dict[Any, Any] = {}
+    for name in names:
+        model_class, make_optimizer, options, how = CASES[name]
         for fused in (False, True):
             model = nested(make(model_class), **options)
             optimizer = make_optimizer(model.parameters())
             if fused:
                 step_in_backward(model, optimizer)
             found[name, fused] = run(model, optimizer, rank, **how)
-            found[name, fused, "state"] = optimizer.state_dict()["param_groups"]
+            found[name, fused, "groups"] = optimizer.state_dict()["param_groups"]
             found[name, fused, "grads"] = sum(p.grad is not None for p in model.parameters())
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+def assert_alike(name: str, found: dict[Any, Any]) -> None:
+    after, within = found[name, False], found[name, True]
+    assert all(torch.equal(a, b) for a, b in zip(after, within, strict=True))
+    assert found[name, True, "groups"] == found[name, False, "groups"]
+    assert found[name, True, "grads"] == 0 < found[name, False, "grads"]
+
+
+@scenario
+def trained(rank: int) -> dict[Any, Any]:
+    return train_cases(rank, QUICK)
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_the_same_values_as_with_steps_after_backward(name: str) -> None:
     for rank in range(2):
-        found = result("trained", rank)
-        after, within = found[name, False], found[name, True]
-        assert all(torch.equal(a, b) for a, b in zip(after, within, strict=True))
-        assert found[name, True, "state"] == found[name, False, "state"]
-        assert found[name, True, "grads"] == 0 < found[name, False, "grads"]
+        assert_alike(name, result("trained", rank))
+
+
+@pytest.mark.slow
+def test_the_same_values_with_all_options() -> None:
+    for found in run_on_ranks(train_cases, 2, tuple(CASES)):
+        for name in CASES:
+            assert_alike(name, found)
 
 
 @scenario

@@ -58,6 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "syncfree SGD": {"lr": 0.1, "momentum": 0.5},
     **WHOLE,
 }
+# A line search, which decides by losses; an iteration in bf16.
+INEXACT = {"LBFGS": 1e-4, "Muon": 5e-3}
 COMMON = ("Adagrad", "Rprop", "syncfree AdamW", "Adafactor")
 TOLERANCE = 1e-6  # of values near 1, by sums in another order
 # Adam divides gradients by their own size, so tiny ones pass rounding errors on.
@@ -159,8 +161,8 @@ def assert_trained_alike(name: str, found: list[Tensor]) -> None:
     model_class = model_for(name)
     make_optimizer = partial(class_of(name, plain=True), **OPTIONS[name])
     model, *_ = train_plain(RANKS, make_optimizer, model_class)
-    assert largest_error(found, values(model)) <= (1e-4 if name in WHOLE else 2e-5)
-    assert largest_error(found, values(make(model_class))) > 1e-4
+    assert largest_error(found, values(model)) <= INEXACT.get(name, 2e-5)
+    assert largest_error(found, values(make(model_class))) > 2 * INEXACT.get(name, 2e-5)
 
 
 @scenario

@@ -75,9 +75,6 @@ class StepInBackward:
         with self._alone(shard):
             optimizer.step()
         shard.grad = None
-        # The next unit's gather waits for the new value, so the compiler cannot put the step off
-        # and keep the gradient.
-        unit.backward.pending.append(shard.detach())
 
     @contextlib.contextmanager
     def _alone(self, shard: Tensor) -> Iterator[None]:

@@ -46,7 +46,7 @@ def wire_bytes(found: dict[str, Any]) -> Counter[str]:
 
 def assert_not_worse(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["peak_bytes"] < theirs["peak_bytes"]
-    for part in ("parameters", "optimizer_state", "data", "outputs"):
+    for part in ("parameters", "optimizer_state", "outputs", "activations", "scratch", "code"):
         assert ours["memory"][part] <= theirs["memory"][part], part
     assert ours["wire_bytes"] < theirs["wire_bytes"]
     assert ours["blocking_bytes"] <= theirs["blocking_bytes"]
@@ -85,12 +85,14 @@ def deep_reports() -> list[dict[str, Any]]:
 def test_a_step_inside_backward_keeps_no_gradients() -> None:
     found = deep_reports()
     after, inside = (pick(found, in_backward=on, sync_between=True) for on in (False, True))
+    assert after["memory"]["gradients"] == SHARDS
     assert inside["memory"]["gradients"] == 0
-    assert inside["peak_bytes"] <= after["peak_bytes"] - 0.9 * SHARDS
+    assert inside["peak_bytes"] <= 0.9 * after["peak_bytes"]
 
 
-def test_in_one_program_it_costs_nothing() -> None:
+def test_in_one_program_with_backward_it_saves_less() -> None:
+    """The compiler then makes some steps before backward ends by itself."""
     found = deep_reports()
     after, inside = (pick(found, in_backward=on, sync_between=False) for on in (False, True))
-    assert inside["peak_bytes"] <= 1.01 * after["peak_bytes"]
+    assert inside["peak_bytes"] <= 0.95 * after["peak_bytes"]
     assert inside["wire_bytes"] == after["wire_bytes"]

@@ -293,6 +293,23 @@ def test_groups_of_one_rank_train_apart() -> None:
     assert largest_error(first, values(train_plain(1, MOMENTUM, Tiny)[0])) <= TOLERANCE
 
 
+def in_pairs(rank: int) -> list[Tensor]:
+    """Four ranks, of which 0 and 2, and 1 and 3, train together."""
+    make_optimizer = over_slices(MOMENTUM, groups=[[0, 2], [1, 3]])
+    return values(train_replica(rank % 2 * 2 + rank // 2, make_optimizer, clip=0.5)[0])
+
+
+@pytest.mark.slow
+def test_groups_of_two_ranks_train_apart() -> None:
+    found = run_on_ranks(in_pairs, 4)
+    # Ranks 0 and 2 are given the batches of 0 and 1.
+    expected = values(train_plain(2, MOMENTUM, clip=0.5)[0])
+    assert largest_error(found[0], expected) <= TOLERANCE
+    assert largest_error(found[2], found[0]) == 0
+    assert largest_error(found[1], found[3]) == 0
+    assert largest_error(found[0], found[1]) > 1e-3
+
+
 # ---------------------------------------------------------------- groups of parameters, closures
 
 

@@ -139,7 +139,9 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         self._check_found_inf(found_inf)
         if closure is not None and not self.is_sliced:
             self._hand_options()
-            return self.inner.step(lambda: self._averaged_closure(closure))
+            loss: Any = self.inner.step(lambda: self._averaged_closure(closure))
+            self._take_options()
+            return loss
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -254,6 +254,9 @@ class Low(nn.Module):
 ROUNDING: dict[str, Any] = {"lr": 0.01, "master_weights": False, "stochastic_rounding": True}
 
 
+REPLICAS = ("whole", "grouped")
+
+
 @scenario
 def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
@@ -266,8 +269,11 @@ def on_ranks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     whole, sharded, sliced = on_device(Low), fsdp(make(Low)), on_device(Low)
     mastered = fsdp(make(Low))
+    apart = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
+    grouped = fsdp(make(Low), **apart)
     jobs = {
         "whole": (whole, high(whole.parameters(), **ROUNDING)),
+        "grouped": (grouped, high(grouped.parameters(), **ROUNDING)),
         "sharded": (sharded, high(sharded.parameters(), **ROUNDING)),
         "mastered": (mastered, high(mastered.parameters(), torch.optim.AdamW, lr=0.01)),
         "sliced": (
@@ -282,8 +288,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
     }
     for name, (model, optimizer) in jobs.items():
         for step in range(4):
-            # Whole parameters are stepped with equal gradients.
-            x = batch(step, rank if name != "whole" else 0).to(torch_xla.device())
+            # Replicas are stepped with equal gradients.
+            x = batch(step, 0 if name in REPLICAS else rank).to(torch_xla.device())
             optimizer.zero_grad()
             loss_of(model, x).backward()
             before = xm.get_rng_state()
@@ -304,8 +310,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
 
 def test_replicas_round_alike_and_shards_do_not() -> None:
     first, second = result("on_ranks", 0), result("on_ranks", 1)
-    assert all(torch.equal(a, b) for a, b in zip(first["whole"], second["whole"], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first["sliced"], second["sliced"], strict=True))
+    for name in (*REPLICAS, "sliced"):
+        assert all(torch.equal(a, b) for a, b in zip(first[name], second[name], strict=True))
     assert not torch.equal(first["sharded"][0], second["sharded"][0])
 
 
@@ -318,7 +324,7 @@ def test_ranks_do_not_round_with_each_others_bits() -> None:
 
 
 def test_the_devices_random_numbers_are_left_alone_and_programs_are_compiled_once() -> None:
-    for name in ("whole", "sharded", "mastered", "sliced"):
+    for name in (*REPLICAS, "sharded", "mastered", "sliced"):
         assert result("on_ranks")[f"{name} rng"]
         assert result("on_ranks")[f"{name} compiled"] == 0
 

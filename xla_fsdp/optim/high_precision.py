@@ -21,7 +21,6 @@ from xla_fsdp.optim.elementwise import is_elementwise
 from xla_fsdp.optim.noise import random_bits, salt_of
 from xla_fsdp.optim.rounding import LOW_DTYPES, stochastic_round
 from xla_fsdp.optim.stand_ins import StandInOptimizer
-from xla_fsdp.sharded_param import is_sharded
 
 MASTER = "master"
 """Name of the master weight in a parameter's state."""
@@ -43,8 +42,9 @@ class HighPrecisionOptimizer(StandInOptimizer):
         )
 
     Random bits for rounding depend on the seed, the number of the step, the place of the parameter
-    in the optimizer and, for shards and slices, on the rank; of whole parameters they are the same
-    on every rank, so that replicas stay replicas. They come from no random number generator.
+    in the optimizer and, for shards and slices, on which of them it is; whole parameters, and equal
+    shards in different sharding groups, get the same bits on every rank, so that replicas stay
+    replicas. They come from no random number generator.
 
     Args:
         params: parameters, or groups of them.
@@ -54,9 +54,6 @@ class HighPrecisionOptimizer(StandInOptimizer):
         stochastic_rounding: round bf16 parameters at random, right on average. With masters it
             changes only what forward and backward see.
         seed: of the rounding; equal on all ranks.
-        shard_rank: place of this rank among those that hold different slices of the parameters
-            (default: the global rank for shards made by FSDP, 0 for whole parameters). Replicas of
-            the same slices must be given the same number.
         defaults: options of ``inner_class``.
 
     Raises:
@@ -71,7 +68,6 @@ class HighPrecisionOptimizer(StandInOptimizer):
         master_weights: bool = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        shard_rank: int | None = None,
         **defaults: Any,
     ) -> None:
         if not (master_weights or stochastic_rounding):
@@ -81,7 +77,6 @@ class HighPrecisionOptimizer(StandInOptimizer):
             )
         self._wide: dict[nn.Parameter, nn.Parameter] = {}
         self._keeps_masters, self._rounds, self._seed = master_weights, stochastic_rounding, seed
-        self._shard_rank = shard_rank
         super().__init__(params, inner_class, defaults)
         self._settle_new()
 
@@ -204,17 +199,12 @@ class HighPrecisionOptimizer(StandInOptimizer):
             return {}
         order = [(p, group[ROUNDED_STEPS]) for group in self.param_groups for p in group["params"]]
         found = {
-            param: salt_of(self._seed, steps, index, self._rank_of(param))
+            param: salt_of(self._seed, steps, index, getattr(param, "shard_rank", 0))
             for index, (param, steps) in enumerate(order)
         }
         numbers = torch.tensor([found[param] for param in wanted], dtype=torch.int32)
         salts = xla_ops.upload(numbers) if wanted[0].device.type == "xla" else numbers
         return dict(zip(wanted, salts.split(1), strict=True))
-
-    def _rank_of(self, param: nn.Parameter) -> int:
-        if self._shard_rank is not None:
-            return self._shard_rank
-        return xla_ops.rank() if is_sharded(param) else 0
 
 
 def _widened(param: Tensor) -> Tensor:

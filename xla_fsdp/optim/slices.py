@@ -47,7 +47,7 @@ class Slices:
     @property
     def group(self) -> ParamGroup:
         """All slices, in the order in which they were made."""
-        return ParamGroup(list(self._sharded.values()), self.collectives, FSDPConfig())
+        return self._group_of(self.params)
 
     def keys(self) -> dict[str, Tensor]:
         """The slices by their numbers, as text."""
@@ -109,6 +109,7 @@ class Slices:
         layout, _ = slice_layout(param.shape, self.collectives.num_shards)
         member = Member((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
+        shard.shard_rank = self.collectives.rank
         made = ShardedParam(key, [member], shard, layout, None)
         shard.data = self._cut(made, param)
         return made

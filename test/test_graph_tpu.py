@@ -6,20 +6,18 @@ rematerialized, and compute in bf16.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.ranks import cached_outcome, run_python
+from test.tpu_reports import reports
 from test.tpu_steps import VOCABULARY, WIDTH
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow
 
+TARGET = "test.tpu_steps:build"
 # Operands of a block's collectives: large matrices (on 16 ranks one of the four is small), and what
 # is joined.
 OPERANDS = {"v5e:4x4": 3 + 1, "v4:2x2x2": 4 + 1}
@@ -28,20 +26,9 @@ BLOCK = 2 * (12 * WIDTH**2 + 13 * WIDTH)  # bytes of its full parameters in bf16
 ROOT = 2 * 2 * VOCABULARY * WIDTH
 
 
-@cached_outcome
-def reports(*arguments: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        where = ("--cache_dir", folder, "--json", str(out))
-        run = ("-m", "xla_fsdp.preflight", "test.tpu_steps:build", *where, *arguments)
-        done = run_python(*run, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return json.loads(out.read_text())
-
-
 def report(topology: str, depth: int) -> dict[str, Any]:
     arguments = [word for name in TORI for word in ("--topology", name)]
-    found = reports(*arguments, "--sweep", "depth=1,3")
+    found = reports(TARGET, *arguments, "--sweep", "depth=1,3")
     [one] = [
         each for each in found if (each["topology"], each["options"]["depth"]) == (topology, depth)
     ]
@@ -119,7 +106,7 @@ def test_replicas_exchange_shards_alone(replicas: int) -> None:
 
 def test_without_barriers_and_torus_the_difference_shows() -> None:
     arguments = ("--set", "depth=3", "--set", "barriers=off", "--set", "one_step=on")
-    [found] = reports(*arguments)
+    [found] = reports(TARGET, *arguments)
     usual = report("v5e:4x4", 3)
     assert counts(found)["all-gather"] < counts(usual)["all-gather"]
     assert found["full_parameters"] > usual["full_parameters"]

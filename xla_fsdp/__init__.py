@@ -2,7 +2,7 @@
 
 Names are loaded when they are first used, so that importing the package, merging checkpoints or
 reading help texts needs no torch_xla. Wrap policies are in ``xla_fsdp.wrap``, everything about
-files in ``xla_fsdp.checkpoint``.
+files in ``xla_fsdp.checkpoint``, optimizers over the ranks in ``xla_fsdp.optim``.
 """
 
 from __future__ import annotations

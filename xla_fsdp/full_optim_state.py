@@ -8,6 +8,7 @@ state name; all that does not fit is raised as one ``ValueError``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,26 +16,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
 from xla_fsdp.named_shards import NamedShard
-from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
+from xla_fsdp.optim_state import (
+    Entry,
+    GroupState,
+    OptimizerState,
+    Place,
+    create_state,
+    read_optimizer,
+    write_optimizer,
+)
 
 
-def to_full(state: OptimizerState, names: ShardNames, *, rank0_only: bool) -> dict[str, Any]:
+def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
     """See ``state_dicts.optim_state_dict``.
 
     Args:
         state: of this rank's optimizer.
         names: of the model's parameters.
-        rank0_only: only rank 0 of those that share the parameters gets the result.
+        only: of the ranks that share the parameters, the one that gets the result (default: all).
 
     Raises:
         ValueError: for state that cannot be made whole.
     """
     _raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
-    shown = not rank0_only or all(shard.group.is_first for shard in shards)
+    shown = only is None or all(shard.is_of(only) for shard in shards)
     whole: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
         for name, entry_name, tensor in _gathered(state, names, list(together)):
@@ -119,6 +129,41 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
         for key, values in given["state"].items()
     }
     return OptimizerState(groups, entries)
+
+
+def load_full(
+    optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
+) -> None:
+    """See ``state_dicts.load_optim_state_dict``.
+
+    Args:
+        optimizer: that is loaded; state that it has yet to make is made.
+        params: the model's, by key.
+        names: of the model's parameters.
+        full: what ``to_full`` returned, on any number of ranks.
+
+    Raises:
+        ValueError: with every problem found; nothing has been changed then.
+    """
+    with state_made(optimizer, params) as template:
+        write_optimizer(optimizer, params, from_full(full, template, names))
+
+
+@contextlib.contextmanager
+def state_made(
+    optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False
+) -> Iterator[OptimizerState]:
+    """The optimizer's state, made where there was none. What was made goes again if the block
+    raises, or in any case to ``restore``."""
+    without = [param for param in params.values() if not optimizer.state.get(param)]
+    create_state(optimizer)
+    failed = True
+    try:
+        yield read_optimizer(optimizer, params)
+        failed = False
+    finally:
+        for param in without if failed or restore else ():
+            optimizer.state.pop(param, None)
 
 
 @dataclass(frozen=True)

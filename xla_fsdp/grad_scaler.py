@@ -65,7 +65,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        if "found_inf" in inspect.signature(optimizer.step).parameters:
+        if takes_found_inf(optimizer):
             found = next(iter(optimizer_state["found_inf_per_device"].values()))
             kwargs["found_inf"] = found
             return optimizer.step(*args, **kwargs)
@@ -75,3 +75,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if xla_ops.world_size() == 1:
             return found
         return xla_ops.all_reduce("max", found, self._groups)
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step(found_inf=...)`` decides on the device whether to step. An optimizer
+    that hands it on to another one says so by a property of this name."""
+    own = getattr(optimizer, "takes_found_inf", None)
+    return "found_inf" in inspect.signature(optimizer.step).parameters if own is None else own

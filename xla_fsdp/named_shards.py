@@ -46,6 +46,10 @@ class NamedShard:
         """Of this process among those that share the parameter."""
         return self.group.collectives.rank
 
+    def is_of(self, rank: int) -> bool:
+        """Whether this process is ``rank`` of the first replica."""
+        return self.rank == rank and self.group.replicas.rank == 0
+
     @property
     def is_reachable(self) -> bool:
         """Whether it has a name in the model."""

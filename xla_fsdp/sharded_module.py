@@ -41,14 +41,14 @@ class ShardedModule(UnitHost):
                 integrations) choose between the two here.
         """
         units = self._fsdp_units()
-        before = [unit.sync_gradients for unit in units]
+        before = [(unit.sync_gradients, unit.is_last_backward) for unit in units]
         for unit in units:
-            unit.sync_gradients = sharded
+            unit.sync_gradients, unit.is_last_backward = sharded, False
         try:
             yield
         finally:
-            for unit, flag in zip(units, before, strict=True):
-                unit.sync_gradients = flag
+            for unit, flags in zip(units, before, strict=True):
+                unit.sync_gradients, unit.is_last_backward = flags
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
@@ -94,9 +94,10 @@ class ShardedModule(UnitHost):
 
         Raises:
             ValueError: if ``norm_type`` is not positive.
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since, or the
+                model is stepped in backward.
         """
-        self._fsdp_refuse_kept("clip_grad_norm_")
+        self._fsdp_check_gradients("clip_grad_norm_")
         rank = self._fsdp_unit.group.collectives.rank
         over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
         return clip_grads(self._fsdp_parameters(), max_norm, norm_type, over)
@@ -109,9 +110,10 @@ class ShardedModule(UnitHost):
 
         Raises:
             ValueError: if it is negative or not a number.
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since, or the
+                model is stepped in backward.
         """
-        self._fsdp_refuse_kept("clip_grad_value_")
+        self._fsdp_check_gradients("clip_grad_value_")
         clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -212,7 +214,13 @@ class ShardedModule(UnitHost):
             for name, dtype in host._fsdp_attachment.cast_buffers.items()
         }
 
-    def _fsdp_refuse_kept(self, method: str) -> None:
+    def _fsdp_check_gradients(self, method: str) -> None:
+        if any(unit.steps_in_backward for unit in self._fsdp_units()):
+            raise RuntimeError(
+                f"{method} was called on a model that is stepped in backward: its gradients are "
+                f"gone by now. Do without, or step after backward (remove() of what "
+                f"step_in_backward returned)"
+            )
         if any(unit.group.has_kept for unit in self._fsdp_units()):
             raise RuntimeError(
                 f"{method} was called while gradients kept by no_sync() are not reduced yet; run "

@@ -32,9 +32,13 @@ class ShardParameter(ShardView, nn.Parameter):
 
     A class of its own, so that copies of a model know their shards, too. Lightning and code written
     for upstream look for ``_is_sharded``.
+
+    Attributes:
+        shard_rank: place of this rank among those that hold other shards of the same parameter.
     """
 
     _is_sharded = True
+    shard_rank = 0
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickled as what it is; nn.Parameter would come back as one of its own class."""
@@ -376,6 +380,7 @@ def make_shard(
         rows if rows.is_meta else rows.to(device),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
+    shard.shard_rank = rank
     if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
         vars(shard).update(vars(tensors[0]))
     return shard

@@ -10,7 +10,6 @@ merges shards without gathering anything.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,17 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.full_optim_state import ShardNames, from_full, from_shards, to_full, to_shards
+from xla_fsdp.full_optim_state import (
+    ShardNames,
+    from_full,
+    from_shards,
+    load_full,
+    state_made,
+    to_full,
+    to_shards,
+)
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
-from xla_fsdp.optim_state import (
-    OptimizerState,
-    create_state,
-    params_by_key,
-    read_optimizer,
-    torch_state_dict,
-    write_optimizer,
-)
+from xla_fsdp.optim_state import params_by_key, read_optimizer, torch_state_dict, write_optimizer
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
@@ -104,7 +104,7 @@ def optim_state_dict(
     """
     state = read_optimizer(optimizer, _params(model))
     xla_ops.settle()  # whole entries are read on ranks that are shown something only
-    return to_full(state, _names(model), rank0_only=rank0_only)
+    return to_full(state, _names(model), only=0 if rank0_only else None)
 
 
 def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -119,9 +119,7 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
-    params = _params(model)
-    with _with_state(optimizer, params) as template:
-        write_optimizer(optimizer, params, from_full(state, template, _names(model)))
+    load_full(optimizer, _params(model), _names(model), state)
 
 
 def cut_optim_state_dict(
@@ -140,7 +138,7 @@ def cut_optim_state_dict(
         ValueError: with every name, group or shape that does not fit.
     """
     params = _params(model)
-    with _with_state(optimizer, params, restore=True) as template:
+    with state_made(optimizer, params, restore=True) as template:
         cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
         return torch_state_dict(optimizer, params, cut)
 
@@ -160,25 +158,8 @@ def load_sharded_optim_state_dict(
         ValueError: with every name, group or shape that does not fit.
     """
     params = _params(model)
-    with _with_state(optimizer, params) as template:
+    with state_made(optimizer, params) as template:
         write_optimizer(optimizer, params, from_shards(state, template))
-
-
-@contextlib.contextmanager
-def _with_state(
-    optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False
-) -> Iterator[OptimizerState]:
-    """The optimizer's state, made where there was none. What was made goes again if the block
-    raises, or in any case to ``restore``."""
-    without = [param for param in params.values() if not optimizer.state.get(param)]
-    create_state(optimizer)
-    failed = True
-    try:
-        yield read_optimizer(optimizer, params)
-        failed = False
-    finally:
-        for param in without if failed or restore else ():
-            optimizer.state.pop(param, None)
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:

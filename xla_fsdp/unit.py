@@ -91,6 +91,8 @@ class Unit:
         self.unshard_in_backward = True
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.is_last_backward = True  # no further pass adds to the gradients before the step
+        self.steps_in_backward = False
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
         self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._span: Span | None = None

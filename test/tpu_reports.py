@@ -1,0 +1,22 @@
+"""Run preflight's command line on a step of the tests, and read what it reports."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from test.ranks import cached_outcome, run_python
+
+
+@cached_outcome
+def reports(target: str, *arguments: str) -> list[dict[str, Any]]:
+    """Reports of ``target`` (``module:function``), one for each program, from one command."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        where = ("--cache_dir", folder, "--json", str(out))
+        run = ("-m", "xla_fsdp.preflight", target, *where, *arguments)
+        done = run_python(*run, timeout=900)
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())

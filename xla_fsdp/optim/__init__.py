@@ -1,0 +1,30 @@
+"""Optimizers whose work or state is spread over the ranks: the catalogue.
+
+``ZeroRedundancyOptimizer`` slices the optimizer state of a replicated model; the averagers and
+``PostLocalSGDOptimizer`` let replicas run apart between averages; ``DistributedOptimizer`` steps
+several models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp32;
+``step_in_backward`` steps the units of a sharded model while its backward still runs.
+"""
+
+from xla_fsdp.optim.distributed_optimizer import DistributedOptimizer
+from xla_fsdp.optim.high_precision import HighPrecisionOptimizer
+from xla_fsdp.optim.in_backward import StepInBackward, step_in_backward
+from xla_fsdp.optim.model_averagers import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+)
+from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
+from xla_fsdp.optim.zero import ZeroRedundancyOptimizer
+
+__all__ = [
+    "DistributedOptimizer",
+    "HierarchicalModelAverager",
+    "HighPrecisionOptimizer",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "StepInBackward",
+    "ZeroRedundancyOptimizer",
+    "step_in_backward",
+]

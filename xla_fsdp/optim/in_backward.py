@@ -1,0 +1,142 @@
+"""Step the parameters of a sharded model one by one while its backward still runs.
+
+Words: a shard's gradient is *consumed* when the optimizer has made its step with it; it is gone
+then. Always true: a gradient is consumed once in a backward pass, when all uses of its parameter
+have added to it; the optimizer is the user's own object, whose groups, state and state dict stay as
+they are. What could only be done with all gradients at hand (clipping by norm) is refused.
+Gathering and reducing is ``unit``'s, the order of units ``backward``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.unit import Unit
+from xla_fsdp.unit_host import units_in
+
+
+class StepInBackward:
+    """What ``step_in_backward`` has put in place; ``remove`` undoes it.
+
+    Shards hold this object by their hooks, so it holds nothing in turn: cycles would keep a model's
+    memory until some later collection.
+
+    Args:
+        units: of the model.
+        optimizer: over their shards.
+    """
+
+    def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
+        self._optimizer = weakref.ref(optimizer)
+        self._waiting: list[weakref.ref[Tensor]] = []  # with gradients of passes before the last
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        unit_of = {
+            shard: unit
+            for unit in units
+            for shard in unit.group.shards
+            if id(shard) in held and shard.requires_grad
+        }
+        self._hooks = [
+            shard.register_post_accumulate_grad_hook(partial(self._consume, weakref.ref(unit)))
+            for shard, unit in unit_of.items()
+        ]
+        for unit in units:
+            unit.steps_in_backward = True
+
+    def remove(self) -> None:
+        """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
+        for hook in self._hooks:
+            hook.remove()
+        for reference in self._units:
+            if (unit := reference()) is not None:
+                unit.steps_in_backward = False
+
+    def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
+        unit = reference()
+        if unit is None or shard.grad is None:
+            return
+        if not (unit.is_last_backward and unit.backward.is_last):
+            self._waiting.append(weakref.ref(shard))
+            return
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "the optimizer that step_in_backward was given is gone, and its state with it; "
+                "keep it for as long as the model is trained"
+            )
+        with self._alone(shard):
+            optimizer.step()
+        shard.grad = None
+
+    @contextlib.contextmanager
+    def _alone(self, shard: Tensor) -> Iterator[None]:
+        """Inside, no other shard has a gradient: those of earlier passes wait for their turn."""
+        waiting = [each for reference in self._waiting if (each := reference()) is not None]
+        others = [each for each in waiting if each is not shard and each.grad is not None]
+        grads = [each.grad for each in others]
+        for each in others:
+            each.grad = None
+        try:
+            yield
+        finally:
+            for each, grad in zip(others, grads, strict=True):
+                each.grad = grad
+            self._waiting = [weakref.ref(each) for each in others]
+
+
+def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
+    """Make ``optimizer``'s steps inside ``loss.backward()``: each shard is stepped as soon as its
+    gradient is reduced, and the gradient freed at once.
+
+    Call it once, before training. Loops stay as they are: ``optimizer.step()`` afterwards steps
+    what has a gradient left (parameters that FSDP ignores), and schedulers go on as usual. Under
+    ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step.
+
+    A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
+    the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.
+
+    Args:
+        model: wrapped with FSDP, or a module that holds wrapped ones.
+        optimizer: over the model's parameters; any that steps parameters one by one. Keep it: only
+            a weak reference is kept here.
+
+    Returns:
+        A handle whose ``remove()`` goes back to steps after backward.
+
+    Raises:
+        ValueError: if the model is not wrapped, the optimizer holds none of its shards or needs a
+            closure, or this has been done already.
+    """
+    units = units_in(model)
+    problems = list(_problems(units, optimizer))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return StepInBackward(units, optimizer)
+
+
+def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
+    if not units:
+        yield (
+            "the model has no FSDP units, whose gradients are complete one after the other; wrap "
+            "it first, or call optimizer.step() after backward"
+        )
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(shard) in held for unit in units for shard in unit.group.shards):
+        yield (
+            f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
+            f"from model.parameters()"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
+    if any(unit.steps_in_backward for unit in units):
+        yield "units of the model are stepped in backward already; remove() that first"

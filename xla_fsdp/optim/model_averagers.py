@@ -1,0 +1,181 @@
+"""Decide at which steps replicas that train apart are averaged, and over which ranks.
+
+Words: a *step* is one call of ``average_parameters``; it is in the *warm-up* while its number is
+below ``warmup_steps``, when gradients are averaged instead; *local* if nothing is averaged.
+Always true: the decision depends on the step's number alone, so all ranks take the same one, and
+every kind of step is one program: local, and one for each size of group that averages. Numbers are
+counted on the host and never enter a program.
+The semantics are those of ``torch.distributed.algorithms.model_averaging``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from xla_fsdp.optim.averaging import average_in_place
+from xla_fsdp.optim.rank_groups import Groups, check_groups, consecutive_groups
+from xla_fsdp.sharded_param import is_sharded
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class ModelAverager(ABC):
+    """Base of the averagers.
+
+    Args:
+        warmup_steps: number of first steps that average nothing.
+        groups: lists of ranks that average among themselves (default: one of all ranks).
+
+    Attributes:
+        step: number of the next step, from 0; what is saved of an averager.
+
+    Raises:
+        ValueError: if ``warmup_steps`` is negative, or groups do not split the ranks evenly.
+    """
+
+    def __init__(
+        self, warmup_steps: int = 0, groups: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {warmup_steps}; give 0 or more")
+        self.warmup_steps = warmup_steps
+        self.groups = check_groups(groups)
+        self._takes_shards = groups is not None
+        self.step = 0
+
+    def average_parameters(self, params: Params) -> None:
+        """Average the parameters that have a gradient, if it is time to; count the step.
+
+        Args:
+            params: parameters of a model, or ``param_groups`` of an optimizer.
+
+        Raises:
+            ValueError: for shards, of which ranks hold different slices, unless the averager was
+                given ``groups``: of replicas of the same slices.
+            TypeError: if ``params`` holds anything else.
+        """
+        groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
+        if groups is not None:
+            average_in_place(list(self._with_grad(params)), groups)
+        self.step += 1
+
+    def _with_grad(self, params: Params) -> Iterator[Tensor]:
+        for each in params:
+            if isinstance(each, Mapping):
+                yield from self._with_grad(each["params"])
+            elif not isinstance(each, Tensor):
+                raise TypeError(
+                    f"average_parameters was given a {type(each).__name__}; expected parameters, "
+                    f"or the param_groups of an optimizer"
+                )
+            elif is_sharded(each) and not self._takes_shards:
+                raise ValueError(
+                    f"average_parameters was given a shard of shape {tuple(each.shape)}: ranks "
+                    f"hold different slices of a parameter, whose average means nothing. Average "
+                    f"replicas: models that are not wrapped with FSDP, or give groups of ranks "
+                    f"that hold the same slices"
+                )
+            elif each.grad is not None:
+                yield each
+
+    @abstractmethod
+    def groups_of(self, step: int) -> Groups | None:
+        """The ranks that average at a ``step`` after the warm-up; None if it is local."""
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over the whole group every ``period`` steps after the warm-up, at its end first
+    (post-local SGD, arxiv.org/abs/1808.07217).
+
+    Args:
+        period: in steps; 1 averages always (which costs as much as averaging gradients).
+        warmup_steps: see ``ModelAverager``.
+        groups: see ``ModelAverager``.
+
+    Raises:
+        ValueError: if ``period`` is below 1; and see ``ModelAverager``.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(warmup_steps, groups)
+        if period < 1:
+            raise ValueError(f"period is {period}; give 1 or more steps")
+        if period == 1:
+            _warn_about_every_step()
+        self.period = period
+
+    def groups_of(self, step: int) -> Groups | None:
+        """See ``ModelAverager``."""
+        return self.groups if (step - self.warmup_steps) % self.period == 0 else None
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages over small groups often and over large ones seldom (hierarchical SGD,
+    arxiv.org/abs/2010.12998). At a step that several periods divide, the longest counts.
+
+    Args:
+        period_group_size_dict: period in steps to the number of ranks that average then, shortest
+            period first; the last number must be that of all ranks of a group. A group of ``n``
+            are the ranks that follow each other.
+        warmup_steps: see ``ModelAverager``. As in torch, periods are counted from step 0.
+        groups: see ``ModelAverager``.
+
+    Raises:
+        ValueError: with every problem, if periods or sizes do not make a hierarchy.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int],
+        warmup_steps: int = 0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(warmup_steps, groups)
+        problems = list(_hierarchy_problems(period_group_size_dict, len(self.groups[0])))
+        if problems:
+            raise ValueError("period_group_size_dict: " + "; ".join(problems))
+        if list(period_group_size_dict)[-1] == 1:
+            _warn_about_every_step()
+        self.period_groups = {
+            period: consecutive_groups(self.groups, size)
+            for period, size in period_group_size_dict.items()
+        }
+
+    def groups_of(self, step: int) -> Groups | None:
+        """See ``ModelAverager``."""
+        due = [period for period in self.period_groups if step % period == 0]
+        return self.period_groups[max(due)] if due else None
+
+
+def _hierarchy_problems(levels: Mapping[int, int], num_ranks: int) -> Iterator[str]:
+    if not levels:
+        yield "it is empty; give at least one period and its number of ranks"
+        return
+    periods, sizes = list(levels), list(levels.values())
+    if periods[0] < 1:
+        yield f"the shortest period is {periods[0]}; give 1 or more steps"
+    if periods != sorted(periods):
+        yield f"periods {periods} are not in increasing order"
+    if sizes[-1] != num_ranks:
+        yield f"the last number of ranks is {sizes[-1]}, expected {num_ranks}, a whole group"
+    for size in sizes:
+        if size < 1 or num_ranks % size:
+            yield f"{size} ranks do not divide a group of {num_ranks}"
+
+
+def _warn_about_every_step() -> None:
+    warnings.warn(
+        "parameters are averaged at every step, which costs no less than averaging gradients; "
+        "a longer period is what saves traffic",
+        stacklevel=3,
+    )

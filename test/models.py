@@ -109,7 +109,7 @@ class FunctionalNet(nn.Module):
 
 
 class WideNet(nn.Module):
-    """Matrices so large that their shards travel in rows, one of them with padding (on 4 ranks)."""
+    """Matrices so large that their shards travel in rows, one of them padded with a row."""
 
     def __init__(self) -> None:
         super().__init__()

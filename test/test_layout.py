@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.layout import LANES, ShardLayout, offsets
+from xla_fsdp.layout import LANES, ShardLayout, shard_multiple
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))
@@ -99,3 +99,23 @@ def test_a_rank_outside_is_refused(rank: int) -> None:
 @given(st.lists(st.integers(0, 9), max_size=8))
 def test_offsets_are_the_sums_of_what_comes_before(sizes: list[int]) -> None:
     assert offsets(sizes) == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "multiple"),
+    [
+        ((50257, 1024), 16, 8 * 1024),  # 3141.06 rows a rank, rounded up to 3144
+        ((50304, 1024), 16, LANES),  # 3144 rows a rank as it is
+        ((50257, 1000), 16, LANES),  # rows are no whole lanes
+        ((50257,), 16, LANES),
+        ((), 16, LANES),
+        ((100, 1024), 16, LANES),  # 8 rows for 6.25 would be over an eighth more
+        ((15, 128), 2, LANES),  # too small to travel by itself
+        ((512, 60, 3, 3), 16, LANES),
+        ((513, 64, 2, 1), 16, 8 * 128),
+    ],
+)
+def test_shards_of_large_matrices_end_with_a_row(
+    shape: tuple[int, ...], num_shards: int, multiple: int
+) -> None:
+    assert shard_multiple(shape, num_shards) == multiple

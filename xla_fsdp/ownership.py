@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xla_fsdp import xla_ops
 from xla_fsdp.communication import Communication
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.layout import LANES, ShardLayout
+from xla_fsdp.layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.names import join_name
 from xla_fsdp.scope import Scope
 from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
@@ -182,7 +182,9 @@ class _Sharder:
         row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
         if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
             return ShardLayout(size, self._num_shards, row_shape.numel()), row_shape
-        return ShardLayout(size, self._num_shards, LANES), ()
+        flat = self._config.flatten_parameters
+        multiple = LANES if flat else shard_multiple(shapes[0], self._num_shards)
+        return ShardLayout(size, self._num_shards, multiple), ()
 
 
 def _checksum(tensor: Tensor) -> int:

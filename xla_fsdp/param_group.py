@@ -22,7 +22,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.comm_hooks import CommHook
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.layout import LANES
+from xla_fsdp.layout import LANES, LARGE, ROWS
 from xla_fsdp.mesh import Mesh
 from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
@@ -250,12 +250,6 @@ class ParamGroup:
         if self.comm_hook is None:
             stack = stack / self.predivide
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
-
-
-ROWS = 8
-"""Rows of a TPU tile, of which shards that travel in rows consist."""
-LARGE = 2 * ROWS * LANES
-"""Shards of fewer elements travel joined; see ``collectives.ROWS``."""
 
 
 def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:

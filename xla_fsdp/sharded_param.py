@@ -328,11 +328,10 @@ class ShardedParam:
 
         The results are tensors of their own, not views: a view would keep the whole stack alive.
         """
+        if self._has_whole_rows:
+            return [self._from_rows(xla_ops.shaped(stack, (-1, self.row_numel)))]
         joined = xla_ops.shaped(stack, (stack.numel(),))
         numels = [member.shape.numel() for member in self.members]
-        if self.dim:
-            rows = xla_ops.cut(joined, 0, 0, numels[0]).reshape(-1, *self.row_shape)
-            return [rows.movedim(0, self.dim).contiguous()]
         return [
             xla_ops.shaped(xla_ops.cut(joined, 0, start, numel), member.shape).clone()
             for member, numel, start in zip(self.members, numels, offsets(numels), strict=True)
@@ -340,12 +339,33 @@ class ShardedParam:
 
     def stack(self, full: Sequence[Tensor]) -> Tensor:
         """The inverse of ``split``, with zeros as padding: [num_shards, shard_numel]."""
-        flat = [xla_ops.shaped(self.in_rows(each), (each.numel(),)) for each in full]
+        if self._has_whole_rows:
+            rows = self.in_rows(full[0]).reshape(-1, self.row_numel)
+            missing = self.layout.padded_numel // self.row_numel - len(rows)
+            rows = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+            return rows.reshape(self.layout.num_shards, -1)
+        flat = [xla_ops.shaped(each, (each.numel(),)) for each in full]
         joined = torch.cat(flat) if len(flat) > 1 else flat[0]
         padding = self.layout.padded_numel - self.layout.numel
         if padding:
             joined = F.pad(joined, (0, padding))
         return joined.reshape(self.layout.num_shards, -1)
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        """Whether shards are rows of the one member, padding included. Only rows are padded and cut
+        off then: elements of a padded matrix would be laid out anew."""
+        if len(self.members) > 1 or not self.row_numel:
+            return False
+        return self.layout.shard_numel % self.row_numel == 0
+
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        """The member from its rows, and rows of padding."""
+        [member] = self.members
+        wanted = xla_ops.cut(rows, 0, 0, member.shape.numel() // self.row_numel)
+        if self.dim:
+            return wanted.reshape(-1, *self.row_shape).movedim(0, self.dim).contiguous()
+        return xla_ops.shaped(wanted, member.shape).clone()
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """``rank``'s shard of full members, in the shape of the shard, on their device."""

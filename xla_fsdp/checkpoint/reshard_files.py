@@ -33,7 +33,7 @@ from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, watch_shard
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, Marker, rank_file_name
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
-from xla_fsdp.layout import LANES
+from xla_fsdp.layout import LANES, shard_multiple
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plan_reshard(
     same, watched = watch_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
     _refuse_values_that_are_no_tensors(plan, same[0])
-    old = _old(plan, same)
+    old = _old(plan, same, world_size)
     folder = os.path.join(directory, Attempt(step).folder)
     outputs: list[Output] = [
         _rank_output(old, folder, rank, world_size) for rank in range(world_size)
@@ -119,9 +119,12 @@ def _header_metadata(
 # ---------------------------------------------------------------- tensors
 
 
-def _old(plan: Plan, shards: Sequence[Shard]) -> _Old:
+def _old(plan: Plan, shards: Sequence[Shard], world_size: int) -> _Old:
+    """What there is, with records of how ``world_size`` ranks will share it."""
     first = shards[0]
     metadata = _metadata_of(plan, first.metadata)
+    params = tuple(_cut_anew(record, world_size) for record in metadata.params)
+    metadata = replace(metadata, params=params)
     states = metadata.optimizer.states if metadata.optimizer else {}
     return _Old(
         metadata,
@@ -189,6 +192,13 @@ def _metadata_of(plan: Plan, metadata: Mapping[str, Any]) -> ShardMetadata:
         params=tuple(_records(plan)),
         buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
     )
+
+
+def _cut_anew(record: ParamRecord, world_size: int) -> ParamRecord:
+    """The record as a model on ``world_size`` ranks has it."""
+    if record.by_rows or [member.name for member in record.members] != [record.key]:
+        return record
+    return replace(record, multiple=shard_multiple(record.members[0].shape, world_size))
 
 
 def _records(plan: Plan) -> Iterator[ParamRecord]:

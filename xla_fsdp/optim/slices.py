@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.layout import LANES, ShardLayout
-from xla_fsdp.param_group import LARGE, ROWS, ParamGroup
+from xla_fsdp.layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.sharded_param import Member, ShardedParam, ShardParameter
 
 UNPADDED_BELOW = 8 * LANES

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.layout import LANES, ShardLayout, shard_multiple
+from xla_fsdp.layout import LANES, ShardLayout, offsets, shard_multiple
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))
@@ -112,7 +112,7 @@ def test_offsets_are_the_sums_of_what_comes_before(sizes: list[int]) -> None:
         ((100, 1024), 16, LANES),  # 8 rows for 6.25 would be over an eighth more
         ((15, 128), 2, LANES),  # too small to travel by itself
         ((512, 60, 3, 3), 16, LANES),
-        ((513, 64, 2, 1), 16, 8 * 128),
+        ((2049, 64, 2, 1), 16, 8 * 128),
     ],
 )
 def test_shards_of_large_matrices_end_with_a_row(

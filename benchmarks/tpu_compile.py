@@ -169,7 +169,8 @@ def _introduction(argv: Sequence[str]) -> str:
         f"# One training step as the TPU compiler makes it\n\n    {command}\n\n"
         "Per rank and step. Peak is arguments, temporaries and program code together; live peak "
         "is the compiler's own figure for its buffers. Wire bytes by ring accounting; hidden are "
-        "those under which compute is scheduled. The last columns are ours divided by the others."
+        "those under which compute is scheduled. The last columns are ours divided by the others. "
+        "Compile times are those of the first compilation, with whatever the machine did then."
     )
 
 

@@ -176,7 +176,8 @@ def _introduction(argv: Sequence[str]) -> str:
         "is the compiler's own figure for its buffers. Wire bytes by ring accounting; hidden are "
         "those under which compute is scheduled. Ours is compiled with the flags that launch sets "
         "on TPU, unless --plain is given, the others without them. The last columns are ours "
-        "divided by the others."
+        "divided by the others. Compile times are those of the first compilation, with whatever "
+        "the machine did then."
     )
 
 

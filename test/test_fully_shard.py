@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -482,3 +483,22 @@ def test_checkpoints_go_from_one_interface_to_the_other() -> None:
         "summoned": (WIDTH, WIDTH),
         "written back": [3.0],
     }
+
+
+@scenarios.add
+def freed(rank: int) -> list[bool]:
+    from xla_fsdp import fully_shard
+
+    model = make()
+    fully_shard([model.mid, model.mid2])
+    in_place(model)
+    for block, other in (list(model.blocks), list(model.blocks)[::-1]):
+        block.set_modules_to_forward_prefetch([other])
+    loss_of(model).backward()
+    units = [weakref.ref(unit) for unit in model._fsdp_units()]
+    del model, block, other
+    return [reference() is None for reference in units]
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    assert result("freed") == [True] * 4

@@ -67,14 +67,22 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 
 
 def offloaded() -> Callable[[], None]:
-    """A step that updates a parameter which lives in host memory, as far as that can be said."""
+    """A step that computes with, and updates, parameters marked for host memory."""
     import torch_xla
     from torch_xla.experimental import stablehlo_custom_call as calls
 
-    param = torch.zeros(1024, 1024).to(torch_xla.device())
+    to_host, to_device = calls._place_to_host_impl, calls._place_to_device_impl
+    device = torch_xla.device()
+    params = [torch.zeros(4096, 4096).to(device) for _ in range(4)]
+    loss = torch.zeros(1).to(device)
 
     def step() -> None:
-        param.copy_(calls._place_to_host_impl(calls._place_to_device_impl(param) * 0.9))
+        x = torch.ones(128, 4096).to(device)
+        for param in params:
+            x = torch.tanh(x @ to_device(param))
+        for param in params:
+            param.copy_(to_host(to_device(param) * 0.9 + x.mean()))
+        loss.copy_(x.sum().reshape(1))
         torch_xla.sync()
 
     return step

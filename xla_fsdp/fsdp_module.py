@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -264,7 +265,7 @@ def _remade(original: Any, methods: frozenset[str]) -> Any:
     return object.__new__(class_for(original, methods))
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+def _units_of(modules: Iterable[nn.Module]) -> list[weakref.ref[Unit]]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -272,7 +273,7 @@ def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
                 f"a {type(module).__name__} cannot be prefetched: it is not a module that "
                 f"fully_shard was applied to"
             )
-        found.append(module._fsdp_unit)
+        found.append(weakref.ref(module._fsdp_unit))
     return found
 
 

@@ -11,6 +11,7 @@ changes. How shards travel between ranks is left to ``param_group``.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -69,25 +70,58 @@ class ParamState(Enum):
     UNSHARDED = auto()
 
 
-@dataclass(frozen=True)
 class Owner:
-    """One place in a module tree that holds a parameter."""
+    """One place in a module tree that holds a parameter.
 
-    module: nn.Module
-    attribute: str
+    The module is not kept alive: it may itself be what holds the unit that owns this.
+
+    Args:
+        module: holds it.
+        attribute: its name there.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owner) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled with the module."""
+        return Owner, (self._module(), self.attribute)
+
+    @property
+    def _key(self) -> tuple[int, str]:
+        return id(self._module()), self.attribute
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; an empty one once it is gone, when only a backward pass is left to do."""
+        return self._module() or nn.Module()
 
     def point_at(self, tensor: Tensor) -> None:
         """Make the module's attribute this tensor.
 
         nn.Module.__setattr__ refuses tensors that are not leaf parameters, hence the registry.
         """
-        self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        _refresh_rnn_weights(self.module)
+        module = self.module
+        module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        _refresh_rnn_weights(module)
 
     def remove(self) -> None:
         """Take the attribute off the module."""
-        del self.module._parameters[self.attribute]
-        _refresh_rnn_weights(self.module)
+        module = self.module
+        module._parameters.pop(self.attribute, None)
+        _refresh_rnn_weights(module)
+
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Whether the attribute is this tensor; so it is where the module is gone."""
+        module = self._module()
+        return module is None or module._parameters.get(self.attribute) is tensor
 
 
 @dataclass(frozen=True)
@@ -315,7 +349,7 @@ class ShardedParam:
         if self._home is not None:
             expected = [(Owner(self._home, self.key), self.shard)]
         for owner, tensor in expected:
-            if owner.module._parameters.get(owner.attribute) is not tensor:
+            if not owner.holds(tensor):
                 raise ValueError(
                     f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
                     f"moving the module to another device, or by tying weights). FSDP trains the "

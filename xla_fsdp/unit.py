@@ -13,6 +13,7 @@ second gather into the first.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -89,10 +90,11 @@ class Unit:
         self.keeps_on_root = config.disable_reshard_on_root
         self.reshard_after_backward = True
         self.unshard_in_backward = True
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
         self.is_last_backward = True  # no further pass adds to the gradients before the step
         self.steps_in_backward = False
+        # Weak: units that name each other would be freed some time later, with their parameters.
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
         self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._span: Span | None = None
@@ -374,7 +376,7 @@ class Unit:
                 self._open_with(list(kept))
             else:
                 self._open(self._source(before, kept))
-            _prefetch([u for u in self.backward_prefetch if u.gathers_in_backward], before)
+            _prefetch(self.backward_prefetch, before, in_backward=True)
         return self._tie_grads(grads)
 
     @property
@@ -517,10 +519,14 @@ def _after(before: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     return xla_ops.barrier([*values, *before])[: len(values)] if before else list(values)
 
 
-def _prefetch(units: Sequence[Unit], before: Sequence[Tensor]) -> None:
-    for unit in units:
-        unit.gather_ahead(before)
-        unit.backward.linger(unit)
+def _prefetch(
+    units: Sequence[weakref.ref[Unit]], before: Sequence[Tensor], *, in_backward: bool = False
+) -> None:
+    for reference in units:
+        unit = reference()
+        if unit is not None and (unit.gathers_in_backward or not in_backward):
+            unit.gather_ahead(before)
+            unit.backward.linger(unit)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

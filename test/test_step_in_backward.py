@@ -99,6 +99,30 @@ def test_the_same_values_with_all_options() -> None:
 
 
 @scenario
+def with_ignored(rank: int) -> dict[bool, list[Tensor]]:
+    """The head's bias, whose gradient comes first, is ignored and stepped after backward."""
+    import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
+
+    found = {}
+    for fused in (False, True):
+        model = make(lambda: nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 4)))
+        model.to(torch_xla.device())
+        wrapped = fsdp(model, ignored_params=[model[2].bias])
+        optimizer = MOMENTUM(wrapped.parameters())
+        if fused:
+            step_in_backward(wrapped, optimizer)
+        found[fused] = run(wrapped, optimizer, rank)
+    return found
+
+
+def test_ignored_parameters_are_stepped_once_and_after_backward() -> None:
+    found = result("with_ignored")
+    assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
+
+
+@scenario
 def handled(rank: int) -> dict[str, Any]:
     import torch_xla
 

@@ -98,18 +98,46 @@ def test_the_same_values_with_all_options() -> None:
             assert_alike(name, found)
 
 
+def layers() -> nn.Module:
+    """As little as has two gradients, one after the other."""
+    return nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+@scenario
+def with_ignored(rank: int) -> dict[bool, list[Tensor]]:
+    """The head's bias, whose gradient comes first, is ignored and stepped after backward."""
+    import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
+
+    found = {}
+    for fused in (False, True):
+        model = make(layers).to(torch_xla.device())
+        wrapped = fsdp(model, ignored_params=[model[2].bias])
+        optimizer = MOMENTUM(wrapped.parameters())
+        if fused:
+            step_in_backward(wrapped, optimizer)
+        found[fused] = run(wrapped, optimizer, rank)
+    return found
+
+
+def test_ignored_parameters_are_stepped_once_and_after_backward() -> None:
+    found = result("with_ignored")
+    assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
+
+
 @scenario
 def handled(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
 
-    model, x = nested(make(Net)), batch(0, rank).to(torch_xla.device())
+    model, x = fsdp(make(layers)), batch(0, rank).to(torch_xla.device())
     found = _stepped_and_removed(model, x)
     model.zero_grad()
     found["gone"] = message(lambda: _backward_without_optimizer(model, x))
-    other = torch.optim.SGD(make(Net).parameters(), lr=0.1)
-    found["plain"] = message(lambda: step_in_backward(make(Net), other))
+    other = torch.optim.SGD(make(layers).parameters(), lr=0.1)
+    found["plain"] = message(lambda: step_in_backward(make(layers), other))
     found["foreign"] = message(lambda: step_in_backward(model, other))
     model.zero_grad()
 

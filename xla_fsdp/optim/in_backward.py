@@ -36,7 +36,6 @@ class StepInBackward:
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
         self._units = [weakref.ref(unit) for unit in units]
         self._optimizer = weakref.ref(optimizer)
-        self._waiting: list[weakref.ref[Tensor]] = []  # with gradients of passes before the last
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         unit_of = {
             shard: unit
@@ -64,7 +63,6 @@ class StepInBackward:
         if unit is None or shard.grad is None:
             return
         if not (unit.is_last_backward and unit.backward.is_last):
-            self._waiting.append(weakref.ref(shard))
             return
         optimizer = self._optimizer()
         if optimizer is None:
@@ -72,24 +70,25 @@ class StepInBackward:
                 "the optimizer that step_in_backward was given is gone, and its state with it; "
                 "keep it for as long as the model is trained"
             )
-        with self._alone(shard):
+        with _others_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None
 
-    @contextlib.contextmanager
-    def _alone(self, shard: Tensor) -> Iterator[None]:
-        """Inside, no other shard has a gradient: those of earlier passes wait for their turn."""
-        waiting = [each for reference in self._waiting if (each := reference()) is not None]
-        others = [each for each in waiting if each is not shard and each.grad is not None]
-        grads = [each.grad for each in others]
-        for each in others:
-            each.grad = None
-        try:
-            yield
-        finally:
-            for each, grad in zip(others, grads, strict=True):
-                each.grad = grad
-            self._waiting = [weakref.ref(each) for each in others]
+
+@contextlib.contextmanager
+def _others_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
+    """Inside, no other parameter has a gradient: those of earlier passes, and of parameters that
+    FSDP ignores, wait for their turn."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    others = [param for param in params if param is not shard and param.grad is not None]
+    grads = [param.grad for param in others]
+    for param in others:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(others, grads, strict=True):
+            param.grad = grad
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:

@@ -17,8 +17,8 @@ import importlib.metadata
 
 LOW_MEMORY = (
     "--xla_tpu_sliced_prefetch_max_slices=1",
-    "--xla_vf_vmem_max_outstanding_prefetches=8",  # v5e, v5p
-    "--xla_gf_vmem_max_outstanding_prefetches=8",  # v6e
+    "--xla_vf_vmem_max_outstanding_prefetches=4",  # v5e, v5p
+    "--xla_gf_vmem_max_outstanding_prefetches=4",  # v6e
 )
 """What this module adds."""
 KNOWN_TO = "0.0.21"

@@ -86,7 +86,7 @@ def test_parameters_and_optimizer_state_are_updated_in_place() -> None:
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_exchange_shards_alone(replicas: int) -> None:
-    found = reports("--topology", "v5e:4x4", "--set", "depth=3", "--sweep", "replicas=2,4")
+    found = reports(TARGET, "--topology", "v5e:4x4", "--set", "depth=3", "--sweep", "replicas=2,4")
     [one] = [each for each in found if each["options"]["replicas"] == replicas]
     shards = 16 // replicas
     sent: Counter[str] = Counter()
@@ -117,7 +117,7 @@ MESH = ("--mesh", "replica=2,shard=8")
 
 
 def test_replicas_add_an_all_reduce_of_shards_alone() -> None:
-    [found] = reports("--set", "depth=3", *MESH)
+    [found] = reports(TARGET, "--set", "depth=3", *MESH)
     sizes = {(each["kind"], each["group_size"]) for each in found["traffic"]}
     assert ("all-gather", 8) in sizes
     assert {size for kind, size in sizes if kind == "all-reduce"} == {2}
@@ -128,7 +128,7 @@ def test_replicas_add_an_all_reduce_of_shards_alone() -> None:
 
 
 def test_several_slices_are_one_job_with_replicas_across_them() -> None:
-    [found] = reports("--topology", "v5e:2x4*2", "--set", "depth=1", *MESH)
+    [found] = reports(TARGET, "--topology", "v5e:2x4*2", "--set", "depth=1", *MESH)
     assert found["num_ranks"] == 16
     sizes = {(each["kind"], each["group_size"]) for each in found["traffic"]}
     assert {size for kind, size in sizes if kind == "all-gather"} == {8}
@@ -139,7 +139,7 @@ def test_several_slices_are_one_job_with_replicas_across_them() -> None:
 
 def test_fp32_reductions_leave_gathers_and_products_in_bf16() -> None:
     wide = ("--set", "depth=4", "--set", "width=1024", "--set", "fp32_reduce_scatter=on")
-    [found] = reports(*wide)
+    [found] = reports(TARGET, *wide)
     dtypes = {(each["kind"], each["dtype"]) for each in found["traffic"]}
     assert {dtype for kind, dtype in dtypes if kind == "reduce-scatter"} == {"f32"}
     assert {dtype for kind, dtype in dtypes if kind == "all-gather"} == {"bf16"}

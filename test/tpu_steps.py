@@ -37,7 +37,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, head."""
 
-    def __init__(self, depth: int, width: int) -> None:
+    def __init__(self, depth: int, width: int = WIDTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])

@@ -202,7 +202,8 @@ class Unit:
         if self.reshard_after_backward:
             self._hide()
         else:
-            self._show([tensor.detach() for tensor in self.full], UnitState.UNSHARDED)
+            full = [tensor.detach() for tensor in self.full]
+            self._show(full, UnitState.UNSHARDED, versions=self._shown_versions)
 
     # ------------------------------------------------------------ forward
 
@@ -317,15 +318,15 @@ class Unit:
         shards = call.take_shards()
         if self.state is UnitState.SHARDED:
             self._open(partial(self.group.gather, shards))
-        for_backward = self.full
+        for_backward, versions = self.full, self._shown_versions
         full = self._unshard(call, self._copies)
         saved = SavedParams(full, self._for_backward)
-        self._show(full, UnitState.BACKWARD)
+        self._show(full, UnitState.BACKWARD, versions=versions)
         try:
             with saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
-            self._show(for_backward, UnitState.BACKWARD, idle=True)
+            self._show(for_backward, UnitState.BACKWARD, idle=True, versions=versions)
             saved.forget()
         return self._exit(call, outputs, [] if call.reshards else full)
 
@@ -373,7 +374,7 @@ class Unit:
         if closed and self.group.params and (self.unshard_in_backward or not call.reshards):
             before = self._before_backward(present(grads))
             if kept and not call.reshards:
-                self._open_with(list(kept))
+                self._open_with(list(kept), call.versions)
             else:
                 self._open(self._source(before, kept))
             _prefetch(self.backward_prefetch, before, in_backward=True)
@@ -489,14 +490,23 @@ class Unit:
     def _open(self, gathered: Callable[[], list[Tensor]]) -> None:
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
-            self._open_with(self._unshard(Call(self, recomputed=False), gathered))
+            call = Call(self, recomputed=False)
+            self._open_with(self._unshard(call, gathered), call.versions)
 
-    def _open_with(self, full: list[Tensor]) -> None:
-        self._show(full, UnitState.BACKWARD, idle=True)
+    def _open_with(self, full: list[Tensor], versions: list[int]) -> None:
+        self._show(full, UnitState.BACKWARD, idle=True, versions=versions)
         self._opened_in = current_pass()
         self.backward.open(self)
 
-    def _show(self, full: list[Tensor], state: UnitState, *, idle: bool = False) -> None:
+    def _show(
+        self,
+        full: list[Tensor],
+        state: UnitState,
+        *,
+        idle: bool = False,
+        versions: list[int] | None = None,
+    ) -> None:
+        """Point the modules at ``full``, gathered from shards of ``versions`` (default: now)."""
         if self.state is not UnitState.SHARDED:
             self._hide()
         for param in self.group.params:  # all, before any is changed
@@ -506,7 +516,7 @@ class Unit:
             param.unshard(full[at : at + len(param.members)], idle=idle)
             at += len(param.members)
         self.full, self.state = full, state
-        self._shown_versions = self.group.versions
+        self._shown_versions = self.group.versions if versions is None else versions
 
     def _hide(self) -> None:
         for param in self.group.params:

@@ -101,6 +101,51 @@ def test_unshard_shows_full_parameters_in_the_compute_dtype_until_reshard() -> N
     assert result("unshard", 1)["gradient"] == [0.0, 3.0]  # the other rank's shard has padding
 
 
+@scenarios.add
+def shown(rank: int) -> dict[str, Any]:
+    """What is done with the parameters of a model that keeps them after backward."""
+    import tempfile
+
+    from xla_fsdp import (
+        clip_grad_norm_,
+        load_optim_state_dict,
+        optim_state_dict,
+        save_checkpoint,
+        xla_ops,
+    )
+
+    found: dict[str, Any] = {}
+    model = in_place(make())
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model).backward()
+    torch_clip: Any = torch.nn.utils.clip_grad_norm_
+    found["refused"] = [
+        message(lambda clip=clip: clip(model.parameters(), 1.0))
+        for clip in (clip_grad_norm_, torch_clip)
+    ]
+    found["norm"] = model.clip_grad_norm_(1.0).item() > 0
+    optimizer.step()
+    found["names"] = "blocks.0.up.weight" in optim_state_dict(model, optimizer)["state"]
+    found["states"] = [states(model)]
+    loss_of(model).backward()
+    load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
+    found["states"].append(states(model))
+    model.blocks[0].unshard()
+    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    found["saved"] = message(lambda: save_checkpoint(folder, model, optimizer, step=1))
+    return found
+
+
+def test_full_parameters_are_not_taken_for_shards() -> None:
+    found = result("shown")
+    assert all("was given full parameters" in text for text in found["refused"])
+    assert found["norm"]
+    assert found["names"]
+    assert found["states"] == [{"SHARDED"}, {"SHARDED"}]
+    assert found["saved"] == "nothing was raised"
+
+
 # ---------------------------------------------------------------- gradients
 
 

@@ -30,6 +30,7 @@ from xla_fsdp.config import FSDPConfig
 from xla_fsdp.graph_nodes import present, through
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
+from xla_fsdp.ties import remember_shown
 from xla_fsdp.tree import map_tensors, tensors_in
 from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard
 
@@ -515,6 +516,8 @@ class Unit:
         for param in self.group.params:
             param.unshard(full[at : at + len(param.members)], idle=idle)
             at += len(param.members)
+        if state is UnitState.UNSHARDED:
+            remember_shown(full)
         self.full, self.state = full, state
         self._shown_versions = self.group.versions if versions is None else versions
 

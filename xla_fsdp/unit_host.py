@@ -119,6 +119,13 @@ def units_in(module: nn.Module) -> list[Unit]:
     return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
 
 
+def reshard_units(module: nn.Module) -> None:
+    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep full
+    parameters."""
+    for unit in units_in(module):
+        unit.reshard()
+
+
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
     """The sharded parameters of the units in ``module``, outer ones first. Without
     ``remove_duplicate`` those of a module that has several names come once for each."""

@@ -146,6 +146,31 @@ def test_full_parameters_are_not_taken_for_shards() -> None:
     assert found["saved"] == "nothing was raised"
 
 
+@scenarios.add
+def meshes(rank: int) -> dict[str, Any]:
+    """A model one unit of which has a mesh of its own."""
+    from xla_fsdp import full_state_dict, fully_shard, init_mesh
+
+    model = make()
+    fully_shard(model.blocks[0], mesh=init_mesh((2, 1), ("replica", "shard")))
+    fully_shard(model.blocks[1], mesh=init_mesh((2,), ("shard",)))
+    fully_shard(model)
+    full = full_state_dict(model)
+    return {
+        "files": message(model.get_shard_metadata),
+        "full": all(torch.equal(full[name], value) for name, value in make().state_dict().items()),
+    }
+
+
+def test_one_set_of_files_is_of_one_mesh() -> None:
+    for rank in range(2):
+        found = result("meshes", rank)
+        assert "ValueError" in found["files"]
+        assert "2 shards, 1 replicas for the outermost" in found["files"]
+        assert "other meshes: blocks.0 (1 shards, 2 replicas). Save" in found["files"]
+        assert found["full"]
+
+
 # ---------------------------------------------------------------- gradients
 
 

@@ -56,6 +56,28 @@ def test_a_module_is_sharded_in_place() -> None:
     }
 
 
+@scenarios.add
+def all_reduce_without_replicas(rank: int) -> float:
+    """A block's gradients are kept in a pass, and the next one does not run it."""
+    model = in_place(make())
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    model.blocks[1](hidden()).sum().backward()
+    return most_apart(grads(model.blocks[0]), grads_of_block())
+
+
+def grads_of_block() -> dict[str, Tensor]:
+    model = in_place(make())
+    loss_of(model).backward()
+    return grads(model.blocks[0])
+
+
+def test_without_replicas_no_gradient_waits_for_them() -> None:
+    assert result("all_reduce_without_replicas") == 0
+
+
 # ---------------------------------------------------------------- full parameters
 
 

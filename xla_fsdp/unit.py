@@ -403,7 +403,7 @@ class Unit:
 
     def reduce_kept(self) -> None:
         """Reduce gradients that ``no_sync`` kept, where no backward has done so since."""
-        if not (self.sync_gradients and self.group.all_reduces):
+        if not self.sync_gradients or self.group.waits_for_replicas:
             return
         self.backward.keeping.remove(self)
         if self.group.has_kept:

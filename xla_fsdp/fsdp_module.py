@@ -118,6 +118,8 @@ class FSDPModule(ShardedModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to free full parameters between forward and backward, from the next forward on.
+        What is freed is gathered again from all ranks that share it, also where
+        ``reshard_after_forward`` was a number.
 
         Raises:
             ValueError: if it is not a bool.
@@ -126,7 +128,7 @@ class FSDPModule(ShardedModule):
             raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}, not a bool")
         for unit in self._fsdp_own_units(recurse):
             unit.reshard_after_forward = reshard_after_forward
-            unit.keeps_on_root = False
+            unit.keeps_on_root = unit.keeps_larger = False
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -88,6 +88,7 @@ class Unit:
         self.is_root = True
         self.sync_gradients = True
         self.reshard_after_forward = config.frees_after_forward
+        self.keeps_larger = group.smaller is not None  # shards, between forward and backward
         self.keeps_on_root = config.disable_reshard_on_root
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -288,7 +289,7 @@ class Unit:
         return self._gather(shards, kept)
 
     def _gather(self, shards: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
-        if self.group.smaller is None or not self.reshards_after_forward:
+        if not (self.keeps_larger and self.reshards_after_forward):
             return self.group.gather(shards)
         kept += self.group.gather_larger(shards)
         return self.group.gather_from_larger(kept)
@@ -384,7 +385,7 @@ class Unit:
     @property
     def gathers_in_backward(self) -> bool:
         """Whether backward gathers from the shards."""
-        return self.reshards_after_forward and self.group.smaller is None
+        return self.reshards_after_forward and not self.keeps_larger
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards from full gradients; none while gradients are not synchronized."""

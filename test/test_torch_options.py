@@ -336,10 +336,11 @@ def same_bits(rank: int) -> list[torch.Tensor]:
     import torch_xla
 
     from xla_fsdp.broadcast import broadcast_
-    from xla_fsdp.collectives import XlaCollectives
+    from xla_fsdp.collectives import LocalCollectives, XlaCollectives
 
     values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
     broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())
+    broadcast_(values, LocalCollectives(0, 4), torch_xla.device())  # stands for any ranks
     return [value.contiguous().view(torch.uint8) for value in values]
 
 

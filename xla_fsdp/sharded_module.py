@@ -22,7 +22,7 @@ from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
 from xla_fsdp.shard_metadata import describe, refuse_other_groups
 from xla_fsdp.summon import SummonOptions, summoned
-from xla_fsdp.unit_host import UnitHost, named_hosts, units_in
+from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
 
 
 class ShardedModule(UnitHost):
@@ -175,7 +175,7 @@ class ShardedModule(UnitHost):
 
         Args:
             module: a wrapped module, or one that holds wrapped modules.
-            recurse: also for units inside units; otherwise only the outermost.
+            recurse: also for units inside units; otherwise only the outermost in ``module``.
             writeback: cut what the block leaves in the parameters into shards again.
             rank0_only: gather on every rank, but show the result to rank 0 only; not together
                 with ``writeback``.
@@ -188,7 +188,7 @@ class ShardedModule(UnitHost):
                 called inside the block.
         """
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        units = [unit for unit in units_in(module) if recurse or unit.is_root]
+        units = units_in(module) if recurse else outermost_units(module)
         with summoned(units, options):
             yield
 

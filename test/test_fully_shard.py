@@ -423,6 +423,31 @@ def test_other_methods_run_like_the_forward() -> None:
 
 
 @scenarios.add
+def copied_prefetch(rank: int) -> dict[str, Any]:
+    model = in_place(make())
+    first, second = model.blocks
+    for one, other in ((first, second), (second, first)):
+        one.set_modules_to_forward_prefetch([other])
+        one.set_modules_to_backward_prefetch([other])
+    expected, found = step(model), {}
+    for how, copied in {
+        "copy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+    }.items():
+        units = [block._fsdp_unit for block in copied.blocks]
+        named = [(*u.forward_prefetch, *u.backward_prefetch) for u in reversed(units)]
+        found[how] = (
+            [{id(ref()) for ref in refs} for refs in named] == [{id(unit)} for unit in units],
+            most_apart(expected, step(copied)),
+        )
+    return found
+
+
+def test_copies_prefetch_their_own_units() -> None:
+    assert result("copied_prefetch") == {"copy": (True, 0.0), "pickle": (True, 0.0)}
+
+
+@scenarios.add
 def several_modules(rank: int) -> dict[str, Any]:
     from xla_fsdp import full_state_dict, fully_shard, xla_ops
 

@@ -94,9 +94,8 @@ class Unit:
         self.unshard_in_backward = True
         self.is_last_backward = True  # no further pass adds to the gradients before the step
         self.steps_in_backward = False
-        # Weak: units that name each other would be freed some time later, with their parameters.
-        self.forward_prefetch: list[weakref.ref[Unit]] = []
-        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.forward_prefetch: list[UnitRef] = []
+        self.backward_prefetch: list[UnitRef] = []
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
         self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._span: Span | None = None
@@ -528,13 +527,31 @@ class Unit:
         self.full, self.state = [], UnitState.SHARDED
 
 
+class UnitRef:
+    """A unit that another one names, weakly: units that name each other would be freed some time
+    later, with their parameters. Copied and pickled, it names the unit's copy.
+
+    Args:
+        unit: to name; None for one that is gone.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(self) -> Unit | None:
+        return None if self._unit is None else self._unit()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitRef, (self(),)
+
+
 def _after(before: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """``values``, which are not available until ``before`` are."""
     return xla_ops.barrier([*values, *before])[: len(values)] if before else list(values)
 
 
 def _prefetch(
-    units: Sequence[weakref.ref[Unit]], before: Sequence[Tensor], *, in_backward: bool = False
+    units: Sequence[UnitRef], before: Sequence[Tensor], *, in_backward: bool = False
 ) -> None:
     for reference in units:
         unit = reference()

@@ -422,6 +422,65 @@ def test_other_methods_run_like_the_forward() -> None:
     assert found["loaded"] == (1, 3)
 
 
+class WithExtra(nn.Linear):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 3)
+        self.seen = {"steps": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+
+@scenarios.add
+def broadcast_from_rank_0(rank: int) -> dict[str, Any]:
+    """Full state dicts of rank 0, some of which do not fit; other ranks have none."""
+    from xla_fsdp import StateDictOptions, full_state_dict, fully_shard, set_model_state_dict
+
+    model, other = fully_shard(make(WithExtra)), make(WithExtra, seed=4)
+    other.seen = {"steps": 5}
+    given = other.state_dict()
+    wrong = {
+        "fits": given,
+        "missing": {name: value for name, value in given.items() if name != "bias"},
+        "unexpected": {**given, "more": torch.ones(2)},
+        "shape": {**given, "bias": torch.ones(4)},
+    }
+    found: dict[str, Any] = {}
+    for name, state in wrong.items():
+
+        def load(strict: bool, state: Any = state) -> Any:
+            options = StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=True, strict=strict
+            )
+            return set_model_state_dict(model, {} if rank else state, options=options)
+
+        found[name] = message(lambda load=load: load(True))
+        if name == "missing":
+            found["not strict"] = load(False).missing_keys
+    full = full_state_dict(model)
+    found["values"] = all(torch.equal(full[name], given[name]) for name in ("weight", "bias"))
+    found["extra"] = model.seen
+    return found
+
+
+def test_what_does_not_fit_of_rank_0_is_the_same_error_everywhere() -> None:
+    for rank in range(2):
+        found = result("broadcast_from_rank_0", rank)
+        assert found["fits"] == "nothing was raised"
+        assert 'Missing key(s) in state_dict: "bias"' in found["missing"]
+        assert found["not strict"] == ["bias"]
+        assert 'Unexpected key(s) in state_dict: "more"' in found["unexpected"]
+        assert "bias" in found["shape"]
+        assert "Error" in found["shape"]
+        assert found["values"]
+        assert found["extra"] == {"steps": 5}
+
+
 @scenarios.add
 def copied_prefetch(rank: int) -> dict[str, Any]:
     model = in_place(make())

@@ -56,6 +56,28 @@ def test_a_module_is_sharded_in_place() -> None:
     }
 
 
+@scenarios.add
+def all_reduce_without_replicas(rank: int) -> float:
+    """A block's gradients are kept in a pass, and the next one does not run it."""
+    model = in_place(make())
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    model.blocks[1](hidden()).sum().backward()
+    return most_apart(grads(model.blocks[0]), grads_of_block())
+
+
+def grads_of_block() -> dict[str, Tensor]:
+    model = in_place(make())
+    loss_of(model).backward()
+    return grads(model.blocks[0])
+
+
+def test_without_replicas_no_gradient_waits_for_them() -> None:
+    assert result("all_reduce_without_replicas") == 0
+
+
 # ---------------------------------------------------------------- full parameters
 
 
@@ -99,6 +121,76 @@ def test_unshard_shows_full_parameters_in_the_compute_dtype_until_reshard() -> N
         "gradient": [3.0],
     }
     assert result("unshard", 1)["gradient"] == [0.0, 3.0]  # the other rank's shard has padding
+
+
+@scenarios.add
+def shown(rank: int) -> dict[str, Any]:
+    """What is done with the parameters of a model that keeps them after backward."""
+    import tempfile
+
+    from xla_fsdp import (
+        clip_grad_norm_,
+        load_optim_state_dict,
+        optim_state_dict,
+        save_checkpoint,
+        xla_ops,
+    )
+
+    found: dict[str, Any] = {}
+    model = in_place(make())
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model).backward()
+    torch_clip: Any = torch.nn.utils.clip_grad_norm_
+    found["refused"] = [
+        message(lambda clip=clip: clip(model.parameters(), 1.0))
+        for clip in (clip_grad_norm_, torch_clip)
+    ]
+    found["norm"] = model.clip_grad_norm_(1.0).item() > 0
+    optimizer.step()
+    found["names"] = "blocks.0.up.weight" in optim_state_dict(model, optimizer)["state"]
+    found["states"] = [states(model)]
+    loss_of(model).backward()
+    load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
+    found["states"].append(states(model))
+    model.blocks[0].unshard()
+    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    found["saved"] = message(lambda: save_checkpoint(folder, model, optimizer, step=1))
+    return found
+
+
+def test_full_parameters_are_not_taken_for_shards() -> None:
+    found = result("shown")
+    assert all("was given full parameters" in text for text in found["refused"])
+    assert found["norm"]
+    assert found["names"]
+    assert found["states"] == [{"SHARDED"}, {"SHARDED"}]
+    assert found["saved"] == "nothing was raised"
+
+
+@scenarios.add
+def meshes(rank: int) -> dict[str, Any]:
+    """A model one unit of which has a mesh of its own."""
+    from xla_fsdp import full_state_dict, fully_shard, init_mesh
+
+    model = make()
+    fully_shard(model.blocks[0], mesh=init_mesh((2, 1), ("replica", "shard")))
+    fully_shard(model.blocks[1], mesh=init_mesh((2,), ("shard",)))
+    fully_shard(model)
+    full = full_state_dict(model)
+    return {
+        "files": message(model.get_shard_metadata),
+        "full": all(torch.equal(full[name], value) for name, value in make().state_dict().items()),
+    }
+
+
+def test_one_set_of_files_is_of_one_mesh() -> None:
+    for rank in range(2):
+        found = result("meshes", rank)
+        assert "ValueError" in found["files"]
+        assert "2 shards, 1 replicas for the outermost" in found["files"]
+        assert "other meshes: blocks.0 (1 shards, 2 replicas). Save" in found["files"]
+        assert found["full"]
 
 
 # ---------------------------------------------------------------- gradients
@@ -328,6 +420,90 @@ def test_other_methods_run_like_the_forward() -> None:
     assert found["copy"]
     assert found["own"]
     assert found["loaded"] == (1, 3)
+
+
+class WithExtra(nn.Linear):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 3)
+        self.seen = {"steps": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+
+@scenarios.add
+def broadcast_from_rank_0(rank: int) -> dict[str, Any]:
+    """Full state dicts of rank 0, some of which do not fit; other ranks have none."""
+    from xla_fsdp import StateDictOptions, full_state_dict, fully_shard, set_model_state_dict
+
+    model, other = fully_shard(make(WithExtra)), make(WithExtra, seed=4)
+    other.seen = {"steps": 5}
+    given = other.state_dict()
+    wrong = {
+        "fits": given,
+        "missing": {name: value for name, value in given.items() if name != "bias"},
+        "unexpected": {**given, "more": torch.ones(2)},
+        "shape": {**given, "bias": torch.ones(4)},
+    }
+    found: dict[str, Any] = {}
+    for name, state in wrong.items():
+
+        def load(strict: bool, state: Any = state) -> Any:
+            options = StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=True, strict=strict
+            )
+            return set_model_state_dict(model, {} if rank else state, options=options)
+
+        found[name] = message(lambda load=load: load(True))
+        if name == "missing":
+            found["not strict"] = load(False).missing_keys
+    full = full_state_dict(model)
+    found["values"] = all(torch.equal(full[name], given[name]) for name in ("weight", "bias"))
+    found["extra"] = model.seen
+    return found
+
+
+def test_what_does_not_fit_of_rank_0_is_the_same_error_everywhere() -> None:
+    for rank in range(2):
+        found = result("broadcast_from_rank_0", rank)
+        assert found["fits"] == "nothing was raised"
+        assert 'Missing key(s) in state_dict: "bias"' in found["missing"]
+        assert found["not strict"] == ["bias"]
+        assert 'Unexpected key(s) in state_dict: "more"' in found["unexpected"]
+        assert "bias" in found["shape"]
+        assert "Error" in found["shape"]
+        assert found["values"]
+        assert found["extra"] == {"steps": 5}
+
+
+@scenarios.add
+def copied_prefetch(rank: int) -> dict[str, Any]:
+    model = in_place(make())
+    first, second = model.blocks
+    for one, other in ((first, second), (second, first)):
+        one.set_modules_to_forward_prefetch([other])
+        one.set_modules_to_backward_prefetch([other])
+    expected, found = step(model), {}
+    for how, copied in {
+        "copy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+    }.items():
+        units = [block._fsdp_unit for block in copied.blocks]
+        named = [(*u.forward_prefetch, *u.backward_prefetch) for u in reversed(units)]
+        found[how] = (
+            [{id(ref()) for ref in refs} for refs in named] == [{id(unit)} for unit in units],
+            most_apart(expected, step(copied)),
+        )
+    return found
+
+
+def test_copies_prefetch_their_own_units() -> None:
+    assert result("copied_prefetch") == {"copy": (True, 0.0), "pickle": (True, 0.0)}
 
 
 @scenarios.add

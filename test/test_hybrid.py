@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from test.hlo import Instruction, Program
+from test.in_place import in_place, loss_of
 from test.models import FEATURES
 from test.parity import Case, batches, build, forward_backward, make_optimizer, shard
 from test.ranks import ChildError, cached_outcome, run_on_ranks
@@ -59,6 +60,7 @@ def on_four_ranks(rank: int, folder: str) -> dict[str, Any]:
         "sharded": sums_of_shards(rank),
         "factors": divide_factors(),
         "saved": save_and_load(folder),
+        "gathers": {when: groups_of_gathers(when) for when in ("never", "before", "between")},
     }
 
 
@@ -84,6 +86,29 @@ def program(rank: int) -> str:
     text = xla_ops.lowered_hlo(list(model.parameters()))
     torch_xla.sync()
     return text
+
+
+def groups_of_gathers(when: str) -> int:
+    """How many gathers of a step are among some of the ranks, where parameters are to be kept in
+    groups of two, until ``set_reshard_after_forward(True)``: before the forward, or after it."""
+    from xla_fsdp import xla_ops
+
+    model = in_place(make(), reshard_after_forward=2)
+    if when == "before":
+        model.set_reshard_after_forward(True)
+    loss = loss_of(model)
+    if when == "between":
+        model.set_reshard_after_forward(True)
+    loss.backward()
+    shards = [each.param.shard for each in model._fsdp_named_shards()]
+    text = xla_ops.lowered_hlo([shard.grad for shard in shards])
+    gathers = Program(text).all("all-gather")
+    return sum(each.groups in (WITHIN, ACROSS) for each in gathers)
+
+
+def test_a_setting_overrules_smaller_groups_from_the_next_forward_on() -> None:
+    found = outcomes()[0]["gathers"]
+    assert found["never"] == found["between"] > found["before"] == 0
 
 
 INNER_UNITS = 3  # two blocks and the head of LinearNet

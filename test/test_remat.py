@@ -204,7 +204,7 @@ class Deep(nn.Module):
 
 def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
     """Forwards of each of four blocks in one step, and what is refused."""
-    from xla_fsdp import checkpoint_wrapper
+    from xla_fsdp import checkpoint_wrapper, fully_shard
 
     def blocks() -> nn.Sequential:
         return nn.Sequential(*(_Counting() for _ in range(4))).to(device)
@@ -213,6 +213,11 @@ def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
         model(x).sum().backward()
         return [block.calls for block in model]
 
+    def in_place(model: nn.Sequential) -> nn.Sequential:
+        for block in model:
+            fully_shard(block)
+        return model
+
     def is_block(module: nn.Module) -> bool:
         return isinstance(module, _Counting)
 
@@ -220,6 +225,7 @@ def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
     return {
         "all": calls(checkpoint_wrapper(blocks(), is_block)),
         "every second": calls(checkpoint_wrapper(blocks(), is_block, every=2)),
+        "sharded in place": calls(checkpoint_wrapper(in_place(blocks()), is_block)),
         "itself": checkpoint_wrapper(single) is single,
         "every 0": _message(lambda: checkpoint_wrapper(blocks(), is_block, every=0)),
         "nothing": _message(lambda: checkpoint_wrapper(blocks(), lambda m: False)),
@@ -345,6 +351,7 @@ def test_only_selected_modules_are_recomputed() -> None:
     found = result()["selective"]
     assert found["all"] == [2, 2, 2, 2]
     assert found["every second"] == [2, 1, 2, 1]
+    assert found["sharded in place"] == [2, 2, 2, 2]
     assert found["itself"]
     assert found["every 0"].startswith("ValueError: every is 0; give 1 for all selected")
     assert found["nothing"].startswith("ValueError: predicate selected none of the modules in Seq")

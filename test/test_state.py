@@ -182,11 +182,17 @@ def only_rank_0(rank: int) -> dict[str, Any]:
 
     summon = XlaFullyShardedDataParallel.summon_full_params
     model = nested(make())
+
+    def shape_of(name: str) -> tuple[int, ...]:
+        return tuple(model.get_parameter(name).shape)
+
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         shape = tuple(model.get_parameter("head.weight").shape)
     with summon(model, recurse=False):
-        inner = tuple(model.get_parameter("blocks.0.up.weight").shape)
-        outer = tuple(model.get_parameter("head.weight").shape)
+        found = [(shape_of("blocks.0.up.weight"), shape_of("head.weight"))]
+    for part in (model.blocks[0], model.blocks):  # what is in the outermost module
+        with summon(part, recurse=False):
+            found.append((shape_of("blocks.0.up.weight"), shape_of("head.weight")))
 
     def enter(**options: Any) -> None:
         with summon(model, **options):
@@ -202,7 +208,7 @@ def only_rank_0(rank: int) -> dict[str, Any]:
 
     return {
         "shape": shape,
-        "recurse": (inner, outer),
+        "recurse": found,
         "both": message(lambda: enter(rank0_only=True)),
         "call": message(call_inside),
         "twice": message(twice),
@@ -214,7 +220,8 @@ def test_options_of_summoning() -> None:
     assert result("only_rank_0", 0)["shape"] == (7, WIDTH)
     assert len(result("only_rank_0", 1)["shape"]) == 1
     found = result("only_rank_0")
-    assert [len(shape) for shape in found["recurse"]] == [1, 2]
+    dims = [tuple(len(shape) for shape in shapes) for shapes in found["recurse"]]
+    assert dims == [(1, 2), (2, 1), (2, 1)]
     assert found["both"].startswith("ValueError: writeback=True needs every rank's")
     assert "was called inside summon_full_params" in found["call"]
     assert "cannot be summoned while a unit is in state SUMMONED" in found["twice"]

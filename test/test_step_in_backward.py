@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.in_place import in_place
 from test.models import FEATURES, FrozenNet, Net, TwiceNet
 from test.ranks import run_on_ranks
 from test.replicas import batch, values
@@ -124,6 +125,32 @@ def with_ignored(rank: int) -> dict[bool, list[Tensor]]:
 def test_ignored_parameters_are_stepped_once_and_after_backward() -> None:
     found = result("with_ignored")
     assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
+
+
+@scenario
+def parameters_kept(rank: int) -> dict[Any, list[Tensor]]:
+    """By what is kept after forward and after backward."""
+    from xla_fsdp.optim import step_in_backward
+
+    found = {}
+    for options in ({}, {"reshard_after_forward": False}):
+        for frees in (True, False):
+            model = in_place(make(), **options)
+            model.set_reshard_after_backward(frees)
+            optimizer = MOMENTUM(model.parameters())
+            step_in_backward(model, optimizer)
+            run(model, optimizer, rank)
+            for unit in model._fsdp_units():
+                unit.reshard()
+            found[bool(options), frees] = values(model)
+    return found
+
+
+def test_parameters_kept_after_backward_are_gathered_anew_after_the_step() -> None:
+    found = result("parameters_kept")
+    for options in (False, True):
+        pairs = zip(found[options, True], found[options, False], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @scenario

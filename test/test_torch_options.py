@@ -163,6 +163,8 @@ def contradictions(rank: int) -> dict[str, str]:
         "original and flat": {"use_orig_params": True, "flatten_parameters": True},
         "offload": {"cpu_offload": CPUOffload(offload_params=True)},
         "device": {"device_id": torch.device("cpu")},
+        "two groups": {"process_group": (None, None)},
+        "group kind": {"process_group": [0, 1]},
         "kind": {"sharding_strategy": "FULL_SHARD"},
         "mesh kind": {"mesh": [[0, 1]]},
         "typo": {"shardingstrategy": None},
@@ -198,6 +200,8 @@ def contradictions(rank: int) -> dict[str, str]:
         ("original and flat", ["ValueError", "use_orig_params=True shows every parameter"]),
         ("offload", ["ValueError", "cpu_offload cannot be met", "device memory"]),
         ("device", ["ValueError", "device_id is cpu"]),
+        ("two groups", ["ValueError", "process_group is a tuple", "device_mesh=init_mesh("]),
+        ("group kind", ["TypeError", "process_group is a list"]),
         ("kind", ["TypeError", "sharding_strategy is a str", "xla_fsdp.ShardingStrategy"]),
         ("mesh kind", ["TypeError", "init_mesh, got a list"]),
         ("typo", ["TypeError", "shardingstrategy"]),
@@ -336,10 +340,11 @@ def same_bits(rank: int) -> list[torch.Tensor]:
     import torch_xla
 
     from xla_fsdp.broadcast import broadcast_
-    from xla_fsdp.collectives import XlaCollectives
+    from xla_fsdp.collectives import LocalCollectives, XlaCollectives
 
     values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
     broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())
+    broadcast_(values, LocalCollectives(0, 4), torch_xla.device())  # stands for any ranks
     return [value.contiguous().view(torch.uint8) for value in values]
 
 

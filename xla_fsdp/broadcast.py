@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp import xla_ops
-from xla_fsdp.collectives import Collectives
+from xla_fsdp.collectives import Collectives, LocalCollectives
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element: sums of integers and zeros change no bit, also those of NaN and -0."""
@@ -22,7 +22,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.device) -> None:
-    """Copy the values of ``among``'s first rank into ``tensors`` (on any device), in place."""
+    """Copy the values of ``among``'s first rank into ``tensors`` (on any device), in place. Without
+    communication every rank is taken to hold them already."""
+    if isinstance(among, LocalCollectives):
+        return
     by_width: dict[torch.dtype, list[int]] = defaultdict(list)
     host = [tensor.detach().cpu().contiguous() for tensor in tensors]
     bits = [_as_integers(tensor) for tensor in host]

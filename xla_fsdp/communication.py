@@ -54,11 +54,16 @@ def communication_for(config: FSDPConfig, given: Collectives | None) -> Communic
         return _over_mesh(config.mesh)
     rank, size = config.sharding_rank, config.sharding_world_size
     if config.sharding_groups is None or rank is None or size is None:
-        all_ranks = _over(None, xla_ops.rank(), xla_ops.world_size())
-        return Communication(all_ranks, all_ranks)
+        everyone = all_ranks()
+        return Communication(everyone, everyone)
     groups = config.sharding_groups
     own = _over(groups, rank, size)
     return Communication(own, own, groups=groups, covers_all=False)
+
+
+def all_ranks() -> Collectives:
+    """Joins all ranks of the job."""
+    return _over(None, xla_ops.rank(), xla_ops.world_size())
 
 
 def _refuse_lone_processes() -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
 from xla_fsdp.broadcast import broadcast_
+from xla_fsdp.communication import all_ranks
 from xla_fsdp.state_dicts import (
     full_state_dict,
     load_full_state_dict,
@@ -27,7 +28,6 @@ from xla_fsdp.state_dicts import (
     sharded_optim_state_dict,
 )
 from xla_fsdp.tree import map_tensors
-from xla_fsdp.unit_host import named_hosts, named_shards
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def set_model_state_dict(
     chosen = _options(options)
     model._apply(_with_memory)
     if chosen.broadcast_from_rank0:
-        model_state_dict = _from_rank0(model, model_state_dict)
+        model_state_dict = _from_rank0(model_state_dict)
     if chosen.full_state_dict or chosen.broadcast_from_rank0:
         return load_full_state_dict(model, model_state_dict, chosen.strict)
     return model.load_state_dict(model_state_dict, strict=chosen.strict)
@@ -176,26 +176,27 @@ def _one(optimizers: Optimizer | Iterable[Optimizer]) -> Optimizer:
     return found[0]
 
 
-def _from_rank0(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The first rank's full tensors, one after the other; shapes are known from the model."""
-    everyone = next(host for _, host in named_hosts(model))._fsdp_attachment.communication.everyone
-    wanted: dict[str, Tensor] = {
-        name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
-    }
-    shapes = {
-        name: member.shape
-        for shard in named_shards(model, remove_duplicate=False)
-        for member in shard.param.members
-        for name in shard.names_of(member)
-    }
+def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank 0's full state dict, its tensors one after the other: whatever is wrong with it is then
+    the same on every rank."""
+    outline = _sent_from_rank0({name: _without_values(value) for name, value in state.items()})
+    everyone = all_ranks()
     result = {}
-    for name, tensor in wanted.items():
-        full = torch.zeros(shapes.get(name, tensor.shape), dtype=tensor.dtype)
-        if everyone.rank == 0:
-            full.copy_(state[name])
-        broadcast_([full], everyone, xla_ops.device())
-        result[name] = full
+    for name, value in outline.items():
+        if isinstance(value, Tensor):
+            full = torch.zeros(value.shape, dtype=value.dtype)
+            if everyone.rank == 0:
+                full.copy_(state[name])
+            broadcast_([full], everyone, xla_ops.device())
+            result[name] = full
+        else:
+            result[name] = value
     return result
+
+
+def _without_values(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
 
 
 def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.param_group import split_divisor
 from xla_fsdp.sharded_module import ShardedModule
-from xla_fsdp.unit import Unit
+from xla_fsdp.unit import Unit, UnitRef
 from xla_fsdp.unit_host import close_failed_passes
 
 NO_MEANING = (
@@ -118,6 +117,8 @@ class FSDPModule(ShardedModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to free full parameters between forward and backward, from the next forward on.
+        What is freed is gathered again from all ranks that share it, also where
+        ``reshard_after_forward`` was a number.
 
         Raises:
             ValueError: if it is not a bool.
@@ -126,7 +127,7 @@ class FSDPModule(ShardedModule):
             raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}, not a bool")
         for unit in self._fsdp_own_units(recurse):
             unit.reshard_after_forward = reshard_after_forward
-            unit.keeps_on_root = False
+            unit.keeps_on_root = unit.keeps_larger = False
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -265,7 +266,7 @@ def _remade(original: Any, methods: frozenset[str]) -> Any:
     return object.__new__(class_for(original, methods))
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[weakref.ref[Unit]]:
+def _units_of(modules: Iterable[nn.Module]) -> list[UnitRef]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -273,7 +274,7 @@ def _units_of(modules: Iterable[nn.Module]) -> list[weakref.ref[Unit]]:
                 f"a {type(module).__name__} cannot be prefetched: it is not a module that "
                 f"fully_shard was applied to"
             )
-        found.append(weakref.ref(module._fsdp_unit))
+        found.append(UnitRef(module._fsdp_unit))
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
-from xla_fsdp.ties import known_group
+from xla_fsdp.ties import known_group, refuse_shown
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,11 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if gradients are kept that no backward has reduced yet, or for a norm that is
-            not finite.
+        RuntimeError: if gradients are kept that no backward has reduced yet, for full parameters
+            in place of shards, or for a norm that is not finite.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_shown(given, "clip_grad_norm_")
     for param in given:
         group = known_group(param)
         if group is not None and group.has_kept:

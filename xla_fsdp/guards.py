@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from xla_fsdp import xla_ops
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
-from xla_fsdp.ties import known_shard
+from xla_fsdp.ties import known_shard, refuse_shown
 
 _installing = Lock()
 
@@ -46,6 +46,7 @@ def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        refuse_shown(given, "torch.nn.utils.clip_grad_norm_")
         if any(_is_part(param) for param in given):
             raise RuntimeError(
                 "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "

@@ -35,6 +35,7 @@ from xla_fsdp.optim_state import (
 )
 from xla_fsdp.sharded_module import ShardedModule
 from xla_fsdp.state_dict_types import unchosen
+from xla_fsdp.unit_host import reshard_units
 
 
 class LRScheduler(Protocol):
@@ -62,6 +63,7 @@ class LiveJob:
     params: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        reshard_units(self._module)
         data = self.model.get_shard_metadata()
         at = None if data["groups"] is None else xla_ops.rank()
         self.metadata = ShardMetadata.from_dict({**data, "global_rank": at})

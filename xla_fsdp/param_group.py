@@ -165,7 +165,7 @@ class ParamGroup:
             for index in range(len(self.params))
             if (shard := _add(kept.get(index), shards.get(index))) is not None
         }
-        if self.replicas.num_shards > 1 and not self.all_reduces:
+        if self.waits_for_replicas:
             self._not_summed = shards
             return [None] * len(self.params)
         summed = dict(zip(shards, self._summed(list(shards.values())), strict=True))
@@ -204,6 +204,11 @@ class ParamGroup:
             for index, grad in enumerate(self._with_kept(grads))
             if grad is not None
         }
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether there are replicas that are not to add their gradients yet."""
+        return self.replicas.num_shards > 1 and not self.all_reduces
 
     @property
     def has_kept(self) -> bool:

@@ -28,7 +28,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.backward import current_pass, running_units
 from xla_fsdp.graph_nodes import mark_constants, on_device, present, through
 from xla_fsdp.tree import replace_tensors, tensors_in
-from xla_fsdp.unit_host import is_unit
+from xla_fsdp.unit_module import UnitModule
 from xla_fsdp.wrap import has_forward
 
 _SAME_TWICE = (
@@ -82,7 +82,7 @@ def checkpoint_wrapper(
     Args:
         module: a module, or a whole model.
         predicate: called with every module in ``module`` that has a forward, itself included;
-            units of FSDP are passed over, what they wrap is not. Selected modules may lie in one
+            wrappers of FSDP are passed over, what they wrap is not. Selected modules may lie in one
             another.
         every: of the selected modules, in the order of ``named_modules()``, only the first, the
             ``every``-th after it, and so on.
@@ -98,7 +98,11 @@ def checkpoint_wrapper(
         raise ValueError(f"every is {every}; give 1 for all selected modules, 2 for every second")
     if predicate is None:
         return checkpoint_module(module)
-    candidates = [inner for inner in module.modules() if has_forward(inner) and not is_unit(inner)]
+    candidates = [
+        inner
+        for inner in module.modules()
+        if has_forward(inner) and not isinstance(inner, UnitModule)
+    ]
     selected = [inner for inner in candidates if predicate(inner)]
     if not selected:
         raise ValueError(

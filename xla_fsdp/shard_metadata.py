@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.communication import Communication
 from xla_fsdp.named_shards import NamedShard
 
 
@@ -45,6 +46,31 @@ def describe(
         buffers,
         groups=None if groups is None else tuple(tuple(group) for group in groups),
     )
+
+
+def refuse_other_groups(units: Sequence[tuple[str, Communication]]) -> None:
+    """Raise ValueError unless all units share parameters as the first, the outermost one, does:
+    one set of files says once which slices its ranks hold.
+
+    Args:
+        units: names, and who shares the parameters.
+    """
+    first = units[0][1]
+    others = [f"{name} ({_sharing(each)})" for name, each in units if _differs(each, first)]
+    if others:
+        raise ValueError(
+            f"files of shards are of one mesh, {_sharing(first)} for the outermost unit, but other "
+            f"units have other meshes: {', '.join(others)}. Save xla_fsdp.full_state_dict(model) "
+            f"and optim_state_dict"
+        )
+
+
+def _differs(a: Communication, b: Communication) -> bool:
+    return a.groups != b.groups or _sharing(a) != _sharing(b)
+
+
+def _sharing(by: Communication) -> str:
+    return f"{by.shards.num_shards} shards, {by.replicas.num_shards} replicas"
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from xla_fsdp.collectives import XlaCollectives
 from xla_fsdp.comm_hooks import CommHook, Hook
+from xla_fsdp.communication import Communication
 from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
-from xla_fsdp.shard_metadata import describe
+from xla_fsdp.shard_metadata import describe, refuse_other_groups
 from xla_fsdp.summon import SummonOptions, summoned
-from xla_fsdp.unit_host import UnitHost, named_hosts, units_in
+from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
 
 
 class ShardedModule(UnitHost):
@@ -174,7 +175,7 @@ class ShardedModule(UnitHost):
 
         Args:
             module: a wrapped module, or one that holds wrapped modules.
-            recurse: also for units inside units; otherwise only the outermost.
+            recurse: also for units inside units; otherwise only the outermost in ``module``.
             writeback: cut what the block leaves in the parameters into shards again.
             rank0_only: gather on every rank, but show the result to rank 0 only; not together
                 with ``writeback``.
@@ -187,7 +188,7 @@ class ShardedModule(UnitHost):
                 called inside the block.
         """
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        units = [unit for unit in units_in(module) if recurse or unit.is_root]
+        units = units_in(module) if recurse else outermost_units(module)
         with summoned(units, options):
             yield
 
@@ -197,7 +198,12 @@ class ShardedModule(UnitHost):
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """What is needed to merge this model's shards; save it along with ``state_dict()`` under
-        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``."""
+        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``.
+
+        Raises:
+            ValueError: if units have different meshes, or slices along other dims than the first.
+        """
+        refuse_other_groups(self._fsdp_communications())
         collectives = self._fsdp_unit.group.collectives
         return describe(
             list(self._fsdp_named_shards(remove_duplicate=False)),
@@ -206,6 +212,14 @@ class ShardedModule(UnitHost):
             collectives.num_shards,
             self._fsdp_attachment.communication.groups,
         ).to_dict()
+
+    def _fsdp_communications(self) -> list[tuple[str, Communication]]:
+        """Of this unit, and of all others that have parameters."""
+        return [
+            (name, host._fsdp_attachment.communication)
+            for name, host in named_hosts(self._fsdp_module())
+            if not name or host._fsdp_unit.group.params
+        ]
 
     def _fsdp_cast_buffers(self) -> dict[str, torch.dtype]:
         return {

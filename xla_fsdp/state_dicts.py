@@ -34,7 +34,7 @@ from xla_fsdp.optim_state import params_by_key, read_optimizer, torch_state_dict
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
-from xla_fsdp.unit_host import named_hosts, named_shards, units_in
+from xla_fsdp.unit_host import named_hosts, named_shards, reshard_units, units_in
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDict[str, Any]:
@@ -163,6 +163,7 @@ def load_sharded_optim_state_dict(
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:
+    reshard_units(model)
     sharded = [(shard.key, shard.param.shard) for shard in _shards(model)]
     return params_by_key(sharded, model.named_parameters())
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _whole_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
@@ -48,6 +49,23 @@ def known_group(shard: Tensor) -> ParamGroup | None:
     """The group with which a shard is gathered."""
     reference = _group_of.get(shard)
     return reference() if reference is not None else None
+
+
+def remember_shown(full: Iterable[Tensor]) -> None:
+    """``full`` is what a unit shows to its user in place of shards."""
+    for tensor in full:
+        _shown[tensor] = True
+
+
+def refuse_shown(params: Iterable[Tensor], function: str) -> None:
+    """Raise RuntimeError if ``function`` was given full parameters in place of shards."""
+    if any(param in _shown for param in params):
+        raise RuntimeError(
+            f"{function} was given full parameters, which units show after unshard() or with "
+            f"set_reshard_after_backward(False); the gradients are those of the shards. Call "
+            f"model.clip_grad_norm_(max_norm) on the outermost sharded module, or reshard() of "
+            f"these units before model.parameters()"
+        )
 
 
 def remember_whole(origin: Tensor, param: Tensor) -> None:

@@ -227,11 +227,7 @@ def _other_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str
             "device memory. More ranks save device memory, and so do mixed_precision and "
             "checkpoint_module"
         )
-    if (group := options.process_group) is not None and group.size() != xla_ops.world_size():
-        problems.append(
-            f"process_group holds {group.size()} of {xla_ops.world_size()} ranks. Replica groups "
-            f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
-        )
+    problems += _group_problems(options.process_group)
     if isinstance(options.device_id, torch.device) and options.device_id.type != "xla":
         problems.append(
             f"device_id is {options.device_id}; every rank has one XLA device, and shards go there"
@@ -239,11 +235,31 @@ def _other_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str
     return problems
 
 
+def _group_problems(group: Any) -> list[str]:
+    if isinstance(group, tuple):  # as torch takes them for hybrid sharding
+        return [
+            "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
+            "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
+        ]
+    if group is None or group.size() == xla_ops.world_size():
+        return []
+    return [
+        f"process_group holds {group.size()} of {xla_ops.world_size()} ranks. Replica groups "
+        f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
+    ]
+
+
 def _offloads(given: Any) -> bool:
     return given.offload_params if isinstance(given, CPUOffload) else bool(given)
 
 
 def _check_types(options: TorchOptions) -> None:
+    group = options.process_group
+    if not (group is None or isinstance(group, tuple) or callable(getattr(group, "size", None))):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}; give a process group of all ranks, or a "
+            f"mesh in its place"
+        )
     for name, kind in (
         ("sharding_strategy", ShardingStrategy),
         ("mixed_precision", MixedPrecision),

@@ -30,6 +30,7 @@ from xla_fsdp.config import FSDPConfig
 from xla_fsdp.graph_nodes import present, through
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
+from xla_fsdp.ties import remember_shown
 from xla_fsdp.tree import map_tensors, tensors_in
 from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard
 
@@ -87,14 +88,14 @@ class Unit:
         self.is_root = True
         self.sync_gradients = True
         self.reshard_after_forward = config.frees_after_forward
+        self.keeps_larger = group.smaller is not None  # shards, between forward and backward
         self.keeps_on_root = config.disable_reshard_on_root
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.is_last_backward = True  # no further pass adds to the gradients before the step
         self.steps_in_backward = False
-        # Weak: units that name each other would be freed some time later, with their parameters.
-        self.forward_prefetch: list[weakref.ref[Unit]] = []
-        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.forward_prefetch: list[UnitRef] = []
+        self.backward_prefetch: list[UnitRef] = []
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)
         self.full: list[Tensor] = []  # what the attributes hold while not SHARDED
         self._span: Span | None = None
@@ -202,7 +203,8 @@ class Unit:
         if self.reshard_after_backward:
             self._hide()
         else:
-            self._show([tensor.detach() for tensor in self.full], UnitState.UNSHARDED)
+            full = [tensor.detach() for tensor in self.full]
+            self._show(full, UnitState.UNSHARDED, versions=self._shown_versions)
 
     # ------------------------------------------------------------ forward
 
@@ -286,7 +288,7 @@ class Unit:
         return self._gather(shards, kept)
 
     def _gather(self, shards: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
-        if self.group.smaller is None or not self.reshards_after_forward:
+        if not (self.keeps_larger and self.reshards_after_forward):
             return self.group.gather(shards)
         kept += self.group.gather_larger(shards)
         return self.group.gather_from_larger(kept)
@@ -317,15 +319,15 @@ class Unit:
         shards = call.take_shards()
         if self.state is UnitState.SHARDED:
             self._open(partial(self.group.gather, shards))
-        for_backward = self.full
+        for_backward, versions = self.full, self._shown_versions
         full = self._unshard(call, self._copies)
         saved = SavedParams(full, self._for_backward)
-        self._show(full, UnitState.BACKWARD)
+        self._show(full, UnitState.BACKWARD, versions=versions)
         try:
             with saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
-            self._show(for_backward, UnitState.BACKWARD, idle=True)
+            self._show(for_backward, UnitState.BACKWARD, idle=True, versions=versions)
             saved.forget()
         return self._exit(call, outputs, [] if call.reshards else full)
 
@@ -373,7 +375,7 @@ class Unit:
         if closed and self.group.params and (self.unshard_in_backward or not call.reshards):
             before = self._before_backward(present(grads))
             if kept and not call.reshards:
-                self._open_with(list(kept))
+                self._open_with(list(kept), call.versions)
             else:
                 self._open(self._source(before, kept))
             _prefetch(self.backward_prefetch, before, in_backward=True)
@@ -382,7 +384,7 @@ class Unit:
     @property
     def gathers_in_backward(self) -> bool:
         """Whether backward gathers from the shards."""
-        return self.reshards_after_forward and self.group.smaller is None
+        return self.reshards_after_forward and not self.keeps_larger
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards from full gradients; none while gradients are not synchronized."""
@@ -401,7 +403,7 @@ class Unit:
 
     def reduce_kept(self) -> None:
         """Reduce gradients that ``no_sync`` kept, where no backward has done so since."""
-        if not (self.sync_gradients and self.group.all_reduces):
+        if not self.sync_gradients or self.group.waits_for_replicas:
             return
         self.backward.keeping.remove(self)
         if self.group.has_kept:
@@ -489,14 +491,23 @@ class Unit:
     def _open(self, gathered: Callable[[], list[Tensor]]) -> None:
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
-            self._open_with(self._unshard(Call(self, recomputed=False), gathered))
+            call = Call(self, recomputed=False)
+            self._open_with(self._unshard(call, gathered), call.versions)
 
-    def _open_with(self, full: list[Tensor]) -> None:
-        self._show(full, UnitState.BACKWARD, idle=True)
+    def _open_with(self, full: list[Tensor], versions: list[int]) -> None:
+        self._show(full, UnitState.BACKWARD, idle=True, versions=versions)
         self._opened_in = current_pass()
         self.backward.open(self)
 
-    def _show(self, full: list[Tensor], state: UnitState, *, idle: bool = False) -> None:
+    def _show(
+        self,
+        full: list[Tensor],
+        state: UnitState,
+        *,
+        idle: bool = False,
+        versions: list[int] | None = None,
+    ) -> None:
+        """Point the modules at ``full``, gathered from shards of ``versions`` (default: now)."""
         if self.state is not UnitState.SHARDED:
             self._hide()
         for param in self.group.params:  # all, before any is changed
@@ -505,13 +516,33 @@ class Unit:
         for param in self.group.params:
             param.unshard(full[at : at + len(param.members)], idle=idle)
             at += len(param.members)
+        if state is UnitState.UNSHARDED:
+            remember_shown(full)
         self.full, self.state = full, state
-        self._shown_versions = self.group.versions
+        self._shown_versions = self.group.versions if versions is None else versions
 
     def _hide(self) -> None:
         for param in self.group.params:
             param.reshard()
         self.full, self.state = [], UnitState.SHARDED
+
+
+class UnitRef:
+    """A unit that another one names, weakly: units that name each other would be freed some time
+    later, with their parameters. Copied and pickled, it names the unit's copy.
+
+    Args:
+        unit: to name; None for one that is gone.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(self) -> Unit | None:
+        return None if self._unit is None else self._unit()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitRef, (self(),)
 
 
 def _after(before: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
@@ -520,7 +551,7 @@ def _after(before: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _prefetch(
-    units: Sequence[weakref.ref[Unit]], before: Sequence[Tensor], *, in_backward: bool = False
+    units: Sequence[UnitRef], before: Sequence[Tensor], *, in_backward: bool = False
 ) -> None:
     for reference in units:
         unit = reference()

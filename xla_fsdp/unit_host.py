@@ -119,6 +119,26 @@ def units_in(module: nn.Module) -> list[Unit]:
     return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
 
 
+def outermost_units(module: nn.Module) -> list[Unit]:
+    """The units in ``module``, each once, that have a host in no other host."""
+    return list({id(unit): unit for unit in _outermost(module)}.values())
+
+
+def _outermost(module: nn.Module) -> Iterator[Unit]:
+    if is_unit(module):
+        yield module._fsdp_unit
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def reshard_units(module: nn.Module) -> None:
+    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep full
+    parameters."""
+    for unit in units_in(module):
+        unit.reshard()
+
+
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
     """The sharded parameters of the units in ``module``, outer ones first. Without
     ``remove_duplicate`` those of a module that has several names come once for each."""

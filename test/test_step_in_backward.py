@@ -153,6 +153,7 @@ def handled(rank: int) -> dict[str, Any]:
 
 
 def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
+    import xla_fsdp
     from xla_fsdp.optim import step_in_backward
 
     optimizer = MOMENTUM(model.parameters())
@@ -163,6 +164,7 @@ def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "in backward": not all(torch.equal(a, b) for a, b in zip(start, moved, strict=True)),
         "clip": message(lambda: model.clip_grad_norm_(1.0)),
+        "clip of parameters": message(lambda: xla_fsdp.clip_grad_norm_(model.parameters(), 1.0)),
         "clip value": message(lambda: model.clip_grad_value_(1.0)),
         "again": message(lambda: step_in_backward(model, optimizer)),
     }
@@ -193,6 +195,7 @@ def test_remove_goes_back_to_steps_after_backward() -> None:
 def test_what_needs_all_gradients_is_refused() -> None:
     found = result("handled")
     assert "clip_grad_norm_ was called on a model that is stepped in backward" in found["clip"]
+    assert "model that is stepped in backward" in found["clip of parameters"]
     assert "clip_grad_value_ was called" in found["clip value"]
     assert "stepped in backward already" in found["again"]
     assert "has no FSDP units" in found["plain"]

@@ -91,7 +91,6 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.is_last_backward = True  # no further pass adds to the gradients before the step
-        self.steps_in_backward = False
         # Weak: units that name each other would be freed some time later, with their parameters.
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []

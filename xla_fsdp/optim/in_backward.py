@@ -48,7 +48,7 @@ class StepInBackward:
             for shard, unit in unit_of.items()
         ]
         for unit in units:
-            unit.steps_in_backward = True
+            unit.group.steps_in_backward = True
 
     def remove(self) -> None:
         """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
@@ -56,7 +56,7 @@ class StepInBackward:
             hook.remove()
         for reference in self._units:
             if (unit := reference()) is not None:
-                unit.steps_in_backward = False
+                unit.group.steps_in_backward = False
 
     def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
         unit = reference()
@@ -137,5 +137,5 @@ def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
-    if any(unit.steps_in_backward for unit in units):
+    if any(unit.group.steps_in_backward for unit in units):
         yield "units of the model are stepped in backward already; remove() that first"

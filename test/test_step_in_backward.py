@@ -157,6 +157,7 @@ def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
     from xla_fsdp.optim import step_in_backward
 
     optimizer = MOMENTUM(model.parameters())
+    scaler, disabled = (xla_fsdp.ShardedGradScaler(enabled=on) for on in (True, False))
     handle = step_in_backward(model, optimizer)
     start = values(model)
     model(x).square().mean().backward()
@@ -166,6 +167,9 @@ def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
         "clip": message(lambda: model.clip_grad_norm_(1.0)),
         "clip of parameters": message(lambda: xla_fsdp.clip_grad_norm_(model.parameters(), 1.0)),
         "clip value": message(lambda: model.clip_grad_value_(1.0)),
+        "unscale": message(lambda: scaler.unscale_(optimizer)),
+        "scaled step": message(lambda: scaler.step(optimizer)),
+        "disabled scaler": message(lambda: disabled.step(optimizer)),
         "again": message(lambda: step_in_backward(model, optimizer)),
     }
     handle.remove()
@@ -197,6 +201,9 @@ def test_what_needs_all_gradients_is_refused() -> None:
     assert "clip_grad_norm_ was called on a model that is stepped in backward" in found["clip"]
     assert "model that is stepped in backward" in found["clip of parameters"]
     assert "clip_grad_value_ was called" in found["clip value"]
+    for call in ("unscale", "scaled step"):
+        assert "SGD was given to a ShardedGradScaler" in found[call]
+    assert found["disabled scaler"] == "nothing was raised"
     assert "stepped in backward already" in found["again"]
     assert "has no FSDP units" in found["plain"]
     assert "the optimizer that step_in_backward was given is gone" in found["gone"]

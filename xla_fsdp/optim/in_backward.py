@@ -101,6 +101,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
     the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.
+    Scale no losses: steps would be made with the scaled gradients (``ShardedGradScaler`` refuses).
 
     Args:
         model: wrapped with FSDP, or a module that holds wrapped ones.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.models import FEATURES
 from test.ranks import cached_outcome, run_on_ranks
 from test.replicas import Tiny, batch, largest_error, loss_of, on_device, values
 from test.scenarios import fsdp, make, message
@@ -92,6 +93,24 @@ def programs(rank: int, name: str) -> list[int]:
     return [b - a for a, b in pairwise(counts)]
 
 
+def train_with_masters(rank: int) -> list[list[Tensor]]:
+    """Parameters and masters after each step; steps 0 and 2 average."""
+    import torch_xla
+
+    model = on_device(lambda: torch.nn.Linear(FEATURES, 2, dtype=torch.bfloat16))
+    local = _averagers().HighPrecisionOptimizer(model.parameters(), torch.optim.SGD, lr=0.3)
+    optimizer = _averagers().PostLocalSGDOptimizer(local, _averagers().PeriodicModelAverager(2))
+    history = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank).to(torch_xla.device(), torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        torch_xla.sync()
+        masters = [local.state[param]["master"].detach().cpu() for param in model.parameters()]
+        history.append([*values(model), *masters])
+    return history
+
+
 def mistakes(rank: int) -> dict[str, str]:
     optim = _averagers()
     shard = fsdp(make(Tiny)).inp.weight
@@ -142,6 +161,7 @@ def save_and_load(rank: int) -> dict[str, Any]:
 def everything(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"programs": {name: programs(rank, name) for name in CASES}}
     found |= {name: train(rank, name) for name in CASES}
+    found["masters"] = train_with_masters(rank)
     return {**found, "mistakes": mistakes(rank), "state": save_and_load(rank)}
 
 
@@ -182,6 +202,19 @@ def test_averaging_equals_the_simulation_at_every_step(name: str) -> None:
                 assert all(torch.equal(a, b) for a, b in pairs)
         if DUE[name](step) is None:
             assert largest_error(found[0], found[1]) > 1e-3
+
+
+def test_masters_are_averaged_and_stay_so() -> None:
+    """A local step moves every rank from the average: without, they would part for good."""
+    steps = [[outcome()[rank]["masters"][step] for rank in range(RANKS)] for step in range(4)]
+    for step in (0, 2):
+        first, *others = steps[step]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        params, masters = first[:2], first[2:]
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(params, masters, strict=True))
+    assert largest_error(steps[1][0], steps[1][1]) > 1e-3
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in steps[2][0][2:])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.model_averagers import ModelAverager
 
 
@@ -50,7 +51,7 @@ class PostLocalSGDOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step, and an average if it is time to. Returns what the closure returned."""
         result = self.optim.step() if closure is None else self.optim.step(closure)
-        self.averager.average_parameters(self.param_groups)
+        self.averager.average_parameters(self.param_groups, masters_of(self.optim))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

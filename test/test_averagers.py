@@ -158,9 +158,35 @@ def save_and_load(rank: int) -> dict[str, Any]:
     }
 
 
+def written_and_read(rank: int) -> int:
+    """The averager's step after two steps on shards of replicas, as checkpoints write and read
+    optimizers."""
+    import torch_xla
+
+    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+
+    optim, alone = _averagers(), [[each] for each in range(RANKS)]
+    groups = {"sharding_groups": alone, "sharding_rank": 0, "sharding_world_size": 1}
+
+    def new() -> tuple[Any, Any]:
+        model = fsdp(make(Tiny), **groups)
+        averager = optim.PeriodicModelAverager(2, groups=PAIRS)
+        local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optim.PostLocalSGDOptimizer(local, averager)
+
+    (model, optimizer), (again, other) = new(), new()
+    for step in range(2):
+        loss_of(model, batch(step, rank).to(torch_xla.device())).backward()
+        optimizer.step()
+    saved = read_optimizer(optimizer, dict(model.named_parameters()))
+    write_optimizer(other, dict(again.named_parameters()), saved)
+    return other.averager.step
+
+
 def everything(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"programs": {name: programs(rank, name) for name in CASES}}
     found |= {name: train(rank, name) for name in CASES}
+    found["written and read"] = written_and_read(rank)
     found["masters"] = train_with_masters(rank)
     return {**found, "mistakes": mistakes(rank), "state": save_and_load(rank)}
 
@@ -236,6 +262,10 @@ def test_state_holds_the_averagers_step() -> None:
     assert found["rates"] == (0.125, 0.25)
     [warning] = found["warning"]
     assert "no 'step' of an averager" in warning
+
+
+def test_checkpoints_of_shards_hold_the_averagers_step() -> None:
+    assert outcome()[0]["written and read"] == 2
 
 
 def test_mistakes_are_told() -> None:

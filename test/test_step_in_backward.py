@@ -130,7 +130,12 @@ def test_ignored_parameters_are_stepped_once_and_after_backward() -> None:
 def handled(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
+    from xla_fsdp.optim import (
+        HighPrecisionOptimizer,
+        PeriodicModelAverager,
+        PostLocalSGDOptimizer,
+        step_in_backward,
+    )
 
     model, x = fsdp(make(layers)), batch(0, rank).to(torch_xla.device())
     found = _stepped_and_removed(model, x)
@@ -139,6 +144,8 @@ def handled(rank: int) -> dict[str, Any]:
     other = torch.optim.SGD(make(layers).parameters(), lr=0.1)
     found["plain"] = message(lambda: step_in_backward(make(layers), other))
     found["foreign"] = message(lambda: step_in_backward(model, other))
+    averaging = PostLocalSGDOptimizer(MOMENTUM(model.parameters()), PeriodicModelAverager(2))
+    found["averaging"] = message(lambda: step_in_backward(model, averaging))
     model.zero_grad()
 
     low = fsdp(make(lambda: nn.Linear(FEATURES, 64, dtype=torch.bfloat16)))
@@ -206,6 +213,7 @@ def test_what_needs_all_gradients_is_refused() -> None:
     assert found["disabled scaler"] == "nothing was raised"
     assert "stepped in backward already" in found["again"]
     assert "has no FSDP units" in found["plain"]
+    assert "averages once all parameters are stepped" in found["averaging"]
     assert "the optimizer that step_in_backward was given is gone" in found["gone"]
     assert "holds no shard of the model" in found["foreign"]
 

@@ -18,6 +18,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import units_in
 
@@ -113,7 +114,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     Raises:
         ValueError: if the model is not wrapped, the optimizer holds none of its shards or needs a
-            closure, or this has been done already.
+            closure, or averages replicas, or this has been done already.
     """
     units = units_in(model)
     problems = list(_problems(units, optimizer))
@@ -138,5 +139,10 @@ def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
+    if isinstance(optimizer, PostLocalSGDOptimizer):
+        yield (
+            "PostLocalSGDOptimizer averages once all parameters are stepped, and here they are "
+            "stepped one by one; call its step() after backward"
+        )
     if any(unit.group.steps_in_backward for unit in units):
         yield "units of the model are stepped in backward already; remove() that first"

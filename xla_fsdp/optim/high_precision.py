@@ -151,6 +151,8 @@ class HighPrecisionOptimizer(StandInOptimizer):
         """As in torch, but entries keep their dtypes: torch casts state to that of the parameter,
         which would cut masters off."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups if self._rounds else ():
+            group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
         order = [param for group in self.param_groups for param in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for param, name in zip(order, names, strict=True):

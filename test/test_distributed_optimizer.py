@@ -87,7 +87,7 @@ def test_state_of_one_model_in_parts_is_loaded_as_a_checkpoint_has_it() -> None:
     train(*models, optimizer)
     saved = read_optimizer(optimizer, params)
     models, params, again = new()
-    with state_made(again, params, restore=True) as template:
+    with state_made(again, params, {}, restore=True) as template:
         assert set(template.entries) == set(params)
     assert not any(each.state for each in again.optimizers.values())
     write_optimizer(again, params, saved)

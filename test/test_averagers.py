@@ -139,8 +139,11 @@ def save_and_load(rank: int) -> dict[str, Any]:
             optim.PeriodicModelAverager(2, warmup_steps=5),
         )
 
-    first, second, third = new(), new(), new()
+    first, second, third, hooked = new(), new(), new(), new()
     first.averager.step = 6
+    seen: list[Any] = []
+    hooked.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    hooked.step()
     first.param_groups[0]["lr"] = 0.25
     second.load_state_dict(first.state_dict())
     third.averager.step = 3
@@ -154,6 +157,7 @@ def save_and_load(rank: int) -> dict[str, Any]:
     return {
         "steps": (second.averager.step, third.averager.step),
         "rates": (second.optim.param_groups[0]["lr"], third.optim.param_groups[0]["lr"]),
+        "hooks": seen == [hooked.optim],
         "warning": [str(each.message) for each in caught],
     }
 
@@ -260,6 +264,7 @@ def test_state_holds_the_averagers_step() -> None:
     found = outcome()[0]["state"]
     assert found["steps"] == (6, 0)
     assert found["rates"] == (0.125, 0.25)
+    assert found["hooks"]
     [warning] = found["warning"]
     assert "no 'step' of an averager" in warning
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from test.scenarios import make
 
+HOOKS = ["step_pre", "step_post", "state_dict_pre", "state_dict_post"]
+HOOKS += ["load_state_dict_pre", "load_state_dict_post"]
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
@@ -99,6 +101,23 @@ def test_state_of_one_model_in_parts_is_loaded_as_a_checkpoint_has_it() -> None:
         again.load_state_dict({"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]})
     with pytest.raises(KeyError):
         again.state[nn.Parameter(torch.zeros(1))]
+
+
+def test_hooks_run_for_every_part_until_they_are_removed() -> None:
+    first, second = parts()
+    optimizer = joint(torch.optim.SGD, {"a": first, "b": second}, lr=0.1)
+    seen: list[str] = []
+    handles = [
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
+        for name in HOOKS
+    ]
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert sorted(seen) == sorted(HOOKS * 2)
+    for handle in handles:
+        handle.remove()
+    train(first, second, optimizer, steps=1)
+    assert len(seen) == 2 * len(HOOKS)
 
 
 class RemoteReference:

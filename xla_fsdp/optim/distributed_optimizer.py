@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.joined_hooks import HooksOfOthers
+
 Part = nn.Module | Iterable[Any] | None
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(HooksOfOthers):
     """``optimizer_class`` over each of several parts, used as one optimizer.
 
     ::
@@ -66,6 +68,11 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}: {each!r}" for name, each in self.optimizers.items())
         return f"DistributedOptimizer({parts})"
+
+    @property
+    def hooked(self) -> list[Optimizer]:
+        """See ``HooksOfOthers``."""
+        return list(self.optimizers.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from xla_fsdp.optim.high_precision import masters_of
+from xla_fsdp.optim.joined_hooks import HooksOfOthers
 from xla_fsdp.optim.model_averagers import ModelAverager
 
 AVERAGER_STEP = "averager_step"
@@ -21,7 +22,7 @@ AVERAGER_STEP = "averager_step"
 parameters and groups only."""
 
 
-class PostLocalSGDOptimizer(Optimizer):
+class PostLocalSGDOptimizer(HooksOfOthers):
     """Post-local SGD (arxiv.org/abs/1808.07217): ``optim`` steps, then ``averager`` averages if it
     is time to.
 
@@ -41,6 +42,11 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PostLocalSGDOptimizer({self.optim!r}, {type(self.averager).__name__})"
+
+    @property
+    def hooked(self) -> list[Optimizer]:
+        """See ``HooksOfOthers``: hooks after a step run before an average."""
+        return [self.optim]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -139,6 +139,39 @@ def with_ignored() -> tuple[State, State]:
     return stepped(accelerator, model)
 
 
+def ignored_and_clipped() -> dict[str, tuple[Tensor, Tensor]]:
+    """An ignored gradient of this rank, and what it is stepped with: after a step that was clipped
+    and then skipped, and after another model was clipped."""
+    accelerator, models = Accelerator(), [make(), make()]
+    first, second = (
+        accelerator.prepare(fsdp(model, ignored_params=[model.head.bias])) for model in models
+    )
+    optimizers = [
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+        for model in (first, second)
+    ]
+    x, y = (each[accelerator.process_index :: 2] for each in rows().tensors)
+    x, y = x.to(accelerator.device), y.to(accelerator.device)
+
+    def backward_and_clip(model: Any) -> Tensor:
+        F.cross_entropy(model(x), y).backward()
+        own = dict(model.named_parameters())["head.bias"].grad.clone().cpu()
+        accelerator.clip_grad_norm_(model.parameters(), 1e6)
+        return own
+
+    def stepped_with(model: Any, optimizer: Any) -> tuple[Tensor, Tensor]:
+        before = backward_and_clip(model)
+        optimizer.step()
+        return before, dict(model.named_parameters())["head.bias"].grad.cpu()
+
+    backward_and_clip(first)
+    optimizers[0].zero_grad()  # without a step
+    return {
+        "skipped": stepped_with(first, optimizers[0]),
+        "other": stepped_with(second, optimizers[1]),
+    }
+
+
 def refused() -> dict[str, str]:
     """What is said about optimizers that cannot follow their model."""
     with_state, two_groups = make(), make()
@@ -170,6 +203,7 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
         "unpatched": stepped(accelerate.Accelerator(), Theirs(make())),
         "ours": stepped(Accelerator(), fsdp(make())),
         "ignored": with_ignored(),
+        "clipped": ignored_and_clipped(),
         "refused": refused(),
     }
 
@@ -219,6 +253,13 @@ def test_gradients_of_ignored_parameters_are_averaged(found: Any) -> None:
     torch.testing.assert_close(after_0["head.bias"], mean)
     torch.testing.assert_close(after_1["head.bias"], mean)
     assert torch.equal(before_1["inp.weight"], after_1["inp.weight"])
+
+
+@pytest.mark.parametrize("how", ["skipped", "other"])
+def test_they_are_averaged_anew_after_clipping(found: Any, how: str) -> None:
+    (before_0, after_0), (before_1, after_1) = (each["clipped"][how] for each in found)
+    torch.testing.assert_close(after_0, (before_0 + before_1) / 2)
+    assert torch.equal(after_0, after_1)
 
 
 def test_training_is_that_of_plain_torch(found: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.models import FEATURES
 from test.ranks import cached_outcome, run_on_ranks
 from test.replicas import Tiny, batch, largest_error, loss_of, on_device, values
 from test.scenarios import fsdp, make, message
@@ -92,6 +93,24 @@ def programs(rank: int, name: str) -> list[int]:
     return [b - a for a, b in pairwise(counts)]
 
 
+def train_with_masters(rank: int) -> list[list[Tensor]]:
+    """Parameters and masters after each step; steps 0 and 2 average."""
+    import torch_xla
+
+    model = on_device(lambda: torch.nn.Linear(FEATURES, 2, dtype=torch.bfloat16))
+    local = _averagers().HighPrecisionOptimizer(model.parameters(), torch.optim.SGD, lr=0.3)
+    optimizer = _averagers().PostLocalSGDOptimizer(local, _averagers().PeriodicModelAverager(2))
+    history = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank).to(torch_xla.device(), torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        torch_xla.sync()
+        masters = [local.state[param]["master"].detach().cpu() for param in model.parameters()]
+        history.append([*values(model), *masters])
+    return history
+
+
 def mistakes(rank: int) -> dict[str, str]:
     optim = _averagers()
     shard = fsdp(make(Tiny)).inp.weight
@@ -120,8 +139,11 @@ def save_and_load(rank: int) -> dict[str, Any]:
             optim.PeriodicModelAverager(2, warmup_steps=5),
         )
 
-    first, second, third = new(), new(), new()
+    first, second, third, hooked = new(), new(), new(), new()
     first.averager.step = 6
+    seen: list[Any] = []
+    hooked.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    hooked.step()
     first.param_groups[0]["lr"] = 0.25
     second.load_state_dict(first.state_dict())
     third.averager.step = 3
@@ -135,13 +157,41 @@ def save_and_load(rank: int) -> dict[str, Any]:
     return {
         "steps": (second.averager.step, third.averager.step),
         "rates": (second.optim.param_groups[0]["lr"], third.optim.param_groups[0]["lr"]),
+        "hooks": seen == [hooked.optim],
         "warning": [str(each.message) for each in caught],
     }
+
+
+def written_and_read(rank: int) -> int:
+    """The averager's step after two steps on shards of replicas, as checkpoints write and read
+    optimizers."""
+    import torch_xla
+
+    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+
+    optim, alone = _averagers(), [[each] for each in range(RANKS)]
+    groups = {"sharding_groups": alone, "sharding_rank": 0, "sharding_world_size": 1}
+
+    def new() -> tuple[Any, Any]:
+        model = fsdp(make(Tiny), **groups)
+        averager = optim.PeriodicModelAverager(2, groups=PAIRS)
+        local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optim.PostLocalSGDOptimizer(local, averager)
+
+    (model, optimizer), (again, other) = new(), new()
+    for step in range(2):
+        loss_of(model, batch(step, rank).to(torch_xla.device())).backward()
+        optimizer.step()
+    saved = read_optimizer(optimizer, dict(model.named_parameters()))
+    write_optimizer(other, dict(again.named_parameters()), saved)
+    return other.averager.step
 
 
 def everything(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"programs": {name: programs(rank, name) for name in CASES}}
     found |= {name: train(rank, name) for name in CASES}
+    found["written and read"] = written_and_read(rank)
+    found["masters"] = train_with_masters(rank)
     return {**found, "mistakes": mistakes(rank), "state": save_and_load(rank)}
 
 
@@ -184,6 +234,19 @@ def test_averaging_equals_the_simulation_at_every_step(name: str) -> None:
             assert largest_error(found[0], found[1]) > 1e-3
 
 
+def test_masters_are_averaged_and_stay_so() -> None:
+    """A local step moves every rank from the average: without, they would part for good."""
+    steps = [[outcome()[rank]["masters"][step] for rank in range(RANKS)] for step in range(4)]
+    for step in (0, 2):
+        first, *others = steps[step]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        params, masters = first[:2], first[2:]
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(params, masters, strict=True))
+    assert largest_error(steps[1][0], steps[1][1]) > 1e-3
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in steps[2][0][2:])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_kind_of_step_is_compiled_once(name: str) -> None:
     first, *others = outcome()[0]["programs"][name]
@@ -201,8 +264,13 @@ def test_state_holds_the_averagers_step() -> None:
     found = outcome()[0]["state"]
     assert found["steps"] == (6, 0)
     assert found["rates"] == (0.125, 0.25)
+    assert found["hooks"]
     [warning] = found["warning"]
     assert "no 'step' of an averager" in warning
+
+
+def test_checkpoints_of_shards_hold_the_averagers_step() -> None:
+    assert outcome()[0]["written and read"] == 2
 
 
 def test_mistakes_are_told() -> None:

@@ -10,6 +10,8 @@ from torch import nn
 
 from test.scenarios import make
 
+HOOKS = ["step_pre", "step_post", "state_dict_pre", "state_dict_post"]
+HOOKS += ["load_state_dict_pre", "load_state_dict_post"]
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
@@ -71,6 +73,51 @@ def test_state_goes_by_part() -> None:
     alone = joint(torch.optim.AdamW, {"a": first}, lr=0.1)
     with pytest.raises(ValueError, match=r"the state has parts \['a', 'b'\], this optimizer"):
         alone.load_state_dict(state)
+
+
+def test_state_of_one_model_in_parts_is_loaded_as_a_checkpoint_has_it() -> None:
+    from xla_fsdp.full_optim_state import state_made
+    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+
+    def new() -> tuple[Any, dict[str, nn.Parameter], Any]:
+        first, second = parts()
+        groups = [{"params": [second.weight], "lr": 0.5}, {"params": second.bias}]
+        optimizer = joint(torch.optim.AdamW, {"a": first, "b": groups}, lr=0.1)
+        return (first, second), dict(nn.Sequential(first, second).named_parameters()), optimizer
+
+    models, params, optimizer = new()
+    train(*models, optimizer)
+    saved = read_optimizer(optimizer, params)
+    models, params, again = new()
+    with state_made(again, params, {}, restore=True) as template:
+        assert set(template.entries) == set(params)
+    assert not any(each.state for each in again.optimizers.values())
+    write_optimizer(again, params, saved)
+    assert len(again.state) == len(params)
+    for name, values in read_optimizer(again, params).entries.items():
+        for entry in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(values[entry].value, saved.entries[name][entry].value)
+    with pytest.raises(ValueError, match="2 parameter groups, the parts of this optimizer have 3"):
+        again.load_state_dict({"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]})
+    with pytest.raises(KeyError):
+        again.state[nn.Parameter(torch.zeros(1))]
+
+
+def test_hooks_run_for_every_part_until_they_are_removed() -> None:
+    first, second = parts()
+    optimizer = joint(torch.optim.SGD, {"a": first, "b": second}, lr=0.1)
+    seen: list[str] = []
+    handles = [
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
+        for name in HOOKS
+    ]
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert sorted(seen) == sorted(HOOKS * 2)
+    for handle in handles:
+        handle.remove()
+    train(first, second, optimizer, steps=1)
+    assert len(seen) == 2 * len(HOOKS)
 
 
 class RemoteReference:

@@ -111,6 +111,16 @@ def step_all(optimizer: Any, param: nn.Parameter, grads: list[Tensor]) -> None:
 GRADS = [torch.linspace(-1, 1, 64).roll(step).to(BF16).float() for step in range(6)]
 
 
+def test_rounding_may_begin_after_a_state_was_saved_without() -> None:
+    param = weight(torch.linspace(-1, 1, 64))
+    plain = high([param], lr=0.1, momentum=0.9)
+    step_all(plain, param, GRADS[:2])
+    rounding = high([param], lr=0.1, momentum=0.9, stochastic_rounding=True)
+    rounding.load_state_dict(plain.state_dict())
+    step_all(rounding, param, GRADS[2:3])
+    assert rounding.param_groups[0]["rounded_steps"] == 1
+
+
 @pytest.mark.parametrize(
     ("inner_class", "options"),
     [

@@ -731,6 +731,14 @@ def test_cli_passes_exit_codes_on(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_cli_shows_the_traceback_of_a_script_that_failed_outside_of_ranks(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "int('seven')", "--compat", "--num_ranks=2")
+    assert done.returncode == 1
+    assert "int('seven')" in done.stderr
+    assert "ValueError: invalid literal" in done.stderr
+    assert "launch.py" not in done.stderr
+
+
 def test_cli_shows_where_the_script_failed(tmp_path: Path) -> None:
     done = run_script(tmp_path, "index == 1 and int('seven')", "--num_ranks=2")
     assert done.returncode == 1

@@ -97,6 +97,42 @@ def test_a_new_optimizer_goes_on_where_the_old_one_was() -> None:
 
 
 @scenario
+def scaled_states(rank: int) -> dict[str, bool]:
+    """Whether a new optimizer, which has made no step, takes a whole state and goes on like the
+    old one, of optimizers that keep one thing with a scaler and another without."""
+    import torch_xla
+    from torch_xla.amp import syncfree
+
+    from xla_fsdp.state_dicts import load_optim_state_dict, optim_state_dict
+
+    found = {}
+    on_device = torch.zeros((), device=torch_xla.device())
+    for make_optimizer in (syncfree.AdamW, syncfree.SGD):
+        for name, arguments in {"scaler": {"found_inf": on_device}, "none": {}}.items():
+            options = {"momentum": 0.9} if make_optimizer is syncfree.SGD else {}
+            model = fsdp(make(Pair))
+            old = make_optimizer(model.parameters(), lr=0.01, **options)
+            train(model, old, 1, **arguments)
+            state = optim_state_dict(model, old)
+            new = make_optimizer(model.parameters(), lr=0.01, **options)
+            load_optim_state_dict(model, new, state)
+            again = optim_state_dict(model, new)["state"]
+            found[f"{make_optimizer.__name__}, {name}"] = all(
+                torch.equal(value, again[key][entry])
+                for key, values in state["state"].items()
+                for entry, value in values.items()
+            )
+            train(model, new, 1, **arguments)
+    return found
+
+
+def test_new_optimizers_take_what_is_kept_with_a_scaler_and_without() -> None:
+    found = result("scaled_states")
+    assert len(found) == 4
+    assert [name for name in found if not found[name]] == []
+
+
+@scenario
 def places(rank: int) -> dict[str, Any]:
     from xla_fsdp.optim_state import read_optimizer
 

@@ -157,7 +157,12 @@ def test_parameters_kept_after_backward_are_gathered_anew_after_the_step() -> No
 def handled(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
+    from xla_fsdp.optim import (
+        HighPrecisionOptimizer,
+        PeriodicModelAverager,
+        PostLocalSGDOptimizer,
+        step_in_backward,
+    )
 
     model, x = fsdp(make(layers)), batch(0, rank).to(torch_xla.device())
     found = _stepped_and_removed(model, x)
@@ -166,6 +171,8 @@ def handled(rank: int) -> dict[str, Any]:
     other = torch.optim.SGD(make(layers).parameters(), lr=0.1)
     found["plain"] = message(lambda: step_in_backward(make(layers), other))
     found["foreign"] = message(lambda: step_in_backward(model, other))
+    averaging = PostLocalSGDOptimizer(MOMENTUM(model.parameters()), PeriodicModelAverager(2))
+    found["averaging"] = message(lambda: step_in_backward(model, averaging))
     model.zero_grad()
 
     low = fsdp(make(lambda: nn.Linear(FEATURES, 64, dtype=torch.bfloat16)))
@@ -180,9 +187,11 @@ def handled(rank: int) -> dict[str, Any]:
 
 
 def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
+    import xla_fsdp
     from xla_fsdp.optim import step_in_backward
 
     optimizer = MOMENTUM(model.parameters())
+    scaler, disabled = (xla_fsdp.ShardedGradScaler(enabled=on) for on in (True, False))
     handle = step_in_backward(model, optimizer)
     start = values(model)
     model(x).square().mean().backward()
@@ -190,7 +199,11 @@ def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "in backward": not all(torch.equal(a, b) for a, b in zip(start, moved, strict=True)),
         "clip": message(lambda: model.clip_grad_norm_(1.0)),
+        "clip of parameters": message(lambda: xla_fsdp.clip_grad_norm_(model.parameters(), 1.0)),
         "clip value": message(lambda: model.clip_grad_value_(1.0)),
+        "unscale": message(lambda: scaler.unscale_(optimizer)),
+        "scaled step": message(lambda: scaler.step(optimizer)),
+        "disabled scaler": message(lambda: disabled.step(optimizer)),
         "again": message(lambda: step_in_backward(model, optimizer)),
     }
     handle.remove()
@@ -220,9 +233,14 @@ def test_remove_goes_back_to_steps_after_backward() -> None:
 def test_what_needs_all_gradients_is_refused() -> None:
     found = result("handled")
     assert "clip_grad_norm_ was called on a model that is stepped in backward" in found["clip"]
+    assert "model that is stepped in backward" in found["clip of parameters"]
     assert "clip_grad_value_ was called" in found["clip value"]
+    for call in ("unscale", "scaled step"):
+        assert "SGD was given to a ShardedGradScaler" in found[call]
+    assert found["disabled scaler"] == "nothing was raised"
     assert "stepped in backward already" in found["again"]
     assert "has no FSDP units" in found["plain"]
+    assert "averages once all parameters are stepped" in found["averaging"]
     assert "the optimizer that step_in_backward was given is gone" in found["gone"]
     assert "holds no shard of the model" in found["foreign"]
 

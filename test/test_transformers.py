@@ -340,6 +340,7 @@ class Arguments:
     xla_fsdp_config: dict[str, Any]
     gradient_checkpointing: bool = False
     torch_compile: bool = False
+    save_on_each_node: bool = False
 
 
 def test_all_that_is_wrong_with_the_configuration_is_said_at_once() -> None:
@@ -348,7 +349,7 @@ def test_all_that_is_wrong_with_the_configuration_is_said_at_once() -> None:
         "xla_fsdp_grad_ckpt": True,
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "GPT2Block"],
     }
-    args = Arguments(config, {"compute_type": "bfloat16"}, True, True)
+    args = Arguments(config, {"compute_type": "bfloat16"}, True, True, True)
     with pytest.raises(ValueError, match="cannot be followed") as raised:
         shard_as_configured(build_llama(), args)
     said = str(raised.value)
@@ -357,6 +358,7 @@ def test_all_that_is_wrong_with_the_configuration_is_said_at_once() -> None:
     assert "names GPT2Block, which LlamaForCausalLM does not have" in said
     assert "gradient_checkpointing=True uses torch.utils.checkpoint" in said
     assert "torch_compile=True would cut" in said
+    assert "save_on_each_node=True would write models without tensors" in said
 
 
 def test_recomputation_needs_units() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
+from xla_fsdp.grad_scaler import takes_found_inf
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.optim_state import (
     Entry,
@@ -145,18 +146,18 @@ def load_full(
     Raises:
         ValueError: with every problem found; nothing has been changed then.
     """
-    with state_made(optimizer, params) as template:
+    with state_made(optimizer, params, full) as template:
         write_optimizer(optimizer, params, from_full(full, template, names))
 
 
 @contextlib.contextmanager
 def state_made(
-    optimizer: Optimizer, params: Mapping[str, Tensor], *, restore: bool = False
+    optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
 ) -> Iterator[OptimizerState]:
-    """The optimizer's state, made where there was none. What was made goes again if the block
-    raises, or in any case to ``restore``."""
+    """The optimizer's state, made where there was none, for ``given`` to be loaded. What was made
+    goes again if the block raises, or in any case to ``restore``."""
     without = [param for param in params.values() if not optimizer.state.get(param)]
-    create_state(optimizer)
+    _create_for(given, optimizer, without)
     failed = True
     try:
         yield read_optimizer(optimizer, params)
@@ -164,6 +165,19 @@ def state_made(
     finally:
         for param in without if failed or restore else ():
             optimizer.state.pop(param, None)
+
+
+def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
+    """Make state; of an optimizer that keeps other entries when a scaler steps it, those that
+    ``given`` has."""
+    create_state(optimizer)
+    if not takes_found_inf(optimizer) or list(_malformed(given)):
+        return
+    made = {name for param in without for name in optimizer.state.get(param, ())}
+    if made and made != {name for values in given["state"].values() for name in values}:
+        for param in without:
+            optimizer.state.pop(param, None)
+        create_state(optimizer, by_scaler=False)
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,19 @@ def clip_grad_norm_(
     Raises:
         ValueError: if ``norm_type`` is not positive.
         RuntimeError: if gradients are kept that no backward has reduced yet, for full parameters
-            in place of shards, or for a norm that is not finite.
+            in place of shards, if parameters are stepped in backward, or for a norm that is not
+            finite.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_shown(given, "clip_grad_norm_")
     for param in given:
         group = known_group(param)
+        if group is not None and group.steps_in_backward:
+            raise RuntimeError(
+                "clip_grad_norm_ was called on a model that is stepped in backward: its gradients "
+                "are gone by now. Do without, or step after backward (remove() of what "
+                "step_in_backward returned)"
+            )
         if group is not None and group.has_kept:
             raise RuntimeError(
                 "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "

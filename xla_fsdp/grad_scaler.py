@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp import xla_ops
+from xla_fsdp.ties import known_group
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -20,6 +21,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     An optimizer whose ``step`` takes ``found_inf`` (those of ``torch_xla.amp.syncfree``) decides on
     the device; for others the value is read, which ends the step's program before the optimizer.
+    Parameters that ``step_in_backward`` steps are refused by ``unscale_`` and ``step``: backward
+    has stepped them with scaled gradients, before an overflow anywhere was known.
 
     Args:
         init_scale: first factor.
@@ -42,6 +45,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__("xla", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._groups = groups
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in torch.
+
+        Raises:
+            RuntimeError: if parameters are stepped in backward; and as in torch.
+        """
+        if self.is_enabled():
+            _check_steps_after_backward(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As in torch; see ``unscale_``."""
+        if self.is_enabled():
+            _check_steps_after_backward(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self,
@@ -82,3 +101,20 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     that hands it on to another one says so by a property of this name."""
     own = getattr(optimizer, "takes_found_inf", None)
     return "found_inf" in inspect.signature(optimizer.step).parameters if own is None else own
+
+
+def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters whose gradients are consumed before they could be unscaled.
+
+    Raises:
+        RuntimeError: if a parameter is stepped in backward.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        found = known_group(param)
+        if found is not None and found.steps_in_backward:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was given to a ShardedGradScaler; step_in_backward "
+                f"makes its steps: with scaled gradients, overflows or not. The last backward has "
+                f"changed the model so. Start again with compute_dtype=torch.bfloat16 and no "
+                f"scaler, or without step_in_backward"
+            )

@@ -108,6 +108,9 @@ def _run(program: Program, args: Sequence[str], run: Callable[[Program, _Namespa
             run(program, spaces)
     except ValueError as error:
         return _usage_error(str(error))
+    except _ProgramError as error:
+        _print_cause(error, program)
+        return 1
     except RankError as error:
         return _report(error, program)
     except KeyboardInterrupt:
@@ -142,7 +145,14 @@ def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> N
 
     compat.install()
     xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
-    exec(program.code, vars(spaces.of_rank_0))
+    try:
+        exec(program.code, vars(spaces.of_rank_0))
+    except ValueError as error:  # the program's own, no wrong usage of this command
+        raise _ProgramError from error
+
+
+class _ProgramError(Exception):
+    """What a program raised outside of ranks; the cause is its exception."""
 
 
 def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
@@ -167,11 +177,16 @@ def _report(error: RankError, program: Program) -> int:
         if not isinstance(cause.code, int):
             print(cause.code, file=sys.stderr)
         return exit_code_of(cause)
+    _print_cause(error, program)
+    print(f"xla_fsdp.launch: {error}", file=sys.stderr)
+    return 1
+
+
+def _print_cause(error: Exception, program: Program) -> None:
+    cause = error.__cause__
     if cause is not None:
         tb = _from_program(cause.__traceback__, program)
         print("".join(traceback.format_exception(cause.with_traceback(tb))), file=sys.stderr)
-    print(f"xla_fsdp.launch: {error}", file=sys.stderr)
-    return 1
 
 
 def _from_program(tb: TracebackType | None, program: Program) -> TracebackType | None:

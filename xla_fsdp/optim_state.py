@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xla_fsdp.grad_scaler import takes_found_inf
 from xla_fsdp.sharded_param import is_sharded
 
 PLAIN = (bool, int, float, str, type(None))
@@ -192,13 +193,18 @@ def torch_state_dict(
 
 
 @torch.no_grad()
-def create_state(optimizer: Optimizer) -> None:
+def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
     """Make the state that an optimizer otherwise creates in its first step, for every trainable
     parameter that has none. Parameters and gradients stay as they are.
 
     A step is taken for it, with zero gradients and a learning rate of 0; what counts steps is set
     back to 0. An SGD with dampening then starts from a momentum of zero, which it does not do by
     itself.
+
+    Args:
+        optimizer: any.
+        by_scaler: for an optimizer that a gradient scaler tells on the device whether to step:
+            make what it keeps then, not what it keeps without.
 
     Raises:
         ValueError: if a step needs a closure.
@@ -217,7 +223,11 @@ def create_state(optimizer: Optimizer) -> None:
     with _standing_still(optimizer, params):
         for param in waiting:
             param.grad = torch.zeros_like(param)
-        optimizer.step()
+        if by_scaler and takes_found_inf(optimizer):
+            found_inf = torch.zeros((), device=waiting[0].device)
+            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
+        else:
+            optimizer.step()
     for param, value in zip(waiting, values, strict=True):
         param.copy_(value)
         state = optimizer.state[param]

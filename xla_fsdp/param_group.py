@@ -58,6 +58,7 @@ class ParamGroup:
         self.all_reduces = True
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
         self.comm_hook: CommHook | None = None
+        self.steps_in_backward = False  # gradients are gone when backward ends
         self._unreduced: dict[int, Tensor] = {}  # full gradients, by member
         self._not_summed: dict[int, Tensor] = {}  # shards that replicas are to add, by parameter
         for param in self.params:

@@ -229,7 +229,7 @@ class ShardedModule(UnitHost):
         }
 
     def _fsdp_check_gradients(self, method: str) -> None:
-        if any(unit.steps_in_backward for unit in self._fsdp_units()):
+        if any(unit.group.steps_in_backward for unit in self._fsdp_units()):
             raise RuntimeError(
                 f"{method} was called on a model that is stepped in backward: its gradients are "
                 f"gone by now. Do without, or step after backward (remove() of what "

@@ -138,7 +138,7 @@ def cut_optim_state_dict(
         ValueError: with every name, group or shape that does not fit.
     """
     params = _params(model)
-    with state_made(optimizer, params, restore=True) as template:
+    with state_made(optimizer, params, state, restore=True) as template:
         cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
         return torch_state_dict(optimizer, params, cut)
 
@@ -158,7 +158,7 @@ def load_sharded_optim_state_dict(
         ValueError: with every name, group or shape that does not fit.
     """
     params = _params(model)
-    with state_made(optimizer, params) as template:
+    with state_made(optimizer, params, state) as template:
         write_optimizer(optimizer, params, from_shards(state, template))
 
 

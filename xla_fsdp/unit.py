@@ -93,7 +93,6 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.is_last_backward = True  # no further pass adds to the gradients before the step
-        self.steps_in_backward = False
         self.forward_prefetch: list[UnitRef] = []
         self.backward_prefetch: list[UnitRef] = []
         self.backward = BackwardPass(sync_on_end=config.sync_on_finalization)

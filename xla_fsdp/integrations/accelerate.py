@@ -44,11 +44,15 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     _whole_are_reduced = False
 
+    def holds_any(self, params: Iterable[Tensor]) -> bool:
+        """Whether this steps at least one of ``params``."""
+        given = {id(param) for param in params}
+        return any(id(param) in given for param in self._params())
+
     def reduce_whole(self) -> None:
         """Average the gradients of parameters that FSDP ignores over the ranks, once per step."""
         if not self._whole_are_reduced:
-            params = [param for group in self.param_groups for param in group["params"]]
-            for param in params:
+            for param in self._params():
                 if param.grad is not None and not is_sharded(param):
                     grad = param.grad.to(xla_ops.device())  # it may be left in host memory
                     param.grad.copy_(xla_ops.all_reduce("sum", grad, None) / xla_ops.world_size())
@@ -67,6 +71,16 @@ class ShardedOptimizer(AcceleratedOptimizer):
             super().step(closure)
         finally:
             self.gradient_state.is_xla_gradients_synced = before
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As in accelerate. Gradients that come after are new ones, whether there was a step or
+        not."""
+        if self.gradient_state.sync_gradients:
+            self._whole_are_reduced = False
+        super().zero_grad(set_to_none)
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
 
 
 class Accelerator(accelerate.Accelerator):
@@ -145,7 +159,7 @@ class Accelerator(accelerate.Accelerator):
             with self._without_sharded():
                 return super().clip_grad_norm_(params, max_norm, norm_type)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, ShardedOptimizer):
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.holds_any(params):
                 optimizer.reduce_whole()
         self.unscale_gradients()
         return clip_grad_norm_(params, max_norm, norm_type)

@@ -93,6 +93,11 @@ def _args_problems(args: Any) -> list[str]:
             "gradient_checkpointing=True uses torch.utils.checkpoint, which knows no XLA device; "
             "set fsdp_config['xla_fsdp_grad_ckpt']=True instead"
         )
+    if args.save_on_each_node:
+        problems.append(
+            "save_on_each_node=True would write models without tensors on other hosts, as the "
+            "merged tensors are on the main process only; leave it out, and copy the directory"
+        )
     if args.torch_compile:
         problems.append("torch_compile=True would cut the step into many programs; leave it out")
     return problems

@@ -7,7 +7,7 @@ several models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp3
 """
 
 from xla_fsdp.optim.distributed_optimizer import DistributedOptimizer
-from xla_fsdp.optim.high_precision import HighPrecisionOptimizer
+from xla_fsdp.optim.high_precision import HighPrecisionOptimizer, masters_of
 from xla_fsdp.optim.in_backward import StepInBackward, step_in_backward
 from xla_fsdp.optim.model_averagers import (
     HierarchicalModelAverager,
@@ -26,5 +26,6 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "StepInBackward",
     "ZeroRedundancyOptimizer",
+    "masters_of",
     "step_in_backward",
 ]

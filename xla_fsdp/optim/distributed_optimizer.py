@@ -11,7 +11,7 @@ the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.joined_hooks import HooksOfOthers
+
 Part = nn.Module | Iterable[Any] | None
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(HooksOfOthers):
     """``optimizer_class`` over each of several parts, used as one optimizer.
 
     ::
@@ -60,6 +62,7 @@ class DistributedOptimizer(Optimizer):
         self.optimizers: dict[str, Optimizer] = {
             name: classes[name](own, *args, **kwargs) for name, own in params.items() if own
         }
+        self._state = JoinedState(list(self.optimizers.values()))
         self.defaults = next(iter(self.optimizers.values())).defaults
 
     def __repr__(self) -> str:
@@ -67,15 +70,19 @@ class DistributedOptimizer(Optimizer):
         return f"DistributedOptimizer({parts})"
 
     @property
+    def hooked(self) -> list[Optimizer]:
+        """See ``HooksOfOthers``."""
+        return list(self.optimizers.values())
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all parts, the very objects, so that schedulers reach them."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
     @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+    def state(self) -> JoinedState:  # type: ignore[override]
         """The state of all parts, by parameter; each entry is the part's own."""
-        every = chain.from_iterable(each.state.items() for each in self.optimizers.values())
-        return dict(every)
+        return self._state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every part.
@@ -115,11 +122,14 @@ class DistributedOptimizer(Optimizer):
         return {"parts": {name: each.state_dict() for name, each in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What ``state_dict`` returned, for the same parts.
+        """What ``state_dict`` returned, for the same parts; or one state of all groups in torch's
+        form, as checkpoints of a model have it.
 
         Raises:
-            ValueError: if parts are missing or unknown; nothing has been changed then.
+            ValueError: if parts or groups are missing or unknown; nothing has been changed then.
         """
+        if "parts" not in state_dict and "param_groups" in state_dict:
+            state_dict = {"parts": self._split(state_dict)}
         there, here = set(state_dict.get("parts", ())), set(self.optimizers)
         if there != here:
             raise ValueError(
@@ -128,6 +138,66 @@ class DistributedOptimizer(Optimizer):
             )
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict["parts"][name])
+
+    def _split(self, joined: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """A state of all groups, in the order of the parts, by part."""
+        groups = list(joined["param_groups"])
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, the parts of this optimizer have "
+                f"{len(self.param_groups)}; create it with the same parts and groups"
+            )
+        parts = {}
+        for name, each in self.optimizers.items():
+            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            numbers = [number for group in own for number in group["params"]]
+            state = {n: joined["state"][n] for n in numbers if n in joined["state"]}
+            parts[name] = {"state": state, "param_groups": own}
+        return parts
+
+
+class JoinedState(MutableMapping[torch.Tensor, Any]):
+    """The states of several optimizers as one, which writes through to them.
+
+    Like torch's own, it makes an empty entry for a parameter that is asked for by ``[]``.
+
+    Args:
+        optimizers: no parameter is in two of them.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, param: torch.Tensor) -> Any:
+        return self._of(param)[param]
+
+    def __setitem__(self, param: torch.Tensor, entry: Any) -> None:
+        self._of(param)[param] = entry
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        del self._of(param)[param]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(each.state for each in self._optimizers)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param in each.state for each in self._optimizers)
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        """The entry of ``param``, if there is one."""
+        return super().get(param, default) if param in self else default
+
+    def _of(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+        for each in self._optimizers:
+            if param in each.state:
+                return each.state
+        for each in self._optimizers:
+            if any(param is own for group in each.param_groups for own in group["params"]):
+                return each.state
+        raise KeyError(param)
 
 
 def _named(parts: Mapping[str, Part] | Iterable[Part]) -> dict[str, Part]:

@@ -29,6 +29,12 @@ ROUNDED_STEPS = "rounded_steps"
 WIDENED = (torch.bfloat16, torch.float16)
 
 
+def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The masters that an optimizer keeps (or one that it wraps), by parameter. Who changes a
+    parameter's value must change them, or the next step undoes it."""
+    return {param: state[MASTER] for param, state in optimizer.state.items() if MASTER in state}
+
+
 class HighPrecisionOptimizer(StandInOptimizer):
     """``inner_class`` over fp32 versions of bf16 and fp16 parameters.
 
@@ -45,6 +51,9 @@ class HighPrecisionOptimizer(StandInOptimizer):
     in the optimizer and, for shards and slices, on which of them it is; whole parameters, and equal
     shards in different sharding groups, get the same bits on every rank, so that replicas stay
     replicas. They come from no random number generator.
+
+    With masters, a step begins with these: parameters that were changed by anything else since the
+    last step get their old values again, unless ``masters_of(optimizer)`` are changed alike.
 
     Args:
         params: parameters, or groups of them.
@@ -142,6 +151,8 @@ class HighPrecisionOptimizer(StandInOptimizer):
         """As in torch, but entries keep their dtypes: torch casts state to that of the parameter,
         which would cut masters off."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups if self._rounds else ():
+            group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
         order = [param for group in self.param_groups for param in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for param, name in zip(order, names, strict=True):

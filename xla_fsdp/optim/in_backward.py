@@ -18,6 +18,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import units_in
 
@@ -48,7 +49,7 @@ class StepInBackward:
             for shard, unit in unit_of.items()
         ]
         for unit in units:
-            unit.steps_in_backward = True
+            unit.group.steps_in_backward = True
 
     def remove(self) -> None:
         """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
@@ -56,7 +57,7 @@ class StepInBackward:
             hook.remove()
         for reference in self._units:
             if (unit := reference()) is not None:
-                unit.steps_in_backward = False
+                unit.group.steps_in_backward = False
 
     def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
         unit = reference()
@@ -101,6 +102,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
     the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.
+    Scale no losses: steps would be made with the scaled gradients (``ShardedGradScaler`` refuses).
 
     Args:
         model: wrapped with FSDP, or a module that holds wrapped ones.
@@ -112,7 +114,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     Raises:
         ValueError: if the model is not wrapped, the optimizer holds none of its shards or needs a
-            closure, or this has been done already.
+            closure, or averages replicas, or this has been done already.
     """
     units = units_in(model)
     problems = list(_problems(units, optimizer))
@@ -137,5 +139,10 @@ def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
-    if any(unit.steps_in_backward for unit in units):
+    if isinstance(optimizer, PostLocalSGDOptimizer):
+        yield (
+            "PostLocalSGDOptimizer averages once all parameters are stepped, and here they are "
+            "stepped one by one; call its step() after backward"
+        )
+    if any(unit.group.steps_in_backward for unit in units):
         yield "units of the model are stepped in backward already; remove() that first"

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from xla_fsdp.optim.averaging import average_in_place
@@ -48,11 +49,17 @@ class ModelAverager(ABC):
         self._takes_shards = groups is not None
         self.step = 0
 
-    def average_parameters(self, params: Params) -> None:
+    def average_parameters(
+        self, params: Params, masters: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
         """Average the parameters that have a gradient, if it is time to; count the step.
 
         Args:
             params: parameters of a model, or ``param_groups`` of an optimizer.
+            masters: ``masters_of(optimizer)`` of one that keeps fp32 values of parameters between
+                steps (``PostLocalSGDOptimizer`` gives them): these are averaged in the place of
+                their parameters, which are then rounded to their dtype. Without, the optimizer's
+                next step would undo the average.
 
         Raises:
             ValueError: for shards, of which ranks hold different slices, unless the averager was
@@ -61,8 +68,17 @@ class ModelAverager(ABC):
         """
         groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
         if groups is not None:
-            average_in_place(list(self._with_grad(params)), groups)
+            self._average(list(self._with_grad(params)), masters or {}, groups)
         self.step += 1
+
+    @torch.no_grad()
+    def _average(
+        self, params: list[Tensor], masters: Mapping[Tensor, Tensor], groups: Groups
+    ) -> None:
+        average_in_place([masters.get(param, param) for param in params], groups)
+        for param in params:
+            if param in masters:
+                param.copy_(masters[param])
 
     def _with_grad(self, params: Params) -> Iterator[Tensor]:
         for each in params:

@@ -13,10 +13,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from xla_fsdp.optim.high_precision import masters_of
+from xla_fsdp.optim.joined_hooks import HooksOfOthers
 from xla_fsdp.optim.model_averagers import ModelAverager
 
+AVERAGER_STEP = "averager_step"
+"""Name of the option of the first group that holds the averager's step: checkpoints of shards know
+parameters and groups only."""
 
-class PostLocalSGDOptimizer(Optimizer):
+
+class PostLocalSGDOptimizer(HooksOfOthers):
     """Post-local SGD (arxiv.org/abs/1808.07217): ``optim`` steps, then ``averager`` averages if it
     is time to.
 
@@ -38,6 +44,11 @@ class PostLocalSGDOptimizer(Optimizer):
         return f"PostLocalSGDOptimizer({self.optim!r}, {type(self.averager).__name__})"
 
     @property
+    def hooked(self) -> list[Optimizer]:
+        """See ``HooksOfOthers``: hooks after a step run before an average."""
+        return [self.optim]
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The local optimizer's."""
         return self.optim.param_groups
@@ -50,7 +61,8 @@ class PostLocalSGDOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step, and an average if it is time to. Returns what the closure returned."""
         result = self.optim.step() if closure is None else self.optim.step(closure)
-        self.averager.average_parameters(self.param_groups)
+        self.averager.average_parameters(self.param_groups, masters_of(self.optim))
+        self.param_groups[0][AVERAGER_STEP] = self.averager.step
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -66,13 +78,15 @@ class PostLocalSGDOptimizer(Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The same back. A state without ``step`` starts the averager anew, with a warning."""
+        """The same back, or what a checkpoint of shards holds of it. A state without the averager's
+        step starts the averager anew, with a warning."""
         own = {name: value for name, value in state_dict.items() if name != "step"}
         self.optim.load_state_dict(own)
-        if "step" not in state_dict:
+        step = state_dict.get("step", self.param_groups[0].get(AVERAGER_STEP))
+        if step is None:
             warnings.warn(
                 "the state dict has no 'step' of an averager (was it saved by the local optimizer "
                 "alone?); the averager starts at step 0, with its warm-up",
                 stacklevel=2,
             )
-        self.averager.step = state_dict.get("step", 0)
+        self.averager.step = step or 0

@@ -7,8 +7,8 @@ Always true: nobody executes a collective before all ranks have recorded the sam
 value counts like a sync); the first failure wins and ends every wait; a gate that has opened lets
 everybody through, even if a failure comes meanwhile (a rank that stayed behind would leave its
 peers alone in a collective).
-Knows nothing of torch_xla (``xla_ops`` calls in from there, ``launcher`` from above), and of torch
-only the random number generator that the ranks share.
+Knows nothing of torch_xla (``cpu_rank_xla_ops`` calls in from there, ``launcher`` from above), and
+of torch only the random number generator that the ranks share.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from xla_fsdp import xla_ops
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit
+from xla_fsdp.cpu_rank_xla_ops import own_random_numbers
 from xla_fsdp.device_mesh import as_mesh
 from xla_fsdp.fsdp_module import class_for
 from xla_fsdp.ignored import Ignored
@@ -76,7 +76,7 @@ def fully_shard(
     _check(parts, offload_policy)
     ignored = Ignored(params=ignored_params)
     placement = None if shard_placement_fn is None else partial(_dim, shard_placement_fn)
-    with xla_ops.own_random_numbers():
+    with own_random_numbers():
         built = build_unit(
             parts, config, ignored, None, None, placement=placement, stays_on_meta=True
         )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
+from xla_fsdp.cpu_rank_xla_ops import own_random_numbers
 from xla_fsdp.ignored import Ignored
 from xla_fsdp.sharded_module import ShardedModule
 from xla_fsdp.state_dict_types import StateDictTypes
@@ -138,7 +138,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
-        with xla_ops.own_random_numbers():
+        with own_random_numbers():
             if auto_wrap_policy is not None:
                 wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
                 given = {

@@ -141,10 +141,10 @@ def _run_in_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) 
 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    from . import compat, xla_ops
+    from . import compat, cpu_rank_xla_ops
 
     compat.install()
-    xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
+    cpu_rank_xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
     try:
         exec(program.code, vars(spaces.of_rank_0))
     except ValueError as error:  # the program's own, no wrong usage of this command

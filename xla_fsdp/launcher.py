@@ -5,7 +5,8 @@ process with a CPU device of its own.
 Always true: arguments and environment are checked before anything starts; ``launch`` returns only
 when every rank has; a failure on one rank ends all of them within seconds.
 Imports torch and torch_xla only when called. How rank threads stay in step is ``cpu_ranks``'s
-business, what is changed inside torch_xla for them ``xla_ops``'s; the command line is ``launch``.
+business, what is changed inside torch_xla for them ``cpu_rank_xla_ops``'s; the command line is
+``launch``.
 """
 
 from __future__ import annotations
@@ -174,12 +175,12 @@ def _prepare_process(num_ranks: int) -> None:
     if "torch_xla" not in sys.modules:
         os.environ.update(needed)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    from . import xla_ops
+    from . import cpu_rank_xla_ops, xla_ops
 
     if xla_ops.runtime_started():
         _check_started(needed, num_ranks, xla_ops.local_device_count())
     os.environ.update(needed)
-    xla_ops.prepare_cpu_ranks()
+    cpu_rank_xla_ops.prepare_cpu_ranks()
 
 
 def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
@@ -201,16 +202,20 @@ def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
 def _run_cpu_ranks(
     fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, sync_timeout: float
 ) -> list[Any]:
-    from . import xla_ops
+    from . import cpu_rank_xla_ops
 
-    slot = xla_ops.run_slot()
+    slot = cpu_rank_xla_ops.run_slot()
     if slot.run is not None:
         raise RuntimeError("a launch is running in another thread of this process; wait for it")
     run = slot.run = Run(num_ranks)
     try:
         with _crash_report(), _one_torch_thread(num_ranks):
             start = functools.partial(
-                run.start, fn, args, xla_ops.enter_cpu_rank, xla_ops.leave_cpu_rank
+                run.start,
+                fn,
+                args,
+                cpu_rank_xla_ops.enter_cpu_rank,
+                cpu_rank_xla_ops.leave_cpu_rank,
             )
             _supervise(run, start, sync_timeout)
     finally:

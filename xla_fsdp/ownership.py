@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp import xla_ops
 from xla_fsdp.communication import Communication
 from xla_fsdp.config import FSDPConfig
+from xla_fsdp.cpu_rank_xla_ops import tell_peers
 from xla_fsdp.layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.names import join_name
 from xla_fsdp.scope import Scope
@@ -166,7 +166,7 @@ class _Sharder:
             return  # groups may hold different parts of a model
         for tensor, member in zip(tensors, members, strict=True):
             if tensor.device.type == "cpu":
-                xla_ops.tell_peers(
+                tell_peers(
                     f"sharding of {member.names[0]} with checksum {_checksum(tensor):08x} (equal "
                     f"on all ranks if they seed and build under one_rank_at_a_time())"
                 )

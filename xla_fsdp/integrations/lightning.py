@@ -11,7 +11,7 @@ import os
 from functools import partial
 from importlib.util import find_spec
 
-from xla_fsdp import compat, xla_ops
+from xla_fsdp import compat, cpu_rank_xla_ops
 from xla_fsdp.integrations.versions import require
 from xla_fsdp.launcher import launch
 
@@ -44,7 +44,7 @@ def install(cpu_ranks: int | None = None) -> None:
             f"cpu_ranks={cpu_ranks} with PJRT_DEVICE={device}; XLAFSDPStrategy runs on 2 ranks or "
             f"more, and ranks are threads on CPU only. Leave cpu_ranks out on a TPU"
         )
-    xla_ops.run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
+    cpu_rank_xla_ops.run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
     for package in _PACKAGES:
         _count_cpu_ranks(package, cpu_ranks)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from xla_fsdp import xla_ops
 from xla_fsdp.preflight.tracing import Recorder, Step, use_one_cpu_device
+from xla_fsdp.pretended_xla_ops import pretended_rank
 
 WARM_UP = 2
 """Steps before the first that counts: they make the optimizer's state."""
@@ -31,7 +31,7 @@ def trace_seconds(
     use_one_cpu_device()
     clock = _Clock()
     seconds: dict[str, list[float]] = {name: [] for name in builders}
-    with xla_ops.pretended_rank(0, coords, clock.stop):
+    with pretended_rank(0, coords, clock.stop):
         steps = {}
         for name, build in builders.items():
             steps[name] = build()

@@ -25,6 +25,7 @@ from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.minimum import live_units, parameter_traffic
 from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
 from xla_fsdp.preflight.traffic import KINDS
+from xla_fsdp.pretended_xla_ops import pretended_rank
 
 Step = Callable[[], Any]
 
@@ -46,7 +47,7 @@ def trace_step(
     use_one_cpu_device()
     earlier = {id(unit) for unit in live_units()}
     recorder = Recorder()
-    with xla_ops.pretended_rank(rank, coords, recorder.cut):
+    with pretended_rank(rank, coords, recorder.cut):
         step = build_step()
         recorder.cut()
         step()  # makes the optimizer's state

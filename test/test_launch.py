@@ -647,16 +647,16 @@ def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     one_process = [options["debug_single_process"] for _, options in calls]
     assert one_process == [False, True, False]
     assert {args for args, _ in calls} == {(print, (1,), "fork")}
-    assert os.environ["LIBTPU_INIT_ARGS"].split() == ["--own=1", *tpu_flags.LOW_MEMORY]
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == ["--own=1", *tpu_flags.ADDED]
     with pytest.raises(ValueError, match="num_ranks=4, but there are 8 TPU devices"):
         launcher.launch(print, num_ranks=4)
 
 
 def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
-    own = f"{tpu_flags.LOW_MEMORY[0].partition('=')[0]}=4 --other"
-    assert tpu_flags.low_memory_flags(own).split() == [*own.split(), *tpu_flags.LOW_MEMORY[1:]]
-    assert tpu_flags.low_memory_flags().split() == list(tpu_flags.LOW_MEMORY)
+    own = f"{tpu_flags.ADDED[0].partition('=')[0]}=4 --other"
+    assert tpu_flags.low_memory_flags(own).split() == [*own.split(), *tpu_flags.ADDED[1:]]
+    assert tpu_flags.low_memory_flags().split() == list(tpu_flags.ADDED)
     for version in (None, "0.0.22"):  # it would end the process at a name that it does not know
         monkeypatch.setattr(tpu_flags, "_installed_version", lambda version=version: version)
         assert tpu_flags.low_memory_flags(own) == own

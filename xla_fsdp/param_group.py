@@ -110,14 +110,23 @@ class ParamGroup:
         with torch.no_grad():
             return self.gather_as_stored(self.params, self._cast(shards))
 
+    def sent(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What travels of this rank's ``shards`` when they are gathered: in the compute dtype, flat
+        [n] or in rows [rows, width]."""
+        return _as_sent(self.params, self._cast(shards))
+
+    def gather_sent(self, params: Sequence[ShardedParam], sent: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors of the members of some of the unit's parameters, from their ``sent``."""
+        with torch.no_grad():
+            return _split(params, self._gathered(sent, self.collectives))
+
     def gather_as_stored(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor]
     ) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
         with torch.no_grad():
-            stacks = self._gathered(_as_sent(params, shards), self.collectives)
-            return _split(params, stacks)
+            return self.gather_sent(params, _as_sent(params, shards))
 
     def gather_larger(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """From this rank's ``shards``, the larger ones by which the ranks of one smaller group
@@ -140,6 +149,16 @@ class ParamGroup:
         ]
         return _split(self.params, in_order)
 
+    def gather_stacks(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """[num_shards, n] each, from [n] of every rank; these may be anything."""
+        with torch.no_grad():
+            return self._gathered(sent, self.collectives)
+
+    def scatter_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse, for gradients: this rank's [n] of their sum, not divided to the end."""
+        reduced = [self.to_reduce_dtype(stack) / self.predivide for stack in stacks]
+        return self._scattered(reduced)
+
     def _cast(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [
             shard.to(param.compute_dtype or shard.dtype)
@@ -157,23 +176,43 @@ class ParamGroup:
         do while replicas are not to add theirs. What was kept back is added first.
         """
         grads = self._with_kept(grads)
-        stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
-        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        scattered = self.scatter(self.params, grads)
         kept, self._not_summed = self._not_summed, {}
         shards = {
             index: shard
             for index in range(len(self.params))
-            if (shard := _add(kept.get(index), shards.get(index))) is not None
+            if (shard := _add(kept.get(index), scattered[index])) is not None
         }
         if self.waits_for_replicas:
             self._not_summed = shards
             return [None] * len(self.params)
-        summed = dict(zip(shards, self._summed(list(shards.values())), strict=True))
+        summed = dict(zip(shards, self.sum_replicas(list(shards.values())), strict=True))
         return [
-            self._finish(self._hooked(summed[index]), param) if index in summed else None
+            self.finish(self._hooked(summed[index]), param) if index in summed else None
             for index, param in enumerate(self.params)
         ]
+
+    def scatter(
+        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """This rank's shards of the sums over the ranks that share the parameters, as they travel:
+        neither summed over replicas nor divided to the end.
+
+        Args:
+            params: some of the unit's.
+            grads: full gradients, one per member.
+        """
+        stacked = [self._stack(param, own) for param, own in _by_param(params, grads)]
+        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
+        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        return [shards.get(index) for index in range(len(params))]
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """Whether nothing but the next gradients themselves decides what ``reduce`` makes of
+        them."""
+        hooks = (self.comm_hook, self.all_reduce_hook)
+        return hooks == (None, None) and not self.has_kept and not self.waits_for_replicas
 
     def _scattered(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shards of the sums over the ranks that share the parameters."""
@@ -181,7 +220,7 @@ class ParamGroup:
             return _in_buckets(stacks, self.comm_hook, math.inf)
         return _in_buckets(stacks, self.collectives.reduce_scatter, self._limit)
 
-    def _summed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def sum_replicas(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Their sums over the replicas."""
         if self.replicas.num_shards == 1:
             return list(shards)
@@ -201,7 +240,7 @@ class ParamGroup:
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
         self._unreduced = {
-            index: self._to_reduce_dtype(grad)
+            index: self.to_reduce_dtype(grad)
             for index, grad in enumerate(self._with_kept(grads))
             if grad is not None
         }
@@ -220,12 +259,14 @@ class ParamGroup:
         """Forget the gradients that wait for the next ``reduce``."""
         self._unreduced, self._not_summed = {}, {}
 
-    def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
+    def to_reduce_dtype(self, grad: Tensor) -> Tensor:
+        """A gradient as it is reduced."""
         dtype = self._config.gradient_dtype
         return grad if dtype is None else grad.to(dtype)
 
-    def _finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
-        """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
+    def finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
+        """A shard parameter's gradient from its sum over all ranks."""
+        # Divided in the wider dtype: a sum of fp32 gradients may be too large for fp16.
         wide = reduced.to(torch.promote_types(reduced.dtype, param.shard.dtype))
         divided = wide if self.comm_hook is not None else wide / self.postdivide
         return param.as_shard(divided.to(param.shard.dtype))
@@ -233,15 +274,6 @@ class ParamGroup:
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
         return [_add(kept.get(index), grad) for index, grad in enumerate(grads)]
-
-    def _by_param(
-        self, grads: Sequence[Tensor | None]
-    ) -> list[tuple[ShardedParam, Sequence[Tensor | None]]]:
-        pairs, at = [], 0
-        for param in self.params:
-            pairs.append((param, grads[at : at + len(param.members)]))
-            at += len(param.members)
-        return pairs
 
     def _stack(self, param: ShardedParam, grads: Sequence[Tensor | None]) -> Tensor | None:
         """One parameter's gradient as a stack in the reduce dtype, divided ahead of the sum."""
@@ -252,7 +284,7 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        stack = self._to_reduce_dtype(param.stack(full))
+        stack = self.to_reduce_dtype(param.stack(full))
         if self.comm_hook is None:
             stack = stack / self.predivide
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
@@ -263,6 +295,16 @@ def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[T
         xla_ops.shaped(param.in_rows(shard), _shard_shape(param))
         for param, shard in zip(params, shards, strict=True)
     ]
+
+
+def _by_param(
+    params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+) -> list[tuple[ShardedParam, Sequence[Tensor | None]]]:
+    pairs, at = [], 0
+    for param in params:
+        pairs.append((param, grads[at : at + len(param.members)]))
+        at += len(param.members)
+    return pairs
 
 
 def _split(params: Sequence[ShardedParam], stacks: Sequence[Tensor]) -> list[Tensor]:

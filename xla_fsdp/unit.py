@@ -123,18 +123,18 @@ class Unit:
         """
         if self._span is not None and part in self._span.running:  # the module calls itself
             return forward(*args, **kwargs)
-        self._refuse_run()
+        self.refuse_run()
         self._begin_run(part)
         recomputed = current_pass() != -1
         call = self._span.call if self._span and not recomputed else Call(self, recomputed)
-        given = map_tensors(self._cast_input, (args, kwargs))
+        given = map_tensors(self.cast_input, (args, kwargs))
         inputs = through(partial(Enter.apply, call), given)
         versions = [_version(tensor) for tensor in tensors_in(inputs)]
         compute = self._recompute if recomputed else self._compute
         result = compute(call, part, lambda: forward(*inputs[0], **inputs[1]))
         _write_back(given, inputs, versions)
         self._end_run()
-        return map_tensors(self._cast_output, result)
+        return map_tensors(self.cast_output, result)
 
     @contextlib.contextmanager
     def showing(self, full: list[nn.Parameter]) -> Iterator[None]:
@@ -156,6 +156,18 @@ class Unit:
             for param in self.group.params:
                 stack.enter_context(param.without_shard())
             yield
+
+    @contextlib.contextmanager
+    def computing_with(self, full: list[Tensor]) -> Iterator[None]:
+        """Let the modules hold these full parameters inside the block, for a forward that is traced
+        apart from the program around it."""
+        self.refuse_run()
+        self.reshard()
+        self._show(full, UnitState.FORWARD)
+        try:
+            yield
+        finally:
+            self._hide()
 
     # ------------------------------------------------------------ at the user's request
 
@@ -207,7 +219,8 @@ class Unit:
 
     # ------------------------------------------------------------ forward
 
-    def _refuse_run(self) -> None:
+    def refuse_run(self) -> None:
+        """Raise RuntimeError where the parameters are not to be computed with."""
         if self.state is UnitState.SUMMONED:
             raise RuntimeError(
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
@@ -237,10 +250,12 @@ class Unit:
             if self.is_root and self._span is None and current_pass() == -1:
                 self.backward.end_forwards()
 
-    def _cast_input(self, tensor: Tensor) -> Tensor:
+    def cast_input(self, tensor: Tensor) -> Tensor:
+        """An input, as the unit computes with it."""
         return _cast(tensor, self.config.input_dtype(of_root=self.is_root))
 
-    def _cast_output(self, tensor: Tensor) -> Tensor:
+    def cast_output(self, tensor: Tensor) -> Tensor:
+        """An output, as the unit returns it."""
         return _cast(tensor, self.config.output_dtype)
 
     def _compute(self, call: Call, part: int, forward: Callable[[], Any]) -> Any:

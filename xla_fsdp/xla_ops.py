@@ -477,7 +477,8 @@ def _install_step_marker(slot: RunSlot) -> None:
 READS = ("item", "tolist", "numpy", "cpu", "to", "__repr__", "__bool__", "__int__", "__float__")
 """Methods of a tensor that compute it and hand its value to the host (``to`` sometimes)."""
 COLLECTIVE_NODES = re.compile(
-    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute)"
+    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
+    r"|fsdp_scan)"  # loops of scan_xla_ops
 )
 
 

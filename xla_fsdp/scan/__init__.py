@@ -1,0 +1,6 @@
+"""FSDP over a loop of identical blocks: the catalogue of what other modules use."""
+
+from xla_fsdp.scan.activations import name_activation
+from xla_fsdp.scan.blocks import BlockScan, scan_blocks, scan_containers
+
+__all__ = ["BlockScan", "name_activation", "scan_blocks", "scan_containers"]

@@ -1,0 +1,367 @@
+"""``scan_blocks``: identical blocks, each a unit, run as one loop wherever a forward calls them.
+
+Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
+in order. Always true: blocks stay what they are: their parameters, names, state dicts and
+optimizers are those of units that run one by one. A pass begins with the first block's call and
+runs with the last one's; until then blocks return placeholders. Blocks are called in order, each
+with what the one before returned and otherwise the same arguments; anything else raises.
+What the loops compute is in ``program``, how autograd sees them in ``node``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.backward import running_units
+from xla_fsdp.scan import node
+from xla_fsdp.scan.activations import policy_of
+from xla_fsdp.scan.arguments import Arguments
+from xla_fsdp.scan.identical import find_problems, refuse_hooks
+from xla_fsdp.scan.placeholder import Placeholder
+from xla_fsdp.scan.programs import Programs
+from xla_fsdp.scan.state import BlockState
+from xla_fsdp.scan.template import Template
+from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.scan_xla_ops import Like
+from xla_fsdp.unit import Unit
+from xla_fsdp.unit_host import is_unit
+
+GATHER_ONCE_BELOW = 2**14
+"""Elements: biases and norms of all blocks up to a width of 4096 travel together. They are held for
+the whole pass, 32 KiB each in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a scan runs; see ``scan_blocks``."""
+
+    remat: str | tuple[str, ...] = "full"
+    gather_once_below: int = GATHER_ONCE_BELOW
+
+
+@dataclass
+class _Pass:
+    """A forward of the blocks that has begun: ``given`` are the first one's arguments, ``cast`` the
+    same in the dtype that blocks compute in."""
+
+    template: Template
+    given: Arguments
+    cast: list[Tensor]
+    returned: Arguments
+    states: list[BlockState]
+    key: Any
+    last: Placeholder | None = None
+    done: int = 0
+
+
+class BlockScan:
+    """What blocks share that run as one loop.
+
+    Args:
+        blocks: hosts of units; they are not kept alive.
+        options: how they run.
+    """
+
+    def __init__(self, blocks: Sequence[Any], options: Options) -> None:
+        self._blocks = [_BlockRef(block) for block in blocks]
+        self._options = options
+        self._pass: _Pass | None = None
+        self._programs = Programs(policy_of(options.remat))
+        self._shared = SharedTensors()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies run the copied blocks, and trace loops of their own."""
+        return BlockScan, ([each() for each in self._blocks], self._options)
+
+    def remove(self) -> None:
+        """Let the blocks run one by one again."""
+        for reference in self._blocks:
+            reference()._fsdp_attachment.runner = None
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block's call.
+
+        Raises:
+            RuntimeError: if it is not this block's turn.
+            TypeError: for arguments that a loop cannot take.
+            ValueError: if blocks are not identical, or are called with different arguments.
+        """
+        given = Arguments.of((args, kwargs))
+        if given.opaque and not torch.is_grad_enabled():
+            return unit.run(forward, args, kwargs)
+        blocks = [reference() for reference in self._blocks]
+        number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
+        current, self._pass = self._pass, None  # a pass that raises is over
+        _check_arguments(number, given)
+        if number == 0:
+            current = self._begin(blocks, forward, given)
+        else:
+            current = self._go_on(current, number, blocks, forward, given)
+        if number == len(blocks) - 1:
+            result = self._run(current, [block._fsdp_unit for block in blocks])
+        else:
+            result = current.last = _placeholder(current, number, len(blocks), unit)
+            self._pass = current
+        return current.returned.put_together([result])
+
+    def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
+        units: list[Unit] = [block._fsdp_unit for block in blocks]
+        units[0].backward.abandon()
+        for unit in units:
+            unit.refuse_run()
+        states = [BlockState.of(block) for block in blocks]
+        for state in states:
+            refuse_hooks(state)
+        cast = [units[0].cast_input(tensor) for tensor in given.tensors]
+        template = Template(
+            units[0],
+            _module(blocks[0]),
+            forward,
+            states[0],
+            self._shared.of(states),
+            given.with_tensors(cast),
+            _trained(units),
+        )
+        key = _key(template, states)
+        returned = self._programs.check(0, template, key)
+        return _Pass(template, given, cast, returned, states, key)
+
+    def _go_on(
+        self,
+        current: _Pass | None,
+        number: int,
+        blocks: list[Any],
+        forward: Callable[..., Any],
+        given: Arguments,
+    ) -> _Pass:
+        if current is None or current.done + 1 != number:
+            found = "block 0" if current is None else f"block {current.done + 1}"
+            raise RuntimeError(
+                f"block {number} of {len(blocks)} scanned blocks was called where {found} was "
+                f"expected. Scanned blocks run as one loop, so a forward calls each of them once, "
+                f"in order. Call them so, or run them one by one: remove() of what scan_blocks "
+                f"returned"
+            )
+        _check_handed_on(current, number, given)
+        current.done = number
+        if not self._programs.is_checked(number, current.key):
+            alone = replace(
+                current.template,
+                unit=blocks[number]._fsdp_unit,
+                module=_module(blocks[number]),
+                forward=forward,
+                state=current.states[number],
+            )
+            self._programs.check(number, alone, current.key)
+        return current
+
+    def _run(self, current: _Pass, units: list[Unit]) -> Tensor:
+        template, key, length = current.template, current.key, len(units)
+        weights = BlockWeights(units[0].group, self._options.gather_once_below)
+        numbers = range(len(template.state.tensors))
+        own = [at for at in numbers if at not in template.shared]
+        job = node.Job(
+            units,
+            weights,
+            [torch.stack([state.tensors[at].detach() for state in current.states]) for at in own],
+            [template.state.tensors[at].detach() for at in sorted(template.shared)],
+            partial(self._programs.forward, key, template, weights, length),
+            partial(self._programs.backward, key, template, weights, length),
+        )
+        output = node.run(job, current.cast[0], current.cast[1:])
+        if not running_units():
+            units[0].backward.forward_gate.clear()
+        return units[0].cast_output(output)
+
+
+class SharedTensors:
+    """Finds out which of the tensors that blocks hold are the same in all of them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._shared: frozenset[int] = frozenset()
+
+    def of(self, states: Sequence[BlockState]) -> frozenset[int]:
+        """Their numbers. Values are compared only where tensors are new, or were changed."""
+        tensors = [tensor for state in states for tensor in state.tensors]
+        now = [(tensor, tensor._version) for tensor in tensors]
+        if not _same_tensors(now, self._seen):
+            by_number = zip(*(state.tensors for state in states), strict=True)
+            self._shared = frozenset(
+                at for at, (first, *rest) in enumerate(by_number) if _all_equal(first, rest)
+            )
+            self._seen = now
+        return self._shared
+
+
+class _BlockRef:
+    """A block, not kept alive: the block holds the scan. Copied and pickled with it."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = None if block is None else weakref.ref(block)
+
+    def __call__(self) -> Any:
+        return None if self._block is None else self._block()
+
+
+def scan_blocks(
+    blocks: nn.ModuleList | nn.Sequential | Sequence[nn.Module],
+    *,
+    remat: str | Sequence[str] = "full",
+    gather_once_below: int = GATHER_ONCE_BELOW,
+) -> BlockScan:
+    """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
+    then as large, and compiles as fast, for any number of them.
+
+    A forward that calls the blocks in order, ``for block in blocks: x = block(x, ...)``, stays as
+    it is. Parameters, names, optimizers and checkpoints are those of blocks that run one by one.
+
+    Args:
+        blocks: a container of the blocks, or a list, in the order in which they are called. All are
+            of one class, with parameters of the same shapes, and compute the same; each returns one
+            tensor of the shape and dtype of its first tensor argument.
+        remat: "full" computes a block again in backward from its input, "none" keeps all
+            activations, a list keeps those of these names: submodules of a block, or
+            ``name_activation``.
+        gather_once_below: parameters of fewer elements travel once for all blocks, and are held
+            whole from forward to backward.
+
+    Returns:
+        What the blocks share; its ``remove()`` lets them run one by one again.
+
+    Raises:
+        TypeError: if something is no module.
+        ValueError: if blocks are no units, are not identical, or an option makes no sense.
+    """
+    found: list[Any] = list(blocks)
+    problems = [
+        f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "
+        f"scan_layers=True together with auto_wrap_policy"
+        for at, each in enumerate(found)
+        if not is_unit(each)
+    ]
+    if not found:
+        problems = ["there are no blocks to scan"]
+    problems = problems or find_problems(found)
+    if problems:
+        raise ValueError("; ".join(problems))
+    names = remat if isinstance(remat, str) else tuple(remat)
+    scan = BlockScan(found, Options(names, gather_once_below))
+    _warn_about_ignored(found)
+    for block in found:
+        block._fsdp_attachment.runner = scan
+    return scan
+
+
+def scan_containers(module: nn.Module, names: bool | str | Iterable[str]) -> list[BlockScan]:
+    """Scan containers of blocks in ``module``: those of these ``names``, or, for True, all that
+    hold two or more units and nothing else.
+
+    Raises:
+        ValueError: if there is no such container, or its blocks cannot be scanned.
+    """
+    inner = dict(module.named_modules())
+    if names is True:
+        wanted = [name for name, each in inner.items() if _holds_blocks(each)]
+    else:
+        wanted = [names] if isinstance(names, str) else list(names or ())
+    missing = [name for name in wanted if not isinstance(inner.get(name), nn.Module)]
+    if missing or not wanted:
+        raise ValueError(
+            f"scan_layers found no container {', '.join(missing)}".rstrip()
+            + "; give the names of the nn.ModuleList or nn.Sequential that hold the blocks, and an "
+            "auto_wrap_policy that makes each block a unit"
+        )
+    return [scan_blocks(list(inner[name].children())) for name in wanted]
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    children = list(module.children())
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_unit(module)
+    return is_container and len(children) > 1 and all(is_unit(each) for each in children)
+
+
+def _warn_about_ignored(blocks: Sequence[Any]) -> None:
+    if any(block._fsdp_unit.reshard_after_forward is not True for block in blocks):
+        warnings.warn(
+            "reshard_after_forward is ignored for scanned blocks: a loop holds the parameters of "
+            "one block at a time",
+            stacklevel=3,
+        )
+
+
+def _module(block: Any) -> nn.Module:
+    return getattr(block, "_fsdp_wrapped_module", block)
+
+
+def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
+    """Which parameters some block trains."""
+    by_param = zip(*(unit.group.shards for unit in units), strict=True)
+    return tuple(any(shard.requires_grad for shard in shards) for shards in by_param)
+
+
+def _key(template: Template, states: Sequence[BlockState]) -> Any:
+    """Equal for passes that can run the same loops."""
+    tensors = (*template.arguments.tensors, *template.state.tensors)
+    return (
+        template.arguments.key,
+        tuple(map(Like.of, tensors)),
+        tuple(state.settings for state in states),
+        template.shared,
+        template.trained,
+        (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
+    )
+
+
+def _placeholder(current: _Pass, number: int, length: int, unit: Unit) -> Placeholder:
+    stream = current.cast[0]
+    dtype = unit.config.output_dtype or stream.dtype
+    return Placeholder.after(number, length, stream, dtype, requires_grad=torch.is_grad_enabled())
+
+
+def _check_arguments(number: int, given: Arguments) -> None:
+    if given.opaque:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(given.opaque)}, and a loop cannot "
+            f"see what it does to that. Leave it out (the cache of a transformers model: "
+            f"config.use_cache=False). Without gradients such calls run block by block"
+        )
+    if not given.tensors:
+        raise TypeError(f"scanned block {number} was called without a tensor")
+
+
+def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
+    stream = given.tensors[0]
+    if stream is not current.last:
+        what = repr(stream) if isinstance(stream, Placeholder) else "another tensor"
+        raise ValueError(
+            f"block {number} was called with {what} in the place of the output of block "
+            f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
+            f"the next, and does nothing else between them"
+        )
+    if difference := current.given.first_difference(given):
+        raise ValueError(
+            f"block {number} was called with other arguments than block 0: {difference}. Make what "
+            f"all blocks share once, before the loop, and give all of them the same"
+        )
+
+
+def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(a) == len(b) and all(
+        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
+    )
+
+
+def _all_equal(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    if all(each is first for each in rest):
+        return True
+    value = first.cpu()
+    return all(each.dtype == value.dtype and torch.equal(each.cpu(), value) for each in rest)

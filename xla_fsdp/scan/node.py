@@ -1,0 +1,183 @@
+"""The autograd node of identical blocks that run as a loop.
+
+Words: see ``program``. Always true: it takes the stream, the other arguments and every shard
+parameter of every block, and gives each shard its gradient, as the blocks' own nodes would; what
+backward needs is saved the way autograd saves tensors. Gradients that are not simply reduced (they
+are kept, or go through a user's hook) are handed to the blocks' units, in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xla_fsdp import scan_xla_ops, xla_ops
+from xla_fsdp.graph_nodes import mark_constants, present
+from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
+from xla_fsdp.scan.weights import BlockWeights, stack_sent
+from xla_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One forward of all blocks.
+
+    Args:
+        units: the blocks', in order.
+        weights: how parameters travel.
+        own: stacks of tensors that differ between blocks.
+        shared: tensors that all share.
+        forward: returns the forward loop for these inputs, with or without what backward needs.
+        backward: returns the backward loop.
+    """
+
+    units: list[Unit]
+    weights: BlockWeights
+    own: list[Tensor]
+    shared: list[Tensor]
+    forward: Callable[[Inputs, bool], ForwardProgram]
+    backward: Callable[..., BackwardProgram]
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """Of all blocks, one block after the other."""
+        return [shard for unit in self.units for shard in unit.group.shards]
+
+
+def run(job: Job, stream: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """What the last block returns."""
+    shards = job.shards
+    tensors = (stream, *others, *shards)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Blocks.apply(job, len(others), stream, *others, *shards)
+    return _forward(job, stream, others, trains=False)[0]
+
+
+class _Blocks(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, num_others: int, stream: Tensor, *tensors: Tensor) -> Tensor:
+        others = tensors[:num_others]
+        output, inputs, seeds, collected, program = _forward(job, stream, others, trains=True)
+        ctx.job, ctx.num_others, ctx.program = job, num_others, program
+        ctx.sizes = [len(inputs.sent), len(inputs.small), len(inputs.own), len(collected)]
+        ctx.save_for_backward(*inputs.sliced, *collected, *inputs.constant, *present([seeds]))
+        ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
+        mark_constants(ctx, [output], [True])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(ctx.needs_input_grad)
+        if grad is None:
+            return (None,) * count
+        with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
+            grad_x, others, shards = _backward(ctx, grad)
+        return (None, None, grad_x, *others, *shards)
+
+
+def _forward(
+    job: Job, stream: Tensor, others: Sequence[Tensor], *, trains: bool
+) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
+    unit, weights = job.units[0], job.weights
+    with torch.no_grad():
+        before = unit.backward.forward_gate.swap([stream])
+        stacks = stack_sent([each.group for each in job.units])
+        if unit.config.optimization_barrier_in_forward:
+            stacks = _after(before, stacks)
+        small = weights.gather_small([stacks[at] for at in weights.small])
+        inputs = Inputs(
+            [stacks[at] for at in weights.large], small, job.own, list(others), job.shared
+        )
+        program = job.forward(inputs, trains)
+        ahead = _first_ahead(weights, inputs, 0)
+        seeds = _seeds(program, len(job.units), stream.device)
+        results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
+    return results[0], inputs, seeds, results[1 + len(ahead) :], program
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    job: Job = ctx.job
+    unit, weights = job.units[0], job.weights
+    unit.backward.watch()
+    inputs, collected, seeds = _restored(ctx)
+    needs = ctx.needs_input_grad[3 : 3 + ctx.num_others]
+    reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
+    program = job.backward(inputs, ctx.program, collected, needs, reduces)
+    grad, sent = _gated(unit, grad, inputs.sent)
+    ahead = _first_ahead(weights, Inputs(sent, [], [], [], []), len(job.units) - 1)
+    wanted = [
+        torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
+    ]
+    sliced = [*sent, *inputs.small, *inputs.own, *collected]
+    results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds)
+    at = 1 + len(ahead)
+    sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
+    reduced, full = gradients(program, stacks)
+    shards = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
+    unit.backward.pending.extend([results[0].detach(), *(g.detach() for g in present(shards))])
+    return results[0], [next(sums) if need else None for need in needs], shards
+
+
+def _restored(ctx: Any) -> tuple[Inputs, list[Tensor], Tensor | None]:
+    saved, parts = list(ctx.saved_tensors), []
+    for size in (*ctx.sizes, ctx.num_others, len(ctx.job.shared)):
+        parts.append(saved[:size])
+        saved = saved[size:]
+    sent, small, own, collected, others, shared = parts
+    return Inputs(sent, small, own, others, shared), collected, saved[0] if saved else None
+
+
+def _gated(unit: Unit, grad: Tensor, sent: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The same, behind all that backward has still to compute."""
+    before = unit.backward.gate([grad])
+    if not unit.config.optimization_barrier_in_backward:
+        return grad, sent
+    [grad] = xla_ops.barrier([grad])
+    return grad, _after(before, sent)
+
+
+def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    return xla_ops.barrier([*tensors, *before])[: len(tensors)] if tensors else []
+
+
+def _first_ahead(weights: BlockWeights, inputs: Inputs, block: int) -> list[Tensor]:
+    """Full parameters ahead, of the block that comes first."""
+    places = [weights.large.index(at) for at in weights.ahead]
+    return weights.gather(weights.ahead, [inputs.sent[at][block] for at in places])
+
+
+def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor | None:
+    if not program.body.draws_random_numbers:
+        return None
+    scan_xla_ops.reroot_random_numbers(device)
+    return scan_xla_ops.new_seeds(length, device)
+
+
+def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:
+    """Gradients of all shards, block by block."""
+    sums = {**reduced, **job.weights.reduce_small(full)}
+    sums = job.weights.sum_replicas(sums)
+    return [
+        unit.group.finish(sums[at][block], param) if at in sums and param.shard.requires_grad
+        else None
+        for block, unit in enumerate(job.units)
+        for at, param in enumerate(unit.group.params)
+    ]  # fmt: skip
+
+
+def _handed_over(job: Job, full: dict[int, Tensor]) -> list[Tensor | None]:
+    """The same, by the units themselves."""
+    members = range(job.weights.num_members)
+    return [
+        grad
+        for block, unit in enumerate(job.units)
+        for grad in unit.reduce([full[m][block] if m in full else None for m in members])
+    ]

@@ -1,0 +1,67 @@
+"""What besides parameters and arguments decides what a block computes: buffers, and plain settings.
+
+Words: a block's *tensors* are its buffers and the tensors that are attributes of its modules; its
+*settings* are numbers, texts and the like there (an epsilon, a dropout rate, whether it trains).
+Always true: tensors go into a loop as inputs, so their values may change from step to step; where
+settings change, the loop is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """One block's tensors and settings, and where the tensors are kept."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    settings: tuple[Any, ...]
+    hooked: tuple[str, ...]
+    _places: tuple[tuple[dict[str, Any], str], ...]
+
+    @classmethod
+    def of(cls, block: nn.Module) -> BlockState:
+        """Those of ``block`` as it is now."""
+        names: list[str] = []
+        places: list[tuple[dict[str, Any], str]] = []
+        settings: list[Any] = []
+        hooked: list[str] = []
+        for prefix, module in block.named_modules():
+            fields = vars(module)
+            if any(fields[kind] for kind in _HOOKS):
+                hooked.append(prefix or type(module).__name__)
+            for holder in (module._buffers, fields):
+                for key, value in holder.items():
+                    if isinstance(value, PLAIN):
+                        settings.append((prefix, key, value))
+                    elif isinstance(value, Tensor):
+                        names.append(f"{prefix}.{key}" if prefix else key)
+                        places.append((holder, key))
+        tensors = tuple(holder[key] for holder, key in places)
+        return cls(tuple(names), tensors, tuple(settings), tuple(hooked), tuple(places))
+
+    def without_tensors(self) -> BlockState:
+        """The same names and settings, without keeping anything alive."""
+        return replace(self, tensors=(), _places=())
+
+    @contextlib.contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the block hold these instead of its own."""
+        for (holder, key), tensor in zip(self._places, tensors, strict=True):
+            holder[key] = tensor
+        try:
+            yield
+        finally:
+            for (holder, key), tensor in zip(self._places, self.tensors, strict=True):
+                holder[key] = tensor

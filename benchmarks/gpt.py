@@ -84,6 +84,15 @@ def ours(shape: Shape) -> Callable[[], None]:
     return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {}), shape)
 
 
+def scan(shape: Shape) -> Callable[[], None]:
+    """The same with all blocks as one loop."""
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
+
+    model: Any = _wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {})
+    scan_blocks(model.blocks)
+    return _step(model, shape)
+
+
 def upstream(shape: Shape) -> Callable[[], None]:
     """A step of the model under ``torch_xla.distributed.fsdp``, with its best settings: collectives
     that are not pinned are real all-gathers."""

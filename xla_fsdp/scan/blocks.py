@@ -10,9 +10,11 @@ What the loops compute is in ``program``, how autograd sees them in ``node``.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,7 +97,7 @@ class BlockScan:
             ValueError: if blocks are not identical, or are called with different arguments.
         """
         given = Arguments.of((args, kwargs))
-        if given.opaque and not torch.is_grad_enabled():
+        if _how.one_by_one or (given.opaque and not torch.is_grad_enabled()):
             return unit.run(forward, args, kwargs)
         blocks = [reference() for reference in self._blocks]
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
@@ -182,6 +184,26 @@ class BlockScan:
         return units[0].cast_output(output)
 
 
+class _How(threading.local):
+    """Whether the calling thread runs blocks of scans one by one."""
+
+    def __init__(self) -> None:
+        self.one_by_one = False
+
+
+_how = _How()
+
+
+@contextlib.contextmanager
+def blocks_one_by_one() -> Iterator[None]:
+    """Inside, no blocks run as loops: for whoever wants to see what each of them computes."""
+    before, _how.one_by_one = _how.one_by_one, True
+    try:
+        yield
+    finally:
+        _how.one_by_one = before
+
+
 class SharedTensors:
     """Finds out which of the tensors that blocks hold are the same in all of them."""
 
@@ -252,7 +274,8 @@ def scan_blocks(
         problems = ["there are no blocks to scan"]
     problems = problems or find_problems(found)
     if problems:
-        raise ValueError("; ".join(problems))
+        others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
+        raise ValueError("; ".join(problems[:3]) + others)
     names = remat if isinstance(remat, str) else tuple(remat)
     scan = BlockScan(found, Options(names, gather_once_below))
     _warn_about_ignored(found)
@@ -324,7 +347,7 @@ def _key(template: Template, states: Sequence[BlockState]) -> Any:
 def _placeholder(current: _Pass, number: int, length: int, unit: Unit) -> Placeholder:
     stream = current.cast[0]
     dtype = unit.config.output_dtype or stream.dtype
-    return Placeholder.after(number, length, stream, dtype, requires_grad=torch.is_grad_enabled())
+    return Placeholder.after(number, length, stream, dtype)
 
 
 def _check_arguments(number: int, given: Arguments) -> None:

@@ -40,6 +40,11 @@ def _own_problems(at: int, block: Any) -> list[str]:
         )
     if block._fsdp_unit.parts > 1:
         problems.append(f"block {at} shares its unit with other modules; give it one of its own")
+    wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None
+    if wrapped and getattr(block.forward, "is_checkpointed", False):
+        problems.append(
+            f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)"
+        )
     if block._fsdp_attachment.runner is not None:
         problems.append(f"block {at} is scanned already")
     return problems

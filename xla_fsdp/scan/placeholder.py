@@ -14,7 +14,8 @@ from torch import Tensor
 _TELLS = frozenset(
     {
         "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "requires_grad.__get__",
-        "is_leaf.__get__", "layout.__get__", "size", "dim", "numel", "nelement", "ndimension",
+        "is_leaf.__get__", "grad_fn.__get__", "layout.__get__", "size", "dim", "numel", "nelement",
+        "ndimension",
         "is_floating_point", "is_complex", "element_size", "is_inference", "get_device",
         "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__", "is_quantized.__get__",
         "is_nested.__get__", "names.__get__", "itemsize.__get__", "is_xla.__get__",
@@ -36,13 +37,10 @@ class Placeholder(Tensor):
         length: int,
         like: Tensor,
         dtype: torch.dtype,
-        *,
-        requires_grad: bool,
     ) -> Placeholder:
-        """With the shape of ``like``."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=dtype, device=like.device, requires_grad=requires_grad
-        )
+        """With the shape of ``like``. It takes no part in autograd, which torch's own module hooks
+        would make of a tensor that does."""
+        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.block, made.length = block, length
         return made
 

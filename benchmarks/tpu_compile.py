@@ -3,8 +3,9 @@
     python benchmarks/tpu_compile.py --models 1024x4,1024x24,2048x24 --topology v5e:4x4
 
 ``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``upstream`` is
-``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1,
-sequence 1024, AdamW with fp32 state, bf16 compute, rematerialized blocks, in the steady state.
+``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers under ``jit``
+(``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with fp32 state, bf16
+compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled
 programs are kept by preflight, so a second run takes only the time to trace.

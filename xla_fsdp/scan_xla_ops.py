@@ -90,10 +90,10 @@ def trace_body(
         ChangedInPlaceError: if it changes them.
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
-    before = [_identity(tensor) for tensor in given]
+    before = [identity(tensor) for tensor in given]
     with _apart() as seed, torch.no_grad():
         results = list(function(list(given)))
-        changed = [at for at, each in enumerate(given) if _identity(each) != before[at]]
+        changed = [at for at, each in enumerate(given) if identity(each) != before[at]]
         if changed:
             raise ChangedInPlaceError(changed)
         context = torch_xla._XLAC.lowering.LoweringContext(name)
@@ -122,9 +122,9 @@ def depends_on(tensor: Tensor, given: Tensor) -> bool:
     return context.tensor_parameter_id(given) != -1
 
 
-def same_computation(a: Tensor, b: Tensor) -> bool:
-    """Whether two traced tensors are computed alike."""
-    return _identity(a) == _identity(b)
+def identity(tensor: Tensor) -> bytes:
+    """Equal for traced tensors that are computed alike."""
+    return bytes(torch_xla._XLAC._get_graph_hash([tensor]))
 
 
 def new_seeds(length: int, device: torch.device) -> Tensor:
@@ -242,10 +242,6 @@ def _apart() -> Iterator[Tensor]:
     finally:
         torch_xla._XLAC._set_all_reduce_token(str(device), token)
         xla_ops.set_rng_state(state, device)
-
-
-def _identity(tensor: Tensor) -> bytes:
-    return bytes(torch_xla._XLAC._get_graph_hash([tensor]))
 
 
 def _int32(builder: Any, value: int) -> Any:

@@ -73,20 +73,24 @@ class BlockScan:
     """
 
     def __init__(self, blocks: Sequence[Any], options: Options) -> None:
-        self._blocks = [_BlockRef(block) for block in blocks]
-        self._options = options
-        self._pass: _Pass | None = None
-        self._programs = Programs(policy_of(options.remat))
-        self._shared = SharedTensors()
+        self.__setstate__(([_BlockRef(block) for block in blocks], options))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> tuple[list[_BlockRef], Options]:
         """Copies run the copied blocks, and trace loops of their own."""
-        return BlockScan, ([each() for each in self._blocks], self._options)
+        return self._blocks, self._options
+
+    def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
+        """See ``__getstate__``."""
+        self._blocks, self._options = state
+        self._pass: _Pass | None = None
+        self._programs = Programs(policy_of(self._options.remat))
+        self._shared = SharedTensors()
 
     def remove(self) -> None:
         """Let the blocks run one by one again."""
-        for reference in self._blocks:
-            reference()._fsdp_attachment.runner = None
+        for block in (reference() for reference in self._blocks):
+            if block is not None:
+                block._fsdp_attachment.runner = None
 
     def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block's call.
@@ -97,9 +101,11 @@ class BlockScan:
             ValueError: if blocks are not identical, or are called with different arguments.
         """
         given = Arguments.of((args, kwargs))
+        blocks = [reference() for reference in self._blocks]
+        if None in blocks:  # a copy of a block without the others
+            return unit.run(forward, args, kwargs)
         if _how.one_by_one or (given.opaque and not torch.is_grad_enabled()):
             return unit.run(forward, args, kwargs)
-        blocks = [reference() for reference in self._blocks]
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
         current, self._pass = self._pass, None  # a pass that raises is over
         _check_arguments(number, given)
@@ -229,6 +235,9 @@ class _BlockRef:
 
     def __init__(self, block: Any) -> None:
         self._block = None if block is None else weakref.ref(block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BlockRef, (self(),)
 
     def __call__(self) -> Any:
         return None if self._block is None else self._block()

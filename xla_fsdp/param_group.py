@@ -108,12 +108,12 @@ class ParamGroup:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
         with torch.no_grad():
-            return self.gather_as_stored(self.params, self._cast(shards))
+            return self.gather_as_stored(self.params, _cast(self.params, shards))
 
-    def sent(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """What travels of this rank's ``shards`` when they are gathered: in the compute dtype, flat
-        [n] or in rows [rows, width]."""
-        return _as_sent(self.params, self._cast(shards))
+    def sent(self, params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+        """What travels of this rank's ``shards`` of some of the unit's parameters when they are
+        gathered: in the compute dtype, flat [n] or in rows [rows, width]."""
+        return _as_sent(params, _cast(params, shards))
 
     def gather_sent(self, params: Sequence[ShardedParam], sent: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, from their ``sent``."""
@@ -133,7 +133,7 @@ class ParamGroup:
         share the parameters, in their compute dtype."""
         assert self.smaller is not None
         with torch.no_grad():
-            sent = _as_sent(self.params, self._cast(shards))
+            sent = self.sent(self.params, shards)
             return [larger.clone() for larger in self._gathered(sent, self.smaller.across)]
 
     def gather_from_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
@@ -158,12 +158,6 @@ class ParamGroup:
         """The inverse, for gradients: this rank's [n] of their sum, not divided to the end."""
         reduced = [self.to_reduce_dtype(stack) / self.predivide for stack in stacks]
         return self._scattered(reduced)
-
-    def _cast(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            shard.to(param.compute_dtype or shard.dtype)
-            for param, shard in zip(self.params, shards, strict=True)
-        ]
 
     def _gathered(self, shards: Sequence[Tensor], by: Collectives) -> list[Tensor]:
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
@@ -193,7 +187,10 @@ class ParamGroup:
         ]
 
     def scatter(
-        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+        self,
+        params: Sequence[ShardedParam],
+        grads: Sequence[Tensor | None],
+        by: Collectives | None = None,
     ) -> list[Tensor | None]:
         """This rank's shards of the sums over the ranks that share the parameters, as they travel:
         neither summed over replicas nor divided to the end.
@@ -201,10 +198,11 @@ class ParamGroup:
         Args:
             params: some of the unit's.
             grads: full gradients, one per member.
+            by: joins the ranks (default: the unit's own).
         """
         stacked = [self._stack(param, own) for param, own in _by_param(params, grads)]
         present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
-        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        shards = dict(zip(present, self._scattered(list(present.values()), by), strict=True))
         return [shards.get(index) for index in range(len(params))]
 
     @property
@@ -214,11 +212,11 @@ class ParamGroup:
         hooks = (self.comm_hook, self.all_reduce_hook)
         return hooks == (None, None) and not self.has_kept and not self.waits_for_replicas
 
-    def _scattered(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+    def _scattered(self, stacks: Sequence[Tensor], by: Collectives | None = None) -> list[Tensor]:
         """This rank's shards of the sums over the ranks that share the parameters."""
         if self.comm_hook is not None:
             return _in_buckets(stacks, self.comm_hook, math.inf)
-        return _in_buckets(stacks, self.collectives.reduce_scatter, self._limit)
+        return _in_buckets(stacks, (by or self.collectives).reduce_scatter, self._limit)
 
     def sum_replicas(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Their sums over the replicas."""
@@ -288,6 +286,13 @@ class ParamGroup:
         if self.comm_hook is None:
             stack = stack / self.predivide
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
+
+
+def _cast(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        shard.to(param.compute_dtype or shard.dtype)
+        for param, shard in zip(params, shards, strict=True)
+    ]
 
 
 def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:

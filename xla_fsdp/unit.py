@@ -381,7 +381,8 @@ class Unit:
         """Gather the parameters (unless they are ``kept``) once the gradients of the outputs, and
         all pending work, are there. Returns the gradients, likewise tied."""
         self.backward.watch()
-        self._check_unchanged(call)
+        if call.reshards:
+            self.check_unchanged(call.versions)
         call.restart(current_pass())
         if self._span is not None and not self._span.running:  # some of its parts did not run
             self._end_span()
@@ -474,8 +475,9 @@ class Unit:
         self.ensure_open()
         return self.full
 
-    def _check_unchanged(self, call: Call) -> None:
-        if call.reshards and call.versions != self.group.versions:
+    def check_unchanged(self, versions: Sequence[int]) -> None:
+        """Raise RuntimeError if a forward saw the shards in other versions."""
+        if list(versions) != self.group.versions:
             raise RuntimeError(
                 "parameters of an FSDP unit were changed between its forward and its backward (by "
                 "optimizer.step() or load_state_dict, say). Backward gathers them again and would "

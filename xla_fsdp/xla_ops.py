@@ -177,6 +177,12 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 
 
+def collective_permute(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
+    """``value`` of the rank that sends to this one; ``sends`` are pairs (from, to)."""
+    _begin_free()
+    return xm.collective_permute(value, [list(pair) for pair in sends])
+
+
 # ---------------------------------------------------------------- host values
 
 EXCHANGE_MULTIPLE = 4096

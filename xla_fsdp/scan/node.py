@@ -66,8 +66,12 @@ class _Blocks(torch.autograd.Function):
         others = tensors[:num_others]
         output, inputs, seeds, collected, program = _forward(job, stream, others, trains=True)
         ctx.job, ctx.num_others, ctx.program = job, num_others, program
-        ctx.sizes = [len(inputs.sent), len(inputs.small), len(inputs.own), len(collected)]
-        ctx.save_for_backward(*inputs.sliced, *collected, *inputs.constant, *present([seeds]))
+        # What is sent of large parameters is stacked again in backward. Kept, it would take as much
+        # memory as all shards in the compute dtype.
+        sliced = [*inputs.small, *inputs.own]
+        ctx.sizes = [len(inputs.small), len(inputs.own), len(collected)]
+        ctx.save_for_backward(*sliced, *collected, *inputs.constant, *present([seeds]))
+        ctx.versions = [unit.group.versions for unit in job.units]
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         mark_constants(ctx, [output], [True])
         return output
@@ -89,7 +93,9 @@ def _forward(
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
         before = unit.backward.forward_gate.swap([stream])
-        stacks = stack_sent([each.group for each in job.units])
+        groups = [each.group for each in job.units]
+        everything = range(len(groups[0].params))
+        stacks = stack_sent(groups, everything, [group.shards for group in groups])
         if unit.config.optimization_barrier_in_forward:
             stacks = _after(before, stacks)
         small = weights.gather_small([stacks[at] for at in weights.small])
@@ -107,16 +113,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     job: Job = ctx.job
     unit, weights = job.units[0], job.weights
     unit.backward.watch()
-    inputs, collected, seeds = _restored(ctx)
+    grad, sent = _gated(job, grad, ctx.versions)
+    inputs, collected, seeds = _restored(ctx, sent)
     needs = ctx.needs_input_grad[3 : 3 + ctx.num_others]
     reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
-    grad, sent = _gated(unit, grad, inputs.sent)
-    ahead = _first_ahead(weights, Inputs(sent, [], [], [], []), len(job.units) - 1)
+    ahead = _first_ahead(weights, inputs, len(job.units) - 1)
     wanted = [
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]
-    sliced = [*sent, *inputs.small, *inputs.own, *collected]
+    sliced = [*inputs.sliced, *collected]
     results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds)
     at = 1 + len(ahead)
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
@@ -126,22 +132,37 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     return results[0], [next(sums) if need else None for need in needs], shards
 
 
-def _restored(ctx: Any) -> tuple[Inputs, list[Tensor], Tensor | None]:
+def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
     saved, parts = list(ctx.saved_tensors), []
     for size in (*ctx.sizes, ctx.num_others, len(ctx.job.shared)):
         parts.append(saved[:size])
         saved = saved[size:]
-    sent, small, own, collected, others, shared = parts
+    small, own, collected, others, shared = parts
     return Inputs(sent, small, own, others, shared), collected, saved[0] if saved else None
 
 
-def _gated(unit: Unit, grad: Tensor, sent: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The same, behind all that backward has still to compute."""
+def _gated(
+    job: Job, grad: Tensor, versions: Sequence[Sequence[int]]
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient, and what is sent of large parameters, behind all that backward has still to
+    compute.
+
+    Raises:
+        RuntimeError: if shards are not of these ``versions``.
+    """
+    unit, large = job.units[0], job.weights.large
+    for each, seen in zip(job.units, versions, strict=True):
+        each.check_unchanged(seen)
     before = unit.backward.gate([grad])
-    if not unit.config.optimization_barrier_in_backward:
-        return grad, sent
-    [grad] = xla_ops.barrier([grad])
-    return grad, _after(before, sent)
+    groups = [each.group for each in job.units]
+    shards: list[Tensor] = []
+    for group in groups:
+        shards += [group.shards[at] for at in large]
+    if unit.config.optimization_barrier_in_backward:
+        [grad] = xla_ops.barrier([grad])
+        shards = _after(before, shards)
+    by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
+    return grad, stack_sent(groups, large, by_block) if large else []
 
 
 def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:

@@ -36,6 +36,7 @@ class BlockWeights:
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
         # Registered first is used first, in most modules: nothing hides its gather in a round.
         self.ahead = self.large[:1]
+        self._hidden = group.collectives.in_rings()  # a round has compute that hides them
         counts = [len(param.members) for param in group.params]
         self._members = {
             at: range(start, start + count)
@@ -59,7 +60,7 @@ class BlockWeights:
         """Sums, by parameter, as they travel, from one block's full gradients by member. What has
         no gradient is left out."""
         full = [grads.get(member) for member in self.members(params)]
-        sums = self.group.scatter(self._params(params), full)
+        sums = self.group.scatter(self._params(params), full, self._hidden)
         return {at: each for at, each in zip(params, sums, strict=True) if each is not None}
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -117,10 +118,21 @@ class BlockWeights:
         return F.pad(flat, (0, param.layout.padded_numel - param.layout.numel))
 
 
-def stack_sent(groups: Sequence[ParamGroup]) -> list[Tensor]:
-    """[length, ...] by parameter: what the blocks send of their shards."""
+def stack_sent(
+    groups: Sequence[ParamGroup], numbers: Sequence[int], shards: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """[length, ...] each: what the blocks send of some parameters.
+
+    Args:
+        groups: of the blocks.
+        numbers: which parameters.
+        shards: theirs, by block.
+    """
     with torch.no_grad():
-        by_block = [group.sent(group.shards) for group in groups]
+        by_block = [
+            group.sent([group.params[at] for at in numbers], own)
+            for group, own in zip(groups, shards, strict=True)
+        ]
         return [torch.stack(list(sent)) for sent in zip(*by_block, strict=True)]
 
 

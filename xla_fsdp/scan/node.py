@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp import scan_xla_ops, xla_ops
 from xla_fsdp.graph_nodes import mark_constants, present
 from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
-from xla_fsdp.scan.weights import BlockWeights, stack_sent
+from xla_fsdp.scan.weights import BlockWeights, stack_sent, unstacked
 from xla_fsdp.unit import Unit
 
 
@@ -160,7 +160,7 @@ def _gated(
         shards += [group.shards[at] for at in large]
     if unit.config.optimization_barrier_in_backward:
         [grad] = xla_ops.barrier([grad])
-        shards = _after(before, shards)
+        shards = _after([grad, *before], shards)  # not ahead: all are stacked at once
     by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
     return grad, stack_sent(groups, large, by_block) if large else []
 
@@ -185,9 +185,10 @@ def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor
 def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:
     """Gradients of all shards, block by block."""
     sums = {**reduced, **job.weights.reduce_small(full)}
-    sums = job.weights.sum_replicas(sums)
+    pieces = {at: unstacked(stack) for at, stack in job.weights.sum_replicas(sums).items()}
     return [
-        unit.group.finish(sums[at][block], param) if at in sums and param.shard.requires_grad
+        unit.group.finish(pieces[at][block], param)
+        if at in pieces and param.shard.requires_grad
         else None
         for block, unit in enumerate(job.units)
         for at, param in enumerate(unit.group.params)

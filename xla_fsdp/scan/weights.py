@@ -133,7 +133,19 @@ def stack_sent(
             group.sent([group.params[at] for at in numbers], own)
             for group, own in zip(groups, shards, strict=True)
         ]
-        return [torch.stack(list(sent)) for sent in zip(*by_block, strict=True)]
+        return [_stacked(list(sent)) for sent in zip(*by_block, strict=True)]
+
+
+def unstacked(stack: Tensor) -> list[Tensor]:
+    """The slices of a stack, flat."""
+    return list(stack.reshape(-1).chunk(len(stack)))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[length, ...]. Joined while they are flat, as shard parameters are, so that rows are laid out
+    once for all: that is an operation of its own on the TPU."""
+    joined = torch.cat([each.reshape(-1) for each in tensors])
+    return joined.reshape(len(tensors), *tensors[0].shape)
 
 
 def _swapped(stack: Tensor, first: int, second: int) -> Tensor:

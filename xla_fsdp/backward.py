@@ -127,11 +127,17 @@ class BackwardPass:
             self._open[number] = []
             Variable._execution_engine.queue_callback(partial(self._end, number))
 
-    def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def gate(self, tensors: Sequence[Tensor], *, lags: bool = True) -> list[Tensor]:
         """What a unit's gather in backward has to wait for, when ``tensors`` are what its own
-        computation begins with. The caller puts both behind a barrier."""
+        computation begins with. The caller puts both behind a barrier.
+
+        Args:
+            tensors: see above.
+            lags: whether the gather may travel while the unit before it computes.
+        """
         pending, self.pending = self.pending, []
-        return self.backward_gate.swap([*tensors, *pending])
+        last = self.backward_gate.swap([*tensors, *pending])
+        return last if lags else [*tensors, *pending]
 
     def linger(self, unit: PassMember) -> None:
         """``unit`` holds parameters that a forward or backward to come may need or not."""

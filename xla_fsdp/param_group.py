@@ -10,9 +10,11 @@ replicas; its shard has the dtype of the shard parameter. When to gather and red
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.comm_hooks import CommHook
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.layout import LANES, LARGE, ROWS
+from xla_fsdp.layout import LANES, LARGE, ROWS, offsets
 from xla_fsdp.mesh import Mesh
 from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
@@ -54,7 +56,8 @@ class ParamGroup:
         self.smaller = smaller
         self._config = config
         num_ranks = collectives.num_shards * self.replicas.num_shards
-        self.predivide, self.postdivide = split_divisor(num_ranks)
+        self.predivide, self.postdivide = 1.0, 1.0
+        self.divide_by(num_ranks)
         self.all_reduces = True
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
         self.comm_hook: CommHook | None = None
@@ -97,6 +100,15 @@ class ParamGroup:
     def num_members(self) -> int:
         """Number of full parameters."""
         return sum(len(param.members) for param in self.params)
+
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums of gradients by ``divisor``, usually the number of ranks; half of it ahead of
+        the sum where that may overflow, as in fp16."""
+        dtypes = {
+            self._config.gradient_dtype or p.compute_dtype or p.shard.dtype for p in self.params
+        }
+        split = split_divisor(divisor) if torch.float16 in dtypes else (1.0, float(divisor))
+        self.predivide, self.postdivide = split
 
     def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
         """Add gradient shards to the shard parameters' gradients, where they are needed."""
@@ -156,18 +168,20 @@ class ParamGroup:
 
     def scatter_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """The inverse, for gradients: this rank's [n] of their sum, not divided to the end."""
-        reduced = [self.to_reduce_dtype(stack) / self.predivide for stack in stacks]
-        return self._scattered(reduced)
+        return self._scattered([self._divided(self.to_reduce_dtype(stack)) for stack in stacks])
 
     def _gathered(self, shards: Sequence[Tensor], by: Collectives) -> list[Tensor]:
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         return _in_buckets(shards, by.all_gather, limit)
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
 
         A parameter none of whose members has a gradient gets None, as in an unsharded model; all
-        do while replicas are not to add theirs. What was kept back is added first.
+        do while replicas are not to add theirs. What was kept back is added first, and ``early``,
+        which other gradients were scattered to before, by parameter.
         """
         grads = self._with_kept(grads)
         scattered = self.scatter(self.params, grads)
@@ -175,7 +189,7 @@ class ParamGroup:
         shards = {
             index: shard
             for index in range(len(self.params))
-            if (shard := _add(kept.get(index), scattered[index])) is not None
+            if (shard := _sum(kept.get(index), early.get(index), scattered[index])) is not None
         }
         if self.waits_for_replicas:
             self._not_summed = shards
@@ -204,6 +218,20 @@ class ParamGroup:
         present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
         shards = dict(zip(present, self._scattered(list(present.values()), by), strict=True))
         return [shards.get(index) for index in range(len(params))]
+
+    def scatter_alone(self, number: int, grad: Tensor) -> tuple[int, Tensor] | None:
+        """As ``scatter``, with the number of the parameter, for the gradient of one full parameter;
+        None if it is not alone in its collective."""
+        counts = [len(param.members) for param in self.params]
+        if number not in offsets(counts):
+            return None
+        at = offsets(counts).index(number)
+        param = self.params[at]
+        if counts[at] != 1 or len(_shard_shape(param)) < 2:
+            return None
+        [shard] = self.scatter([param], [grad])
+        assert shard is not None
+        return at, shard
 
     @property
     def reduces_plainly(self) -> bool:
@@ -269,6 +297,9 @@ class ParamGroup:
         divided = wide if self.comm_hook is not None else wide / self.postdivide
         return param.as_shard(divided.to(param.shard.dtype))
 
+    def _divided(self, stack: Tensor) -> Tensor:
+        return stack if self.predivide == 1 else stack / self.predivide
+
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
         return [_add(kept.get(index), grad) for index, grad in enumerate(grads)]
@@ -284,7 +315,7 @@ class ParamGroup:
         ]
         stack = self.to_reduce_dtype(param.stack(full))
         if self.comm_hook is None:
-            stack = stack / self.predivide
+            stack = self._divided(stack)
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
 
 
@@ -337,6 +368,10 @@ def split_divisor(divisor: float) -> tuple[float, float]:
     while divisor % before == 0 and divisor / before > before:
         before *= 2
     return float(before), divisor / before
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    return functools.reduce(_add, parts)
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

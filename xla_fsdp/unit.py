@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,7 +32,7 @@ from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
 from xla_fsdp.ties import remember_shown
 from xla_fsdp.tree import map_tensors, tensors_in
-from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard
+from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard, arrive
 
 
 class UnitState(Enum):
@@ -285,6 +285,8 @@ class Unit:
         shards = call.take_shards()
         kept: list[Tensor] = []
         full = self._unshard(call, partial(self._gathered, shards, kept))
+        if self.is_root:
+            full = [arrive(call, number, tensor) for number, tensor in enumerate(full)]
         if not call.reshards:
             kept = full
         saved = SavedParams(full, self._for_backward)
@@ -401,15 +403,36 @@ class Unit:
         """Whether backward gathers from the shards."""
         return self.reshards_after_forward and not self.keeps_larger
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradient shards from full gradients; none while gradients are not synchronized."""
+    def reduce_early(self, call: Call, number: int, grad: Tensor) -> Tensor | None:
+        """Reduce the gradient of member ``number`` ahead of the rest, if that makes no collective
+        more; if not, returns it."""
+        self.backward.watch()
+        if not self.sync_gradients or not self.group.reduces_plainly:
+            return grad
+        found = self.group.scatter_alone(number, grad)
+        if found is None:
+            return grad
+        param, reduced = found
+        call.early[param] = reduced
+        self.backward.pending.append(reduced.detach())
+        return None
+
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: Mapping[int, Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """Gradient shards from full gradients; none while gradients are not synchronized.
+
+        Args:
+            grads: by member.
+            early: what ``reduce_early`` made of others, by parameter.
+        """
         self.backward.watch()
         if not self.sync_gradients:
             self.group.keep(grads)
             if self not in self.backward.keeping:
                 self.backward.keeping.append(self)
             return [None] * len(self.group.params)
-        reduced = self.group.reduce(grads)
+        reduced = self.group.reduce(grads, early or {})
         if self.group.has_kept and self not in self.backward.keeping:  # replicas do not add yet
             self.backward.keeping.append(self)
         # Aliases: autograd copies a gradient that somebody else holds.

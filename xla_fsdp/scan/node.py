@@ -153,16 +153,18 @@ def _gated(
     unit, large = job.units[0], job.weights.large
     for each, seen in zip(job.units, versions, strict=True):
         each.check_unchanged(seen)
-    before = unit.backward.gate([grad])
+    before = unit.backward.gate([grad], lags=False)  # all shards are stacked at once
     groups = [each.group for each in job.units]
     shards: list[Tensor] = []
     for group in groups:
         shards += [group.shards[at] for at in large]
     if unit.config.optimization_barrier_in_backward:
         [grad] = xla_ops.barrier([grad])
-        shards = _after([grad, *before], shards)  # not ahead: all are stacked at once
+        shards = _after(before, shards)
     by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
-    return grad, stack_sent(groups, large, by_block) if large else []
+    # Before all shards are stacked, what is left of the units after the blocks, such as the head's
+    # gradient, is to be done with.
+    return grad, stack_sent(groups, large, by_block, before) if large else []
 
 
 def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:

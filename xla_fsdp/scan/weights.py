@@ -119,7 +119,10 @@ class BlockWeights:
 
 
 def stack_sent(
-    groups: Sequence[ParamGroup], numbers: Sequence[int], shards: Sequence[Sequence[Tensor]]
+    groups: Sequence[ParamGroup],
+    numbers: Sequence[int],
+    shards: Sequence[Sequence[Tensor]],
+    after: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """[length, ...] each: what the blocks send of some parameters.
 
@@ -127,25 +130,27 @@ def stack_sent(
         groups: of the blocks.
         numbers: which parameters.
         shards: theirs, by block.
+        after: what is to be computed first.
     """
     with torch.no_grad():
         by_block = [
             group.sent([group.params[at] for at in numbers], own)
             for group, own in zip(groups, shards, strict=True)
         ]
-        return [_stacked(list(sent)) for sent in zip(*by_block, strict=True)]
+        by_param = list(zip(*by_block, strict=True))
+        # Joined while they are flat, as shard parameters are, and laid out in rows behind a
+        # barrier: once for all blocks. The compiler would do it for each by itself.
+        joined = [torch.cat([each.reshape(-1) for each in sent]) for sent in by_param]
+        if after:
+            zero = xla_ops.zero_after(after)
+            joined = [flat + zero.to(flat.dtype) for flat in joined]
+        pairs = zip(xla_ops.barrier(joined), by_param, strict=True)
+        return [flat.reshape(len(sent), *sent[0].shape) for flat, sent in pairs]
 
 
 def unstacked(stack: Tensor) -> list[Tensor]:
     """The slices of a stack, flat."""
     return list(stack.reshape(-1).chunk(len(stack)))
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """[length, ...]. Joined while they are flat, as shard parameters are, so that rows are laid out
-    once for all: that is an operation of its own on the TPU."""
-    joined = torch.cat([each.reshape(-1) for each in tensors])
-    return joined.reshape(len(tensors), *tensors[0].shape)
 
 
 def _swapped(stack: Tensor, first: int, second: int) -> Tensor:

@@ -231,6 +231,21 @@ class Closing(Block):
         return super().forward(x) + self.tables[0].to(x.device)
 
 
+class Branching(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if (x > 0).any() else x
+
+
+class Choosing(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + x[x[:, 0] > 0].sum()
+
+
+class HostRandom(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * torch.rand(()).item()
+
+
 def set_scale(model: Any) -> None:
     model.blocks[2].scale = 0.25
 
@@ -304,7 +319,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
     for change in (set_scale, set_dropout, add_hook):
         found[change.__name__] = message(partial(scanned(change), batch()))
-    for block in (Normalized, InPlace, Pair, Narrow, Closing):
+    for block in (Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom):
         found[block.__name__] = message(partial(scanned(block=block), batch()))
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
@@ -331,6 +346,9 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Pair", ["must return one tensor", "returned"]),
         ("Narrow", ["[4, 16]", "returned [4, 4]"]),
         ("Closing", ["tensors of shapes [16] that are neither its arguments"]),
+        ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
+        ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
+        ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
         ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
         ("afterwards", ["(4, 16)"]),
     ],

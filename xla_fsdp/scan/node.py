@@ -30,16 +30,12 @@ class Job:
     Args:
         units: the blocks', in order.
         weights: how parameters travel.
-        own: stacks of tensors that differ between blocks.
-        shared: tensors that all share.
         forward: returns the forward loop for these inputs, with or without what backward needs.
         backward: returns the backward loop.
     """
 
     units: list[Unit]
     weights: BlockWeights
-    own: list[Tensor]
-    shared: list[Tensor]
     forward: Callable[[Inputs, bool], ForwardProgram]
     backward: Callable[..., BackwardProgram]
 
@@ -49,24 +45,47 @@ class Job:
         return [shard for unit in self.units for shard in unit.group.shards]
 
 
-def run(job: Job, stream: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """What the last block returns."""
+@dataclass(frozen=True)
+class Held:
+    """Tensors that the blocks hold.
+
+    Args:
+        own: stacks of those that differ between blocks.
+        shared: those that all share.
+    """
+
+    own: list[Tensor]
+    shared: list[Tensor]
+
+
+def run(job: Job, stream: Tensor, others: Sequence[Tensor], held: Held) -> Tensor:
+    """What the last block returns.
+
+    Args:
+        job: what to run.
+        stream: the first one's input.
+        others: further arguments of all.
+        held: buffers.
+    """
     shards = job.shards
     tensors = (stream, *others, *shards)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Blocks.apply(job, len(others), stream, *others, *shards)
-    return _forward(job, stream, others, trains=False)[0]
+        return _Blocks.apply(job, held, len(others), stream, *others, *shards)
+    return _forward(job, held, stream, others, trains=False)[0]
 
 
 class _Blocks(torch.autograd.Function):
     """See the module's docstring."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, num_others: int, stream: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, job: Job, held: Held, num_others: int, stream: Tensor, *tensors: Tensor
+    ) -> Tensor:
         others = tensors[:num_others]
-        output, inputs, seeds, collected, program = _forward(job, stream, others, trains=True)
+        output, inputs, seeds, collected, program = _forward(job, held, stream, others, trains=True)
         ctx.job, ctx.num_others, ctx.program = job, num_others, program
-        ctx.sizes = [len(inputs.sent), len(inputs.small), len(inputs.own), len(collected)]
+        parts = (inputs.sent, inputs.small, inputs.own, collected, others, inputs.shared)
+        ctx.sizes = [len(part) for part in parts]
         ctx.save_for_backward(*inputs.sliced, *collected, *inputs.constant, *present([seeds]))
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         mark_constants(ctx, [output], [True])
@@ -80,11 +99,11 @@ class _Blocks(torch.autograd.Function):
             return (None,) * count
         with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
             grad_x, others, shards = _backward(ctx, grad)
-        return (None, None, grad_x, *others, *shards)
+        return (None, None, None, grad_x, *others, *shards)
 
 
 def _forward(
-    job: Job, stream: Tensor, others: Sequence[Tensor], *, trains: bool
+    job: Job, held: Held, stream: Tensor, others: Sequence[Tensor], *, trains: bool
 ) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
@@ -94,7 +113,7 @@ def _forward(
             stacks = _after(before, stacks)
         small = weights.gather_small([stacks[at] for at in weights.small])
         inputs = Inputs(
-            [stacks[at] for at in weights.large], small, job.own, list(others), job.shared
+            [stacks[at] for at in weights.large], small, held.own, list(others), held.shared
         )
         program = job.forward(inputs, trains)
         ahead = _first_ahead(weights, inputs, 0)
@@ -108,7 +127,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     unit, weights = job.units[0], job.weights
     unit.backward.watch()
     inputs, collected, seeds = _restored(ctx)
-    needs = ctx.needs_input_grad[3 : 3 + ctx.num_others]
+    needs = ctx.needs_input_grad[4 : 4 + ctx.num_others]
     reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
     grad, sent = _gated(unit, grad, inputs.sent)
@@ -128,7 +147,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
 
 def _restored(ctx: Any) -> tuple[Inputs, list[Tensor], Tensor | None]:
     saved, parts = list(ctx.saved_tensors), []
-    for size in (*ctx.sizes, ctx.num_others, len(ctx.job.shared)):
+    for size in ctx.sizes:
         parts.append(saved[:size])
         saved = saved[size:]
     sent, small, own, collected, others, shared = parts

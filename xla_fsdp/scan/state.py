@@ -65,3 +65,36 @@ class BlockState:
         finally:
             for (holder, key), tensor in zip(self._places, self.tensors, strict=True):
                 holder[key] = tensor
+
+
+class SharedTensors:
+    """Finds out which of the tensors that blocks hold are the same in all of them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._shared: frozenset[int] = frozenset()
+
+    def of(self, states: Sequence[BlockState]) -> frozenset[int]:
+        """Their numbers. Values are compared only where tensors are new, or were changed."""
+        tensors = [tensor for state in states for tensor in state.tensors]
+        now = [(tensor, tensor._version) for tensor in tensors]
+        if not _same_tensors(now, self._seen):
+            by_number = zip(*(state.tensors for state in states), strict=True)
+            self._shared = frozenset(
+                at for at, (first, *rest) in enumerate(by_number) if _all_equal(first, rest)
+            )
+            self._seen = now
+        return self._shared
+
+
+def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(a) == len(b) and all(
+        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
+    )
+
+
+def _all_equal(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    if all(each is first for each in rest):
+        return True
+    value = first.cpu()
+    return all(each.dtype == value.dtype and torch.equal(each.cpu(), value) for each in rest)

@@ -297,6 +297,12 @@ def other_mask(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+def host_mask(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, torch.ones(1))
+    return x
+
+
 def other_number(blocks: Any, x: Tensor) -> Tensor:
     for index, block in enumerate(blocks):
         x = block(x, index)
@@ -312,7 +318,7 @@ def with_cache(blocks: Any, x: Tensor) -> Tensor:
 @scenarios.add
 def refused_in_forward(rank: int) -> dict[str, str]:
     loops = (
-        more, between, too_few, skip, last_first, other_input, other_mask, other_number,
+        more, between, too_few, skip, last_first, other_input, other_mask, host_mask, other_number,
         with_cache,
     )  # fmt: skip
     model = scanned()
@@ -336,6 +342,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("last_first", ["block 2 of 3 scanned blocks was called where block 0 was expected"]),
         ("other_input", ["block 1 was called with another tensor", "output of block 0"]),
         ("other_mask", ["block 1 was called with other arguments", "argument 1 is another tensor"]),
+        ("host_mask", ["TypeError", "argument 1 in host memory", "before the loop"]),
         ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
         ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
         ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.backward import running_units
+from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
 from xla_fsdp.scan.arguments import Arguments
@@ -259,6 +260,13 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
     if not given.tensors:
         raise TypeError(f"scanned block {number} was called without a tensor")
+    pairs = zip(given.places, given.tensors, strict=True)
+    on_host = [place for place, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
+            f"would keep the values of now. Move it to the XLA device before the loop"
+        )
 
 
 def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:

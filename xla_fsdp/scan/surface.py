@@ -96,7 +96,8 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _warn_about_ignored(blocks: Sequence[Any]) -> None:
-    if any(block._fsdp_unit.reshard_after_forward is not True for block in blocks):
+    units = [block._fsdp_unit for block in blocks]
+    if any(unit.keeps_larger or not unit.reshard_after_forward for unit in units):
         warnings.warn(
             "reshard_after_forward is ignored for scanned blocks: a loop holds the parameters of "
             "one block at a time",

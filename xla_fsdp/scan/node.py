@@ -119,6 +119,7 @@ def _forward(
         ahead = _first_ahead(weights, inputs, 0)
         seeds = _seeds(program, len(job.units), stream.device)
         results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
+        unit.backward.forward_gate.hold([results[0]])
     return results[0], inputs, seeds, results[1 + len(ahead) :], program
 
 
@@ -141,7 +142,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
     reduced, full = gradients(program, stacks)
     shards = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
-    unit.backward.pending.extend([results[0].detach(), *(g.detach() for g in present(shards))])
+    unit.backward.pending.extend(grad.detach() for grad in present(shards))
+    unit.backward.backward_gate.hold([results[0].detach()])
     return results[0], [next(sums) if need else None for need in needs], shards
 
 
@@ -156,11 +158,11 @@ def _restored(ctx: Any) -> tuple[Inputs, list[Tensor], Tensor | None]:
 
 def _gated(unit: Unit, grad: Tensor, sent: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The same, behind all that backward has still to compute."""
-    before = unit.backward.gate([grad])
+    before = unit.backward.fence([grad])
     if not unit.config.optimization_barrier_in_backward:
         return grad, sent
-    [grad] = xla_ops.barrier([grad])
-    return grad, _after(before, sent)
+    grad, *ready = xla_ops.barrier([*before, *sent])
+    return grad, ready[len(before) - 1 :]
 
 
 def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:

@@ -474,6 +474,70 @@ def test_what_blocks_hold_may_change_between_steps() -> None:
     assert len(set(losses)) == 4  # the changes matter
 
 
+def add_comm_hook(model: Any) -> None:
+    from xla_fsdp import comm_hooks
+
+    model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
+
+
+def under_autocast(model: Any) -> Tensor:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        y = model(batch())
+    return y.float()
+
+
+def sharded_no_sync(model: Any) -> Tensor:
+    with model.no_sync(sharded=True):
+        model(batch(2)).square().mean().backward()
+    return model(batch())
+
+
+def checkpointed_around(model: Any) -> Tensor:
+    from xla_fsdp import checkpoint_module
+
+    return checkpoint_module(model)(batch())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16 shards": {"before": lambda model: model.bfloat16()},
+    "autocast": {"forward": under_autocast},
+    "no_sync, sharded": {"forward": sharded_no_sync},
+    "a hook instead of the reduction": {"after": add_comm_hook},
+    "recomputed around all blocks": {"forward": checkpointed_around},
+    "a larger loss of one rank": {"weight": True},
+}
+
+
+@scenarios.add
+def kinds(rank: int) -> dict[str, Any]:
+    """Gradients of models that run block by block, and as a loop."""
+    import torch_xla
+
+    found: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        both = []
+        for build in (wrapped, scanned):
+            model = build(kind.get("before", lambda model: None))
+            kind.get("after", lambda model: None)(model)
+            dtype = next(model.parameters()).dtype
+            forward = kind.get("forward", lambda model, dtype=dtype: model(batch().to(dtype)))
+            loss = forward(model).square().mean() * (rank + 1 if "weight" in kind else 1)
+            loss.backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            both.append({name: grad.cpu() for name, grad in grads.items()})
+        found[name] = both
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_blocks_that_run_one_by_one(kind: str) -> None:
+    plain, looped = result("kinds")[kind]
+    assert plain.keys() == looped.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(looped[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
 # ---------------------------------------------------------------- states and copies
 
 

@@ -231,6 +231,21 @@ class Closing(Block):
         return super().forward(x) + self.tables[0].to(x.device)
 
 
+class Branching(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if (x > 0).any() else x
+
+
+class Choosing(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + x[x[:, 0] > 0].sum()
+
+
+class HostRandom(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * torch.rand(()).item()
+
+
 def set_scale(model: Any) -> None:
     model.blocks[2].scale = 0.25
 
@@ -282,6 +297,12 @@ def other_mask(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+def host_mask(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, torch.ones(1))
+    return x
+
+
 def other_number(blocks: Any, x: Tensor) -> Tensor:
     for index, block in enumerate(blocks):
         x = block(x, index)
@@ -297,14 +318,14 @@ def with_cache(blocks: Any, x: Tensor) -> Tensor:
 @scenarios.add
 def refused_in_forward(rank: int) -> dict[str, str]:
     loops = (
-        more, between, too_few, skip, last_first, other_input, other_mask, other_number,
+        more, between, too_few, skip, last_first, other_input, other_mask, host_mask, other_number,
         with_cache,
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
     for change in (set_scale, set_dropout, add_hook):
         found[change.__name__] = message(partial(scanned(change), batch()))
-    for block in (Normalized, InPlace, Pair, Narrow, Closing):
+    for block in (Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom):
         found[block.__name__] = message(partial(scanned(block=block), batch()))
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
@@ -321,6 +342,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("last_first", ["block 2 of 3 scanned blocks was called where block 0 was expected"]),
         ("other_input", ["block 1 was called with another tensor", "output of block 0"]),
         ("other_mask", ["block 1 was called with other arguments", "argument 1 is another tensor"]),
+        ("host_mask", ["TypeError", "argument 1 in host memory", "before the loop"]),
         ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
         ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
         ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),
@@ -331,6 +353,9 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Pair", ["must return one tensor", "returned"]),
         ("Narrow", ["[4, 16]", "returned [4, 4]"]),
         ("Closing", ["tensors of shapes [16] that are neither its arguments"]),
+        ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
+        ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
+        ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
         ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
         ("afterwards", ["(4, 16)"]),
     ],
@@ -447,6 +472,70 @@ def test_what_blocks_hold_may_change_between_steps() -> None:
         assert looped == pytest.approx(plain, rel=1e-6), name
     losses = [found[name][0] for name in list(found)[:4]]
     assert len(set(losses)) == 4  # the changes matter
+
+
+def add_comm_hook(model: Any) -> None:
+    from xla_fsdp import comm_hooks
+
+    model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
+
+
+def under_autocast(model: Any) -> Tensor:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        y = model(batch())
+    return y.float()
+
+
+def sharded_no_sync(model: Any) -> Tensor:
+    with model.no_sync(sharded=True):
+        model(batch(2)).square().mean().backward()
+    return model(batch())
+
+
+def checkpointed_around(model: Any) -> Tensor:
+    from xla_fsdp import checkpoint_module
+
+    return checkpoint_module(model)(batch())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16 shards": {"before": lambda model: model.bfloat16()},
+    "autocast": {"forward": under_autocast},
+    "no_sync, sharded": {"forward": sharded_no_sync},
+    "a hook instead of the reduction": {"after": add_comm_hook},
+    "recomputed around all blocks": {"forward": checkpointed_around},
+    "a larger loss of one rank": {"weight": True},
+}
+
+
+@scenarios.add
+def kinds(rank: int) -> dict[str, Any]:
+    """Gradients of models that run block by block, and as a loop."""
+    import torch_xla
+
+    found: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        both = []
+        for build in (wrapped, scanned):
+            model = build(kind.get("before", lambda model: None))
+            kind.get("after", lambda model: None)(model)
+            dtype = next(model.parameters()).dtype
+            forward = kind.get("forward", lambda model, dtype=dtype: model(batch().to(dtype)))
+            loss = forward(model).square().mean() * (rank + 1 if "weight" in kind else 1)
+            loss.backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            both.append({name: grad.cpu() for name, grad in grads.items()})
+        found[name] = both
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_blocks_that_run_one_by_one(kind: str) -> None:
+    plain, looped = result("kinds")[kind]
+    assert plain.keys() == looped.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(looped[name], grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---------------------------------------------------------------- states and copies

@@ -1,4 +1,4 @@
-"""``scan_blocks``: identical blocks, each a unit, run as one loop wherever a forward calls them.
+"""Identical blocks, each a unit, that run as one loop wherever a forward calls them.
 
 Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
 in order. Always true: blocks stay what they are: their parameters, names, state dicts and
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.backward import running_units
+from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
 from xla_fsdp.scan.arguments import Arguments
-from xla_fsdp.scan.identical import find_problems, refuse_hooks
+from xla_fsdp.scan.identical import refuse_hooks
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
-from xla_fsdp.scan.state import BlockState
+from xla_fsdp.scan.state import BlockState, SharedTensors
 from xla_fsdp.scan.template import Template
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.scan_xla_ops import Like
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_host import is_unit
 
 GATHER_ONCE_BELOW = 2**14
 """Elements: biases and norms of all blocks up to a width of 4096 travel together. They are held for
@@ -135,7 +134,8 @@ class BlockScan:
             forward,
             states[0],
             self._shared.of(states),
-            given.with_tensors(cast),
+            given.with_tensors([]),
+            tuple(map(Like.of, cast)),
             _trained(units),
         )
         key = _key(template, states)
@@ -176,15 +176,15 @@ class BlockScan:
         weights = BlockWeights(units[0].group, self._options.gather_once_below)
         numbers = range(len(template.state.tensors))
         own = [at for at in numbers if at not in template.shared]
+        stacks = [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own]
+        shared = [template.state.tensors[at].detach() for at in sorted(template.shared)]
         job = node.Job(
             units,
             weights,
-            [torch.stack([state.tensors[at].detach() for state in current.states]) for at in own],
-            [template.state.tensors[at].detach() for at in sorted(template.shared)],
             partial(self._programs.forward, key, template, weights, length),
             partial(self._programs.backward, key, template, weights, length),
         )
-        output = node.run(job, current.cast[0], current.cast[1:])
+        output = node.run(job, current.cast[0], current.cast[1:], node.Held(stacks, shared))
         if not running_units():
             units[0].backward.forward_gate.clear()
         return units[0].cast_output(output)
@@ -210,26 +210,6 @@ def blocks_one_by_one() -> Iterator[None]:
         _how.one_by_one = before
 
 
-class SharedTensors:
-    """Finds out which of the tensors that blocks hold are the same in all of them."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Tensor, int]] = []
-        self._shared: frozenset[int] = frozenset()
-
-    def of(self, states: Sequence[BlockState]) -> frozenset[int]:
-        """Their numbers. Values are compared only where tensors are new, or were changed."""
-        tensors = [tensor for state in states for tensor in state.tensors]
-        now = [(tensor, tensor._version) for tensor in tensors]
-        if not _same_tensors(now, self._seen):
-            by_number = zip(*(state.tensors for state in states), strict=True)
-            self._shared = frozenset(
-                at for at, (first, *rest) in enumerate(by_number) if _all_equal(first, rest)
-            )
-            self._seen = now
-        return self._shared
-
-
 class _BlockRef:
     """A block, not kept alive: the block holds the scan. Copied and pickled with it."""
 
@@ -241,93 +221,6 @@ class _BlockRef:
 
     def __call__(self) -> Any:
         return None if self._block is None else self._block()
-
-
-def scan_blocks(
-    blocks: nn.ModuleList | nn.Sequential | Sequence[nn.Module],
-    *,
-    remat: str | Sequence[str] = "full",
-    gather_once_below: int = GATHER_ONCE_BELOW,
-) -> BlockScan:
-    """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
-    then as large, and compiles as fast, for any number of them.
-
-    A forward that calls the blocks in order, ``for block in blocks: x = block(x, ...)``, stays as
-    it is. Parameters, names, optimizers and checkpoints are those of blocks that run one by one.
-
-    Args:
-        blocks: a container of the blocks, or a list, in the order in which they are called. All are
-            of one class, with parameters of the same shapes, and compute the same; each returns one
-            tensor of the shape and dtype of its first tensor argument.
-        remat: "full" computes a block again in backward from its input, "none" keeps all
-            activations, a list keeps those of these names: submodules of a block, or
-            ``name_activation``.
-        gather_once_below: parameters of fewer elements travel once for all blocks, and are held
-            whole from forward to backward.
-
-    Returns:
-        What the blocks share; its ``remove()`` lets them run one by one again.
-
-    Raises:
-        TypeError: if something is no module.
-        ValueError: if blocks are no units, are not identical, or an option makes no sense.
-    """
-    found: list[Any] = list(blocks)
-    problems = [
-        f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "
-        f"scan_layers=True together with auto_wrap_policy"
-        for at, each in enumerate(found)
-        if not is_unit(each)
-    ]
-    if not found:
-        problems = ["there are no blocks to scan"]
-    problems = problems or find_problems(found)
-    if problems:
-        others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
-        raise ValueError("; ".join(problems[:3]) + others)
-    names = remat if isinstance(remat, str) else tuple(remat)
-    scan = BlockScan(found, Options(names, gather_once_below))
-    _warn_about_ignored(found)
-    for block in found:
-        block._fsdp_attachment.runner = scan
-    return scan
-
-
-def scan_containers(module: nn.Module, names: bool | str | Iterable[str]) -> list[BlockScan]:
-    """Scan containers of blocks in ``module``: those of these ``names``, or, for True, all that
-    hold two or more units and nothing else.
-
-    Raises:
-        ValueError: if there is no such container, or its blocks cannot be scanned.
-    """
-    inner = dict(module.named_modules())
-    if names is True:
-        wanted = [name for name, each in inner.items() if _holds_blocks(each)]
-    else:
-        wanted = [names] if isinstance(names, str) else list(names or ())
-    missing = [name for name in wanted if not isinstance(inner.get(name), nn.Module)]
-    if missing or not wanted:
-        raise ValueError(
-            f"scan_layers found no container {', '.join(missing)}".rstrip()
-            + "; give the names of the nn.ModuleList or nn.Sequential that hold the blocks, and an "
-            "auto_wrap_policy that makes each block a unit"
-        )
-    return [scan_blocks(list(inner[name].children())) for name in wanted]
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    children = list(module.children())
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_unit(module)
-    return is_container and len(children) > 1 and all(is_unit(each) for each in children)
-
-
-def _warn_about_ignored(blocks: Sequence[Any]) -> None:
-    if any(block._fsdp_unit.reshard_after_forward is not True for block in blocks):
-        warnings.warn(
-            "reshard_after_forward is ignored for scanned blocks: a loop holds the parameters of "
-            "one block at a time",
-            stacklevel=3,
-        )
 
 
 def _module(block: Any) -> nn.Module:
@@ -342,10 +235,9 @@ def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
 
 def _key(template: Template, states: Sequence[BlockState]) -> Any:
     """Equal for passes that can run the same loops."""
-    tensors = (*template.arguments.tensors, *template.state.tensors)
     return (
         template.arguments.key,
-        tuple(map(Like.of, tensors)),
+        (*template.likes, *map(Like.of, template.state.tensors)),
         tuple(state.settings for state in states),
         template.shared,
         template.trained,
@@ -368,6 +260,13 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
     if not given.tensors:
         raise TypeError(f"scanned block {number} was called without a tensor")
+    pairs = zip(given.places, given.tensors, strict=True)
+    on_host = [place for place, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
+            f"would keep the values of now. Move it to the XLA device before the loop"
+        )
 
 
 def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
@@ -384,16 +283,3 @@ def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
             f"block {number} was called with other arguments than block 0: {difference}. Make what "
             f"all blocks share once, before the loop, and give all of them the same"
         )
-
-
-def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
-    return len(a) == len(b) and all(
-        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
-    )
-
-
-def _all_equal(first: Tensor, rest: Sequence[Tensor]) -> bool:
-    if all(each is first for each in rest):
-        return True
-    value = first.cpu()
-    return all(each.dtype == value.dtype and torch.equal(each.cpu(), value) for each in rest)

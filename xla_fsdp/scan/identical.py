@@ -90,10 +90,11 @@ def difference_of_bodies(first: Body, other: Body) -> str | None:
     return None
 
 
-def difference_of_settings(first: BlockState, other: BlockState) -> str | None:
-    """The first setting that differs; a hint only, as not all settings matter."""
+def difference_of_settings(first: BlockState, other: BlockState, number: int) -> str | None:
+    """The first setting of block ``number`` that differs; a hint only, as not all settings matter.
+    A block that knows its own number differs in that."""
     for mine, its in zip(first.settings, other.settings, strict=False):
-        if mine != its:
+        if mine != its and (mine[2], its[2]) != (0, number):
             return f"{its[0]}.{its[1]}".lstrip(".") + f" is {its[2]!r}, not {mine[2]!r}"
     return None
 

@@ -30,16 +30,12 @@ class Job:
     Args:
         units: the blocks', in order.
         weights: how parameters travel.
-        own: stacks of tensors that differ between blocks.
-        shared: tensors that all share.
         forward: returns the forward loop for these inputs, with or without what backward needs.
         backward: returns the backward loop.
     """
 
     units: list[Unit]
     weights: BlockWeights
-    own: list[Tensor]
-    shared: list[Tensor]
     forward: Callable[[Inputs, bool], ForwardProgram]
     backward: Callable[..., BackwardProgram]
 
@@ -49,27 +45,50 @@ class Job:
         return [shard for unit in self.units for shard in unit.group.shards]
 
 
-def run(job: Job, stream: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """What the last block returns."""
+@dataclass(frozen=True)
+class Held:
+    """Tensors that the blocks hold.
+
+    Args:
+        own: stacks of those that differ between blocks.
+        shared: those that all share.
+    """
+
+    own: list[Tensor]
+    shared: list[Tensor]
+
+
+def run(job: Job, stream: Tensor, others: Sequence[Tensor], held: Held) -> Tensor:
+    """What the last block returns.
+
+    Args:
+        job: what to run.
+        stream: the first one's input.
+        others: further arguments of all.
+        held: buffers.
+    """
     shards = job.shards
     tensors = (stream, *others, *shards)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Blocks.apply(job, len(others), stream, *others, *shards)
-    return _forward(job, stream, others, trains=False)[0]
+        return _Blocks.apply(job, held, len(others), stream, *others, *shards)
+    return _forward(job, held, stream, others, trains=False)[0]
 
 
 class _Blocks(torch.autograd.Function):
     """See the module's docstring."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, num_others: int, stream: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, job: Job, held: Held, num_others: int, stream: Tensor, *tensors: Tensor
+    ) -> Tensor:
         others = tensors[:num_others]
-        output, inputs, seeds, collected, program = _forward(job, stream, others, trains=True)
+        output, inputs, seeds, collected, program = _forward(job, held, stream, others, trains=True)
         ctx.job, ctx.num_others, ctx.program = job, num_others, program
         # What is sent of large parameters is stacked again in backward. Kept, it would take as much
         # memory as all shards in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
-        ctx.sizes = [len(inputs.small), len(inputs.own), len(collected)]
+        parts = (inputs.small, inputs.own, collected, others, inputs.shared)
+        ctx.sizes = [len(part) for part in parts]
         ctx.save_for_backward(*sliced, *collected, *inputs.constant, *present([seeds]))
         ctx.versions = [unit.group.versions for unit in job.units]
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
@@ -84,11 +103,11 @@ class _Blocks(torch.autograd.Function):
             return (None,) * count
         with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
             grad_x, others, shards = _backward(ctx, grad)
-        return (None, None, grad_x, *others, *shards)
+        return (None, None, None, grad_x, *others, *shards)
 
 
 def _forward(
-    job: Job, stream: Tensor, others: Sequence[Tensor], *, trains: bool
+    job: Job, held: Held, stream: Tensor, others: Sequence[Tensor], *, trains: bool
 ) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
@@ -100,12 +119,13 @@ def _forward(
             stacks = _after(before, stacks)
         small = weights.gather_small([stacks[at] for at in weights.small])
         inputs = Inputs(
-            [stacks[at] for at in weights.large], small, job.own, list(others), job.shared
+            [stacks[at] for at in weights.large], small, held.own, list(others), held.shared
         )
         program = job.forward(inputs, trains)
         ahead = _first_ahead(weights, inputs, 0)
         seeds = _seeds(program, len(job.units), stream.device)
         results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
+        unit.backward.forward_gate.hold([results[0]])
     return results[0], inputs, seeds, results[1 + len(ahead) :], program
 
 
@@ -115,7 +135,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     unit.backward.watch()
     grad, sent = _gated(job, grad, ctx.versions)
     inputs, collected, seeds = _restored(ctx, sent)
-    needs = ctx.needs_input_grad[3 : 3 + ctx.num_others]
+    needs = ctx.needs_input_grad[4 : 4 + ctx.num_others]
     reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
     ahead = _first_ahead(weights, inputs, len(job.units) - 1)
@@ -128,13 +148,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
     reduced, full = gradients(program, stacks)
     shards = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
-    unit.backward.pending.extend([results[0].detach(), *(g.detach() for g in present(shards))])
+    unit.backward.pending.extend(grad.detach() for grad in present(shards))
+    unit.backward.backward_gate.hold([results[0].detach()])
     return results[0], [next(sums) if need else None for need in needs], shards
 
 
 def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
     saved, parts = list(ctx.saved_tensors), []
-    for size in (*ctx.sizes, ctx.num_others, len(ctx.job.shared)):
+    for size in ctx.sizes:
         parts.append(saved[:size])
         saved = saved[size:]
     small, own, collected, others, shared = parts
@@ -153,14 +174,14 @@ def _gated(
     unit, large = job.units[0], job.weights.large
     for each, seen in zip(job.units, versions, strict=True):
         each.check_unchanged(seen)
-    before = unit.backward.gate([grad], lags=False)  # all shards are stacked at once
+    before = unit.backward.fence([grad])
     groups = [each.group for each in job.units]
     shards: list[Tensor] = []
     for group in groups:
         shards += [group.shards[at] for at in large]
     if unit.config.optimization_barrier_in_backward:
-        [grad] = xla_ops.barrier([grad])
-        shards = _after(before, shards)
+        grad, *rest = xla_ops.barrier([*before, *shards])
+        shards = rest[len(before) - 1 :]
     by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
     # Before all shards are stacked, what is left of the units after the blocks, such as the head's
     # gradient, is to be done with.
@@ -187,7 +208,10 @@ def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor
 def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:
     """Gradients of all shards, block by block."""
     sums = {**reduced, **job.weights.reduce_small(full)}
-    pieces = {at: unstacked(stack) for at, stack in job.weights.sum_replicas(sums).items()}
+    params = job.weights.group.params
+    pieces = {
+        at: unstacked(params[at], stack) for at, stack in job.weights.sum_replicas(sums).items()
+    }
     return [
         unit.group.finish(pieces[at][block], param)
         if at in pieces and param.shard.requires_grad

@@ -122,7 +122,7 @@ def forward_program(
         policy: what to keep for backward; None where there will be none.
     """
     result: dict[str, Any] = {}
-    stream = template.arguments.tensors[0]
+    stream = template.likes[0]
     ahead = _ahead(template, weights)
 
     def body(values: list[Tensor]) -> list[Tensor]:
@@ -173,7 +173,7 @@ def backward_program(
         reduces: whether gradients are reduced over the ranks.
     """
     result: dict[str, list[int]] = {}
-    stream = template.arguments.tensors[0]
+    stream = template.likes[0]
     ahead = _ahead(template, weights)
     wanted = [other for other, need in zip(inputs.others, needs, strict=True) if need]
 

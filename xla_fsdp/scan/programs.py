@@ -63,7 +63,7 @@ class Programs:
             problem = captured_problem(found.body)
             difference = difference_of_bodies(first.body, found.body)
             if not problem and difference:
-                hint = difference_of_settings(state, template.state)
+                hint = difference_of_settings(state, template.state, number)
                 because = f" ({hint})" if hint else ""
                 problem = f"block {number} differs from block 0: {difference}{because}. {ADVICE}"
             if problem:

@@ -65,3 +65,49 @@ class BlockState:
         finally:
             for (holder, key), tensor in zip(self._places, self.tensors, strict=True):
                 holder[key] = tensor
+
+
+COMPARISONS = 4
+"""How often values are compared: it means running what has been traced so far."""
+
+
+class SharedTensors:
+    """Finds out which of the tensors that blocks hold are the same in all of them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._shared: frozenset[int] = frozenset()
+        self._left = COMPARISONS
+
+    def of(self, states: Sequence[BlockState]) -> frozenset[int]:
+        """Their numbers. Values are compared where tensors are new, or were changed; where that
+        goes on, tensors are only shared if they are one and the same."""
+        now = [(each, _version(each)) for state in states for each in state.tensors]
+        if not _same_tensors(now, self._seen):
+            by_number = enumerate(zip(*(state.tensors for state in states), strict=True))
+            equal = _all_equal if self._left else _all_one
+            self._shared = frozenset(at for at, (first, *rest) in by_number if equal(first, rest))
+            self._seen = now
+            self._left = max(0, self._left - 1)
+        return self._shared
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(a) == len(b) and all(
+        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
+    )
+
+
+def _all_one(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    return all(each is first for each in rest)
+
+
+def _all_equal(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    if _all_one(first, rest):
+        return True
+    value = first.cpu()
+    return all(each.dtype == value.dtype and torch.equal(each.cpu(), value) for each in rest)

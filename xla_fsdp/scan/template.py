@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.remat import regions_run_once
 from xla_fsdp.scan.arguments import Arguments
+from xla_fsdp.scan.guard import TraceGuard
 from xla_fsdp.scan.state import BlockState
 from xla_fsdp.scan_xla_ops import Body, ChangedInPlaceError, Like, trace_body
 from xla_fsdp.unit import Unit
@@ -30,7 +31,8 @@ class Template:
         forward: its forward.
         state: its tensors.
         shared: numbers of the tensors that all blocks share.
-        arguments: what it is called with.
+        arguments: what it is called with, without the tensors.
+        likes: of the tensors.
         trained: which of its parameters need gradients, in some block.
     """
 
@@ -40,6 +42,7 @@ class Template:
     state: BlockState
     shared: frozenset[int]
     arguments: Arguments
+    likes: tuple[Like, ...]
     trained: tuple[bool, ...]
 
     def run(
@@ -53,7 +56,12 @@ class Template:
             given: the stream and the others.
         """
         args, kwargs = self.arguments.put_together(given)
-        with regions_run_once(), self.unit.computing_with(full), self.state.replaced(tensors):
+        with (
+            regions_run_once(),
+            TraceGuard(),
+            self.unit.computing_with(full),
+            self.state.replaced(tensors),
+        ):
             return Arguments.of(self.forward(*args, **kwargs))
 
 
@@ -79,7 +87,7 @@ def trace_alone(template: Template) -> Alone:
     group = template.unit.group
     params = [(param, member) for param in group.params for member in param.members]
     likes = [
-        *map(Like.of, template.arguments.tensors),
+        *template.likes,
         *(Like(tuple(m.shape), p.compute_dtype or p.shard.dtype) for p, m in params),
         *map(Like.of, template.state.tensors),
     ]
@@ -88,7 +96,7 @@ def trace_alone(template: Template) -> Alone:
         *(f"parameter {member.names[0]}" for _, member in params),
         *(f"buffer {name}" for name in template.state.names),
     ]
-    count = len(template.arguments.tensors)
+    count = len(template.likes)
     result: list[Arguments] = []
 
     def body(values: list[Tensor]) -> list[Tensor]:

@@ -138,19 +138,27 @@ def stack_sent(
             for group, own in zip(groups, shards, strict=True)
         ]
         by_param = list(zip(*by_block, strict=True))
-        # Joined while they are flat, as shard parameters are, and laid out in rows behind a
-        # barrier: once for all blocks. The compiler would do it for each by itself.
-        joined = [torch.cat([each.reshape(-1) for each in sent]) for sent in by_param]
+        joined = [
+            torch.cat([_as_stored(groups[0].params[at], each) for each in sent])
+            for at, sent in zip(numbers, by_param, strict=True)
+        ]
         if after:
             zero = xla_ops.zero_after(after)
-            joined = [flat + zero.to(flat.dtype) for flat in joined]
+            joined = [each + zero.to(each.dtype) for each in joined]
         pairs = zip(xla_ops.barrier(joined), by_param, strict=True)
-        return [flat.reshape(len(sent), *sent[0].shape) for flat, sent in pairs]
+        return [stack.reshape(len(sent), *sent[0].shape) for stack, sent in pairs]
 
 
-def unstacked(stack: Tensor) -> list[Tensor]:
-    """The slices of a stack, flat."""
-    return list(stack.reshape(-1).chunk(len(stack)))
+def unstacked(param: ShardedParam, stack: Tensor) -> list[Tensor]:
+    """The slices of a stack, [length, ...], of what is cut like shards of ``param``."""
+    joined = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
+    return list(_as_stored(param, joined).chunk(len(stack)))
+
+
+def _as_stored(param: ShardedParam, sent: Tensor) -> Tensor:
+    """Flat, if shard parameters are; else in rows. To lay rows out is an operation of its own on
+    the TPU; joined, and behind a barrier, all blocks are laid out in one."""
+    return xla_ops.shaped(sent, (sent.numel(),)) if param.shard.dim() == 1 else sent
 
 
 def _swapped(stack: Tensor, first: int, second: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The only file that touches torch_xla's internals; every workaround names its reason.
+"""The only file but ``scan_xla_ops`` that touches torch_xla's internals; every workaround names its
+reason.
 
 Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
 *release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its

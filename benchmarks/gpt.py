@@ -7,8 +7,9 @@ rematerialized, AdamW has fp32 state, units compute in bf16. The same model for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,6 +85,18 @@ def ours(shape: Shape) -> Callable[[], None]:
     return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {}), shape)
 
 
+def scan(shape: Shape) -> Callable[[], None]:
+    """The same with all blocks as one loop, and with embedding and head as units of their own, so
+    that neither is held while the loop runs. The head's backward follows at once."""
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
+
+    ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": False}}
+    rows = {"shard_param_on_dim_0": True}
+    model: Any = _wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends)
+    scan_blocks(model.blocks)
+    return _step(model, shape)
+
+
 def upstream(shape: Shape) -> Callable[[], None]:
     """A step of the model under ``torch_xla.distributed.fsdp``, with its best settings: collectives
     that are not pinned are real all-gathers."""
@@ -93,7 +106,13 @@ def upstream(shape: Shape) -> Callable[[], None]:
     return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, options), shape)
 
 
-def _wrapped(shape: Shape, wrap: Any, rematerialize: Any, options: dict[str, Any]) -> nn.Module:
+def _wrapped(
+    shape: Shape,
+    wrap: Any,
+    rematerialize: Any,
+    options: dict[str, Any],
+    ends: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> nn.Module:
     """Values do not matter, and memory that nothing was written to takes none."""
     with torch.device("meta"):
         model: Any = GPT(shape)
@@ -101,6 +120,8 @@ def _wrapped(shape: Shape, wrap: Any, rematerialize: Any, options: dict[str, Any
     options = {"compute_dtype": torch.bfloat16, **options}
     for index, block in enumerate(model.blocks):
         model.blocks[index] = wrap(rematerialize(block), **options)
+    for name, others in ends.items():
+        setattr(model, name, wrap(getattr(model, name), **options, **others))
     return wrap(model, **options)
 
 

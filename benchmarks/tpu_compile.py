@@ -2,9 +2,10 @@
 
     python benchmarks/tpu_compile.py --models 1024x4,1024x24,2048x24 --topology v5e:4x4
 
-``ours`` is ``xla_fsdp``, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings,
-``jax`` a scan over layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1,
-sequence 1024, AdamW with fp32 state, bf16 compute, rematerialized blocks, in the steady state.
+``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``upstream`` is
+``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers under ``jit``
+(``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with fp32 state, bf16
+compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled
 programs are kept by preflight, so a second run takes only the time to trace.
@@ -38,8 +39,9 @@ from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.tpu_flags import low_memory_flags
 
 MIB, MB = 2**20, 10**6
-PROGRAMS = ("ours", "upstream", "jax")
-TRACED_EVERY_STEP = ("ours", "upstream")
+PROGRAMS = ("ours", "scan", "upstream", "jax")
+FLAGGED = ("ours", "scan")
+TRACED_EVERY_STEP = ("ours", "scan", "upstream")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
         case.topology,
         max_host_mem=round(options.max_host_mem * GIB),
         cache_dir=options.cache_dir,
-        flags=low_memory_flags() if name == "ours" and not options.plain else "",
+        flags=low_memory_flags() if name in FLAGGED and not options.plain else "",
     )
     return Result(name, report_on(traced, [compiled], case.topology, {}), compiled)
 

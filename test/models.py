@@ -125,6 +125,70 @@ class WideNet(nn.Module):
         return self.head(torch.tanh(self.mid(x)))
 
 
+class ScanBlock(nn.Module):
+    """Attention of the rows among each other, and an MLP; takes more than what it changes."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 255), nn.Linear(255, width, bias=False)
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        scores = query @ key.t() * 128**-0.5
+        x = x + (scores if mask is None else scores + mask).softmax(-1) @ value
+        return x + self.down(F.gelu(self.up(x))) * gain
+
+
+class ScanNet(nn.Module):
+    """Blocks that can run as one loop, with large and small matrices and other arguments, one of
+    which is trained."""
+
+    def __init__(self, depth: int = 3, block: type[nn.Module] = ScanBlock) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, 128)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 128))
+        self.blocks = nn.ModuleList([block() for _ in range(depth)])
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        mask = torch.full((rows, rows), -1e4, device=x.device).triu(1)
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, self.gain, mask=mask)
+        return self.head(x)
+
+
+class ScanNetOfOne(ScanNet):
+    """With a single block."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+
+
+class _Adapted(ScanBlock):
+    """With a frozen matrix and a small trained addition to it (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.inner, self.outer = nn.Linear(128, 4, bias=False), nn.Linear(4, 128, bias=False)
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, gain, mask=mask) + self.outer(self.inner(x))
+
+
+class AdapterNet(ScanNet):
+    """Adapters in all blocks but the first, which is frozen altogether."""
+
+    def __init__(self) -> None:
+        super().__init__(block=_Adapted)
+        self.blocks[0].requires_grad_(False)
+        self.gain.requires_grad_(False)
+
+
 class TwiceNet(nn.Module):
     """Runs one block twice in a forward, and has a block that never runs."""
 

@@ -58,6 +58,7 @@ class Case:
         dim: along which it cuts what has so many dims.
         ignored: name of a module whose parameters it leaves alone.
         evaluate: run forwards between the steps, with and without grad mode.
+        scan: run ``model.blocks`` as one loop, with these options.
         tolerance: largest error allowed, relative to the largest value of a tensor.
     """
 
@@ -80,6 +81,7 @@ class Case:
     dim: int = 0
     ignored: str = ""
     evaluate: bool = False
+    scan: dict[str, Any] | None = None
     tolerance: float = 2e-5
 
     def fits(self, num_ranks: int) -> bool:
@@ -268,6 +270,15 @@ def _evaluate(model: nn.Module, x: Tensor) -> None:
 
 def shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
     """Wrap the model as the case says."""
+    from xla_fsdp import scan_blocks
+
+    sharded = _shard(model, case, num_ranks, rank)
+    if case.scan is not None:
+        scan_blocks(sharded.blocks, **case.scan)
+    return sharded
+
+
+def _shard(model: nn.Module, case: Case, num_ranks: int, rank: int) -> Any:
     from xla_fsdp import XlaFullyShardedDataParallel
 
     if case.in_place:

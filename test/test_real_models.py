@@ -26,6 +26,7 @@ VOCABULARY = 37
 LABELS = 7
 NEW_TOKENS = 2
 BF16 = {"compute_dtype": torch.bfloat16}
+SCAN = {"scan_layers": True}
 
 
 # ---------------------------------------------------------------- the models
@@ -192,6 +193,9 @@ TASKS = {
     "llama": RealTask(llama, text, remat=True),
     "llama_flat": RealTask(llama, text, options={"flatten_parameters": True}),
     "llama_bf16": RealTask(llama, text, options=BF16, tolerance=0.05),
+    "gpt2_scan": RealTask(gpt2, text, remat=True, options=SCAN),
+    "llama_scan": RealTask(llama, text, remat=True, options=SCAN),
+    "vit_scan": RealTask(vit, images, options=SCAN),
     "vit": RealTask(vit, images, size=1000),
     "vit_rows": RealTask(vit, images, options={"shard_param_on_dim_0": True}),
     "t5": RealTask(t5, translation),
@@ -244,7 +248,12 @@ def test_names_are_those_of_the_plain_model(name: str) -> None:
 
 # ---------------------------------------------------------------- using
 
-GENERATED = {"gpt2": "gpt2", "llama_flat": "llama_flat", "t5 registered": "t5"}
+GENERATED = {
+    "gpt2": "gpt2",
+    "llama_scan": "llama_scan",
+    "llama_flat": "llama_flat",
+    "t5 registered": "t5",
+}
 GROUPED = ("gpt2_by_size", "vit", "t5")
 
 

@@ -65,7 +65,7 @@ def test_the_jax_model_is_the_same_as_the_pytorch_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_writes_figures_of_all_three_and_their_ratios(tmp_path: Path) -> None:
+def test_the_benchmark_writes_figures_of_all_programs_and_their_ratios(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     table = tmp_path / "table.md"
     done = run_python(
@@ -77,16 +77,18 @@ def test_the_benchmark_writes_figures_of_all_three_and_their_ratios(tmp_path: Pa
     rows = {
         cells[0]: cells[1:]
         for line in table.read_text().splitlines()
-        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 6
+        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 8
     }
-    assert rows[""] == ["ours", "upstream", "jax", "/ upstream", "/ jax"]
-    ours, upstream, jax, over_upstream, over_jax = map(number, rows["wire, MB"])
+    assert rows[""] == ["ours", "scan", "upstream", "jax", "/ scan", "/ upstream", "/ jax"]
+    ours, scan, upstream, jax, _, over_upstream, over_jax = map(number, rows["wire, MB"])
     assert ours == pytest.approx(number(rows["minimum on the wire, MB"][0]), rel=0.1)
+    assert scan == pytest.approx(ours, rel=0.1)
     assert over_upstream == pytest.approx(ours / upstream, abs=0.02)
     assert over_jax == pytest.approx(ours / jax, abs=0.02)
     for label in ("peak, MiB", "program code, MiB", "collectives", "compile, CPU s"):
-        assert all(number(cell) > 0 for cell in rows[label][:3])
-    assert [bool(cell) for cell in rows["tracing a step, CPU ms"][:3]] == [True, True, False]
+        assert all(number(cell) > 0 for cell in rows[label][:4])
+    traced = [bool(cell) for cell in rows["tracing a step, CPU ms"][:4]]
+    assert traced == [True, True, True, False]
     assert "python benchmarks/tpu_compile.py --models 128x2" in table.read_text()
 
 

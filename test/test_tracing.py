@@ -21,6 +21,7 @@ SIZE, SHARDS, REPLICAS = 16, 8, 2
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 ELEMENTS = BLOCK + 2 * VOCABULARY * WIDTH  # a block, embedding and head
 TOPOLOGY = "v5e:4x4"
+DEPTHS = {"two blocks": (2, False), "loop of two": (2, True), "loop of five": (5, True)}
 
 
 def traced(name: str) -> dict[str, Any]:
@@ -37,11 +38,13 @@ def traced(name: str) -> dict[str, Any]:
         "hybrid": init_mesh((REPLICAS, SHARDS), ("replica", "shard"), coords=coords),
         "scattered": mesh_of(scattered, (REPLICAS, SHARDS), ("replica", "shard")),
     }
-    found = trace_step(lambda: build(depth=1, mesh=meshes[name]), coords)
+    depth, loop = DEPTHS.get(name, (1, False))
+    found = trace_step(lambda: build(depth=depth, mesh=meshes.get(name), scan=loop), coords)
     return {
         "collectives": Counter(
             sorted(key.partition(".")[0] for key in found.programs[0].operand_sizes)
         ),
+        "flops": found.model_flops,
         "minimum": sum(each.gathered_bytes + each.reduced_bytes for each in found.parameters),
         "warnings": list(about_groups(found.parameters)),
         "inputs": sum(each.nbytes for each in found.programs[0].inputs if each.role != "data"),
@@ -49,8 +52,10 @@ def traced(name: str) -> dict[str, Any]:
 
 
 @cached_outcome
-def outcomes() -> dict[str, dict[str, Any]]:
-    done = run_python("-m", "test.test_tracing", "all shards", "hybrid", "scattered")
+def outcomes(*names: str) -> dict[str, dict[str, Any]]:
+    """What is known of these cases (default: those that are not of loops)."""
+    names = names or ("all shards", "hybrid", "scattered")
+    done = run_python("-m", "test.test_tracing", *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -62,6 +67,14 @@ def wire(shards: int, replicas: int) -> float:
     shard = 2 / shards
     reduced = ELEMENTS * shard * (shards - 1 + 2 * (replicas - 1) / replicas)
     return gathers * shard * (shards - 1) + reduced
+
+
+@pytest.mark.slow
+def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> None:
+    two, looped, five = outcomes(*DEPTHS).values()
+    assert looped["collectives"] == five["collectives"] != two["collectives"]
+    assert looped["minimum"] == two["minimum"] < five["minimum"]
+    assert looped["flops"] == two["flops"] < five["flops"]
 
 
 def test_shards_over_all_ranks_send_the_least() -> None:

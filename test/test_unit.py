@@ -876,3 +876,59 @@ def halved(rank: int) -> str:
 
 def test_casting_the_wrapped_module_casts_its_computation() -> None:
     assert result("halved") == "torch.bfloat16"
+
+
+# ---------------------------------------------------------------- a root's large gradients
+
+
+class Headed(nn.Module):
+    """A unit inside, and a head so large that its gradient travels alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(128, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+@scenario
+def early(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    plain = make(Headed)
+    model: Any = make(Headed)
+    model.body = fsdp(model.body)
+    model = fsdp(model)
+    x = torch.linspace(-1, 1, 4 * 128).view(4, 128)
+    given, found = x.to(torch_xla.device()), {}
+
+    def compare(name: str, backwards: int) -> None:
+        for _ in range(backwards):
+            plain(x).square().sum().backward()
+        for each in (plain, model):
+            torch.optim.SGD(each.parameters(), lr=1e-3).step()
+            each.zero_grad()
+        own = full_state_dict(model)
+        pairs = ((own[key], value) for key, value in plain.state_dict().items())
+        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+
+    model(given).square().sum().backward()
+    compare("once", 1)
+    loss = model(given).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    compare("twice through one graph", 2)
+    with model.no_sync():
+        model(given).square().sum().backward()
+    model(given).square().sum().backward()
+    compare("kept before", 2)
+    (model(given).square().sum() + model(given).square().sum()).backward()
+    compare("two forwards", 2)
+    return found
+
+
+def test_gradients_that_a_root_reduces_early_are_complete() -> None:
+    assert max(result("early").values()) < 1e-5

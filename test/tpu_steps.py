@@ -59,6 +59,7 @@ def build(
     one_step: bool = False,
     fp32_reduce_scatter: bool = False,
     meta: bool = False,
+    scan: bool = False,
     fails: str = "",
 ) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
@@ -72,6 +73,7 @@ def build(
         one_step: reduce over all ranks at once, whatever the torus.
         fp32_reduce_scatter: reduce gradients in fp32.
         meta: build the model on the meta device, so that one unit is in memory at a time.
+        scan: run the blocks as one loop.
         fails: "build" or "step": raise there, as a user's code may.
     """
     import torch_xla
@@ -98,7 +100,7 @@ def build(
         model: Any = Transformer(depth, width)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
-    model = XlaFullyShardedDataParallel(model, **options)
+    model = XlaFullyShardedDataParallel(model, scan_layers=scan, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from xla_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
+    from xla_fsdp.scan import BlockScan, name_activation, scan_blocks
     from xla_fsdp.shard_view import distribute_tensor
     from xla_fsdp.state_dicts import (
         full_state_dict,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackwardPrefetch",
+    "BlockScan",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
@@ -109,10 +111,12 @@ __all__ = [
     "load_full_state_dict",
     "load_optim_state_dict",
     "load_sharded_state_dict",
+    "name_activation",
     "one_rank_at_a_time",
     "optim_state_dict",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "scan_blocks",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
@@ -120,6 +124,7 @@ __all__ = [
 
 _HOMES = {
     "BackwardPrefetch": "torch_names",
+    "BlockScan": "scan",
     "CPUOffload": "torch_names",
     "CPUOffloadPolicy": "policies",
     "CheckpointError": "checkpoint",
@@ -164,10 +169,12 @@ _HOMES = {
     "load_full_state_dict": "state_dicts",
     "load_optim_state_dict": "state_dicts",
     "load_sharded_state_dict": "state_dicts",
+    "name_activation": "scan",
     "one_rank_at_a_time": "launcher",
     "optim_state_dict": "state_dicts",
     "register_fsdp_forward_method": "unit_host",
     "save_checkpoint": "save_load",
+    "scan_blocks": "scan",
     "set_model_state_dict": "dcp_state_dict",
     "set_optimizer_state_dict": "dcp_state_dict",
     "set_state_dict": "dcp_state_dict",

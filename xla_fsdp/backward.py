@@ -89,6 +89,11 @@ class Gate:
         last, self._last = self._last, list(tensors)
         return last or self._last
 
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """The next gather waits for these, whatever went into the unit before: they come out of a
+        loop, under which nothing from outside can travel."""
+        self._last = list(tensors)
+
     def clear(self) -> None:
         """Begin anew; tensors held on would become outputs of the program."""
         self._last = []
@@ -132,6 +137,13 @@ class BackwardPass:
         computation begins with. The caller puts both behind a barrier."""
         pending, self.pending = self.pending, []
         return self.backward_gate.swap([*tensors, *pending])
+
+    def fence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As ``gate`` for a loop, which begins with ``tensors``: it waits for all that is pending.
+        What a loop does not consume would be alive as long as it runs."""
+        pending, self.pending = self.pending, []
+        self.backward_gate.clear()
+        return [*tensors, *pending]
 
     def linger(self, unit: PassMember) -> None:
         """``unit`` holds parameters that a forward or backward to come may need or not."""

@@ -23,12 +23,15 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.layout import LANES, offsets
-from xla_fsdp.torus import reduction_steps
+from xla_fsdp.rings import Rings
+from xla_fsdp.torus import Groups, reduction_steps
 
 ROWS = 16
 """Rows of a TPU tile of 16-bit elements. Operands have two dims, and those that are joined a
 multiple of so many rows per rank: the TPU compiler turns the reduce-scatter of a 1-D array, or of
 fewer rows, into a full all-reduce and a slice."""
+RING = 2**18
+"""Elements below which an operand is not sent around rings: its reduce-scatter is soon over."""
 
 
 class Collectives(Protocol):
@@ -60,6 +63,11 @@ class Collectives(Protocol):
 
     def split(self, size: int) -> SmallerGroups:
         """The ranks in neighbourhoods of ``size``, which divides their number."""
+        ...
+
+    def in_rings(self) -> Collectives:
+        """The same, where reductions may travel while something else is computed, if that is known
+        to be possible; where nothing else is, they only take more memory."""
         ...
 
 
@@ -106,7 +114,7 @@ class XlaCollectives:
                 f"ranks; give steps whose sizes multiply to {num_shards}"
             )
         self.follows_torus = bool(steps)
-        self._steps: list[xla_ops.Groups] = list(steps) or [groups]
+        self._steps: list[Groups] = list(steps) or [groups or [list(range(num_shards))]]
 
     @property
     def key(self) -> Hashable:
@@ -124,6 +132,12 @@ class XlaCollectives:
             XlaCollectives(across, number, self.num_shards // size),
         )
 
+    def in_rings(self) -> Collectives:
+        """See ``Collectives``."""
+        if not self.follows_torus:
+            return self
+        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps)
+
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
 
@@ -137,12 +151,15 @@ class XlaCollectives:
 
         def scatter(rows: Tensor) -> Tensor:
             for groups in self._steps:
-                size = len(groups[0]) if groups else self.num_shards
-                stack = rows.reshape(size, -1, rows.shape[-1])
-                rows = xla_ops.reduce_scatter(stack, size, groups)[0]
+                stack = rows.reshape(len(groups[0]), -1, rows.shape[-1])
+                rows = self._scatter(stack, groups)
             return rows
 
         return _in_rows(stacks, scatter, stacks_in=self.num_shards, stacks_out=1)
+
+    def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
+        """[ranks of a group, rows, width] to [rows, width]."""
+        return xla_ops.reduce_scatter(stack, len(stack), groups)[0]
 
     def all_reduce_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""
@@ -155,6 +172,17 @@ class XlaCollectives:
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
         return xla_ops.all_reduce(op, value, self.groups)
+
+
+class RingCollectives(XlaCollectives):
+    """The same, where each step of a reduction goes around rings."""
+
+    def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
+        if stack.numel() < RING:
+            return super()._scatter(stack, groups)
+        rank = xla_ops.rank()
+        [place] = [ring.index(rank) for ring in groups if rank in ring]
+        return Rings(groups, place).reduce_scatter(stack)
 
 
 class LocalCollectives:
@@ -177,6 +205,10 @@ class LocalCollectives:
         number, place = divmod(self.rank, size)
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(place, size), across)
+
+    def in_rings(self) -> Collectives:
+        """See ``Collectives``."""
+        return self
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """See ``Collectives``."""

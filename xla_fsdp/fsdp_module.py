@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.param_group import split_divisor
 from xla_fsdp.sharded_module import ShardedModule
 from xla_fsdp.unit import Unit, UnitRef
 from xla_fsdp.unit_host import close_failed_passes
@@ -173,7 +172,7 @@ class FSDPModule(ShardedModule):
         if not factor > 0:
             raise ValueError(f"the gradient divide factor is {factor}; give a positive number")
         group = self._fsdp_unit.group
-        group.predivide, group.postdivide = split_divisor(factor)
+        group.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of ``set_gradient_divide_factor``."""

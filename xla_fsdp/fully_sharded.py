@@ -18,6 +18,7 @@ from xla_fsdp.collectives import Collectives
 from xla_fsdp.construction import build_unit, check_wrappable, finish_unit, wrap_by_policy
 from xla_fsdp.cpu_rank_xla_ops import own_random_numbers
 from xla_fsdp.ignored import Ignored
+from xla_fsdp.scan import scan_containers
 from xla_fsdp.sharded_module import ShardedModule
 from xla_fsdp.state_dict_types import StateDictTypes
 from xla_fsdp.torch_options import TorchOptions, translate
@@ -74,13 +75,16 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
             to the device, gradients not reduced. Units inside ignore them, too.
         ignored_params: parameters to leave alone in the same way.
         ignored_states: modules or parameters; another spelling of the two above.
+        scan_layers: run containers of identical units inside as one loop each (see
+            ``scan_blocks``, which has options): True for all that hold two or more units and
+            nothing else, or names of containers.
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
             ``torch_options.TorchOptions``.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
-        ValueError: if the module is wrapped already or has no forward, options contradict, or the
-            mesh is not one of this job's ranks.
+        ValueError: if the module is wrapped already or has no forward, options contradict, the
+            mesh is not one of this job's ranks, or blocks cannot be scanned.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
+        scan_layers: bool | str | Iterable[str] = False,
         **torch_options: Any,
     ) -> None:
         check_wrappable(module)
@@ -149,6 +154,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
                     "sync_module_states": theirs.sync_module_states or None,
                 }
                 wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+            if scan_layers:
+                scan_containers(module, scan_layers)
             built = build_unit(
                 [module],
                 options,

@@ -10,9 +10,11 @@ replicas; its shard has the dtype of the shard parameter. When to gather and red
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.comm_hooks import CommHook
 from xla_fsdp.config import FSDPConfig
-from xla_fsdp.layout import LANES, LARGE, ROWS
+from xla_fsdp.layout import LANES, LARGE, ROWS, offsets
 from xla_fsdp.mesh import Mesh
 from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
@@ -54,7 +56,8 @@ class ParamGroup:
         self.smaller = smaller
         self._config = config
         num_ranks = collectives.num_shards * self.replicas.num_shards
-        self.predivide, self.postdivide = split_divisor(num_ranks)
+        self.predivide, self.postdivide = 1.0, 1.0
+        self.divide_by(num_ranks)
         self.all_reduces = True
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
         self.comm_hook: CommHook | None = None
@@ -98,6 +101,15 @@ class ParamGroup:
         """Number of full parameters."""
         return sum(len(param.members) for param in self.params)
 
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums of gradients by ``divisor``, usually the number of ranks; half of it ahead of
+        the sum where that may overflow, as in fp16."""
+        dtypes = {
+            self._config.gradient_dtype or p.compute_dtype or p.shard.dtype for p in self.params
+        }
+        split = split_divisor(divisor) if torch.float16 in dtypes else (1.0, float(divisor))
+        self.predivide, self.postdivide = split
+
     def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
         """Add gradient shards to the shard parameters' gradients, where they are needed."""
         for param, grad in zip(self.params, reduced, strict=True):
@@ -108,7 +120,17 @@ class ParamGroup:
         """Full tensors of all members, in order, from this rank's ``shards`` (as in ``shards``),
         in their compute dtype."""
         with torch.no_grad():
-            return self.gather_as_stored(self.params, self._cast(shards))
+            return self.gather_as_stored(self.params, _cast(self.params, shards))
+
+    def sent(self, params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+        """What travels of this rank's ``shards`` of some of the unit's parameters when they are
+        gathered: in the compute dtype, flat [n] or in rows [rows, width]."""
+        return _as_sent(params, _cast(params, shards))
+
+    def gather_sent(self, params: Sequence[ShardedParam], sent: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors of the members of some of the unit's parameters, from their ``sent``."""
+        with torch.no_grad():
+            return _split(params, self._gathered(sent, self.collectives))
 
     def gather_as_stored(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor]
@@ -116,15 +138,14 @@ class ParamGroup:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
         with torch.no_grad():
-            stacks = self._gathered(_as_sent(params, shards), self.collectives)
-            return _split(params, stacks)
+            return self.gather_sent(params, _as_sent(params, shards))
 
     def gather_larger(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """From this rank's ``shards``, the larger ones by which the ranks of one smaller group
         share the parameters, in their compute dtype."""
         assert self.smaller is not None
         with torch.no_grad():
-            sent = _as_sent(self.params, self._cast(shards))
+            sent = self.sent(self.params, shards)
             return [larger.clone() for larger in self._gathered(sent, self.smaller.across)]
 
     def gather_from_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
@@ -140,48 +161,92 @@ class ParamGroup:
         ]
         return _split(self.params, in_order)
 
-    def _cast(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            shard.to(param.compute_dtype or shard.dtype)
-            for param, shard in zip(self.params, shards, strict=True)
-        ]
+    def gather_stacks(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """[num_shards, n] each, from [n] of every rank; these may be anything."""
+        with torch.no_grad():
+            return self._gathered(sent, self.collectives)
+
+    def scatter_stacks(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse, for gradients: this rank's [n] of their sum, not divided to the end."""
+        return self._scattered([self._divided(self.to_reduce_dtype(stack)) for stack in stacks])
 
     def _gathered(self, shards: Sequence[Tensor], by: Collectives) -> list[Tensor]:
         limit = math.inf if self._config.coalesce_all_gather_ops else 0
         return _in_buckets(shards, by.all_gather, limit)
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> list[Tensor | None]:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
 
         A parameter none of whose members has a gradient gets None, as in an unsharded model; all
-        do while replicas are not to add theirs. What was kept back is added first.
+        do while replicas are not to add theirs. What was kept back is added first, and ``early``,
+        which other gradients were scattered to before, by parameter.
         """
         grads = self._with_kept(grads)
-        stacked = [self._stack(param, own) for param, own in self._by_param(grads)]
-        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
-        shards = dict(zip(present, self._scattered(list(present.values())), strict=True))
+        scattered = self.scatter(self.params, grads)
         kept, self._not_summed = self._not_summed, {}
         shards = {
             index: shard
             for index in range(len(self.params))
-            if (shard := _add(kept.get(index), shards.get(index))) is not None
+            if (shard := _sum(kept.get(index), early.get(index), scattered[index])) is not None
         }
         if self.waits_for_replicas:
             self._not_summed = shards
             return [None] * len(self.params)
-        summed = dict(zip(shards, self._summed(list(shards.values())), strict=True))
+        summed = dict(zip(shards, self.sum_replicas(list(shards.values())), strict=True))
         return [
-            self._finish(self._hooked(summed[index]), param) if index in summed else None
+            self.finish(self._hooked(summed[index]), param) if index in summed else None
             for index, param in enumerate(self.params)
         ]
 
-    def _scattered(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+    def scatter(
+        self,
+        params: Sequence[ShardedParam],
+        grads: Sequence[Tensor | None],
+        by: Collectives | None = None,
+    ) -> list[Tensor | None]:
+        """This rank's shards of the sums over the ranks that share the parameters, as they travel:
+        neither summed over replicas nor divided to the end.
+
+        Args:
+            params: some of the unit's.
+            grads: full gradients, one per member.
+            by: joins the ranks (default: the unit's own).
+        """
+        stacked = [self._stack(param, own) for param, own in _by_param(params, grads)]
+        present = {index: stack for index, stack in enumerate(stacked) if stack is not None}
+        shards = dict(zip(present, self._scattered(list(present.values()), by), strict=True))
+        return [shards.get(index) for index in range(len(params))]
+
+    def scatter_alone(self, number: int, grad: Tensor) -> tuple[int, Tensor] | None:
+        """As ``scatter``, with the number of the parameter, for the gradient of one full parameter;
+        None if it is not alone in its collective."""
+        counts = [len(param.members) for param in self.params]
+        if number not in offsets(counts):
+            return None
+        at = offsets(counts).index(number)
+        param = self.params[at]
+        if counts[at] != 1 or len(_shard_shape(param)) < 2:
+            return None
+        [shard] = self.scatter([param], [grad])
+        assert shard is not None
+        return at, shard
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """Whether nothing but the next gradients themselves decides what ``reduce`` makes of
+        them."""
+        hooks = (self.comm_hook, self.all_reduce_hook)
+        return hooks == (None, None) and not self.has_kept and not self.waits_for_replicas
+
+    def _scattered(self, stacks: Sequence[Tensor], by: Collectives | None = None) -> list[Tensor]:
         """This rank's shards of the sums over the ranks that share the parameters."""
         if self.comm_hook is not None:
             return _in_buckets(stacks, self.comm_hook, math.inf)
-        return _in_buckets(stacks, self.collectives.reduce_scatter, self._limit)
+        return _in_buckets(stacks, (by or self.collectives).reduce_scatter, self._limit)
 
-    def _summed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def sum_replicas(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Their sums over the replicas."""
         if self.replicas.num_shards == 1:
             return list(shards)
@@ -201,7 +266,7 @@ class ParamGroup:
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """Add full gradients to those kept on this rank until the next ``reduce``."""
         self._unreduced = {
-            index: self._to_reduce_dtype(grad)
+            index: self.to_reduce_dtype(grad)
             for index, grad in enumerate(self._with_kept(grads))
             if grad is not None
         }
@@ -220,28 +285,24 @@ class ParamGroup:
         """Forget the gradients that wait for the next ``reduce``."""
         self._unreduced, self._not_summed = {}, {}
 
-    def _to_reduce_dtype(self, grad: Tensor) -> Tensor:
+    def to_reduce_dtype(self, grad: Tensor) -> Tensor:
+        """A gradient as it is reduced."""
         dtype = self._config.gradient_dtype
         return grad if dtype is None else grad.to(dtype)
 
-    def _finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
-        """Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16."""
+    def finish(self, reduced: Tensor, param: ShardedParam) -> Tensor:
+        """A shard parameter's gradient from its sum over all ranks."""
+        # Divided in the wider dtype: a sum of fp32 gradients may be too large for fp16.
         wide = reduced.to(torch.promote_types(reduced.dtype, param.shard.dtype))
         divided = wide if self.comm_hook is not None else wide / self.postdivide
         return param.as_shard(divided.to(param.shard.dtype))
 
+    def _divided(self, stack: Tensor) -> Tensor:
+        return stack if self.predivide == 1 else stack / self.predivide
+
     def _with_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept, self._unreduced = self._unreduced, {}
         return [_add(kept.get(index), grad) for index, grad in enumerate(grads)]
-
-    def _by_param(
-        self, grads: Sequence[Tensor | None]
-    ) -> list[tuple[ShardedParam, Sequence[Tensor | None]]]:
-        pairs, at = [], 0
-        for param in self.params:
-            pairs.append((param, grads[at : at + len(param.members)]))
-            at += len(param.members)
-        return pairs
 
     def _stack(self, param: ShardedParam, grads: Sequence[Tensor | None]) -> Tensor | None:
         """One parameter's gradient as a stack in the reduce dtype, divided ahead of the sum."""
@@ -252,10 +313,17 @@ class ParamGroup:
             example.new_zeros(member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        stack = self._to_reduce_dtype(param.stack(full))
+        stack = self.to_reduce_dtype(param.stack(full))
         if self.comm_hook is None:
-            stack = stack / self.predivide
+            stack = self._divided(stack)
         return xla_ops.shaped(stack, (param.layout.num_shards, *_shard_shape(param)))
+
+
+def _cast(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        shard.to(param.compute_dtype or shard.dtype)
+        for param, shard in zip(params, shards, strict=True)
+    ]
 
 
 def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
@@ -263,6 +331,16 @@ def _as_sent(params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[T
         xla_ops.shaped(param.in_rows(shard), _shard_shape(param))
         for param, shard in zip(params, shards, strict=True)
     ]
+
+
+def _by_param(
+    params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+) -> list[tuple[ShardedParam, Sequence[Tensor | None]]]:
+    pairs, at = [], 0
+    for param in params:
+        pairs.append((param, grads[at : at + len(param.members)]))
+        at += len(param.members)
+    return pairs
 
 
 def _split(params: Sequence[ShardedParam], stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -290,6 +368,10 @@ def split_divisor(divisor: float) -> tuple[float, float]:
     while divisor % before == 0 and divisor / before > before:
         before *= 2
     return float(before), divisor / before
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    return functools.reduce(_add, parts)
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
@@ -57,7 +58,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _own.once:
             return original(self, *args, **kwargs)
         return _Region(self, partial(original, self)).run(args, kwargs)
 
@@ -65,6 +66,26 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     # A method, not a closure over the module: a deep copy must run its own weights.
     module.forward = MethodType(forward, module)
     return module
+
+
+class _Own(threading.local):
+    """Whether the calling thread recomputes by other means."""
+
+    def __init__(self) -> None:
+        self.once = False
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def regions_run_once() -> Iterator[None]:
+    """Inside, checkpointed modules keep their activations: whoever calls them recomputes."""
+    before, _own.once = _own.once, True
+    try:
+        yield
+    finally:
+        _own.once = before
 
 
 def checkpoint_wrapper(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,7 +32,7 @@ from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.saved_params import SavedParams
 from xla_fsdp.ties import remember_shown
 from xla_fsdp.tree import map_tensors, tensors_in
-from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard
+from xla_fsdp.unit_nodes import Call, Enter, Exit, Unshard, arrive
 
 
 class UnitState(Enum):
@@ -123,18 +123,18 @@ class Unit:
         """
         if self._span is not None and part in self._span.running:  # the module calls itself
             return forward(*args, **kwargs)
-        self._refuse_run()
+        self.refuse_run()
         self._begin_run(part)
         recomputed = current_pass() != -1
         call = self._span.call if self._span and not recomputed else Call(self, recomputed)
-        given = map_tensors(self._cast_input, (args, kwargs))
+        given = map_tensors(self.cast_input, (args, kwargs))
         inputs = through(partial(Enter.apply, call), given)
         versions = [_version(tensor) for tensor in tensors_in(inputs)]
         compute = self._recompute if recomputed else self._compute
         result = compute(call, part, lambda: forward(*inputs[0], **inputs[1]))
         _write_back(given, inputs, versions)
         self._end_run()
-        return map_tensors(self._cast_output, result)
+        return map_tensors(self.cast_output, result)
 
     @contextlib.contextmanager
     def showing(self, full: list[nn.Parameter]) -> Iterator[None]:
@@ -156,6 +156,18 @@ class Unit:
             for param in self.group.params:
                 stack.enter_context(param.without_shard())
             yield
+
+    @contextlib.contextmanager
+    def computing_with(self, full: list[Tensor]) -> Iterator[None]:
+        """Let the modules hold these full parameters inside the block, for a forward that is traced
+        apart from the program around it."""
+        self.refuse_run()
+        self.reshard()
+        self._show(full, UnitState.FORWARD)
+        try:
+            yield
+        finally:
+            self._hide()
 
     # ------------------------------------------------------------ at the user's request
 
@@ -207,7 +219,8 @@ class Unit:
 
     # ------------------------------------------------------------ forward
 
-    def _refuse_run(self) -> None:
+    def refuse_run(self) -> None:
+        """Raise RuntimeError where the parameters are not to be computed with."""
         if self.state is UnitState.SUMMONED:
             raise RuntimeError(
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
@@ -237,10 +250,12 @@ class Unit:
             if self.is_root and self._span is None and current_pass() == -1:
                 self.backward.end_forwards()
 
-    def _cast_input(self, tensor: Tensor) -> Tensor:
+    def cast_input(self, tensor: Tensor) -> Tensor:
+        """An input, as the unit computes with it."""
         return _cast(tensor, self.config.input_dtype(of_root=self.is_root))
 
-    def _cast_output(self, tensor: Tensor) -> Tensor:
+    def cast_output(self, tensor: Tensor) -> Tensor:
+        """An output, as the unit returns it."""
         return _cast(tensor, self.config.output_dtype)
 
     def _compute(self, call: Call, part: int, forward: Callable[[], Any]) -> Any:
@@ -270,6 +285,8 @@ class Unit:
         shards = call.take_shards()
         kept: list[Tensor] = []
         full = self._unshard(call, partial(self._gathered, shards, kept))
+        if self.is_root:
+            full = [arrive(call, number, tensor) for number, tensor in enumerate(full)]
         if not call.reshards:
             kept = full
         saved = SavedParams(full, self._for_backward)
@@ -366,7 +383,8 @@ class Unit:
         """Gather the parameters (unless they are ``kept``) once the gradients of the outputs, and
         all pending work, are there. Returns the gradients, likewise tied."""
         self.backward.watch()
-        self._check_unchanged(call)
+        if call.reshards:
+            self.check_unchanged(call.versions)
         call.restart(current_pass())
         if self._span is not None and not self._span.running:  # some of its parts did not run
             self._end_span()
@@ -385,15 +403,36 @@ class Unit:
         """Whether backward gathers from the shards."""
         return self.reshards_after_forward and not self.keeps_larger
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradient shards from full gradients; none while gradients are not synchronized."""
+    def reduce_early(self, call: Call, number: int, grad: Tensor) -> Tensor | None:
+        """Reduce the gradient of member ``number`` ahead of the rest, if that makes no collective
+        more; if not, returns it."""
+        self.backward.watch()
+        if not self.sync_gradients or not self.group.reduces_plainly:
+            return grad
+        found = self.group.scatter_alone(number, grad)
+        if found is None:
+            return grad
+        param, reduced = found
+        call.early[param] = reduced
+        self.backward.pending.append(reduced.detach())
+        return None
+
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: Mapping[int, Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """Gradient shards from full gradients; none while gradients are not synchronized.
+
+        Args:
+            grads: by member.
+            early: what ``reduce_early`` made of others, by parameter.
+        """
         self.backward.watch()
         if not self.sync_gradients:
             self.group.keep(grads)
             if self not in self.backward.keeping:
                 self.backward.keeping.append(self)
             return [None] * len(self.group.params)
-        reduced = self.group.reduce(grads)
+        reduced = self.group.reduce(grads, early or {})
         if self.group.has_kept and self not in self.backward.keeping:  # replicas do not add yet
             self.backward.keeping.append(self)
         # Aliases: autograd copies a gradient that somebody else holds.
@@ -459,8 +498,9 @@ class Unit:
         self.ensure_open()
         return self.full
 
-    def _check_unchanged(self, call: Call) -> None:
-        if call.reshards and call.versions != self.group.versions:
+    def check_unchanged(self, versions: Sequence[int]) -> None:
+        """Raise RuntimeError if a forward saw the shards in other versions."""
+        if list(versions) != self.group.versions:
             raise RuntimeError(
                 "parameters of an FSDP unit were changed between its forward and its backward (by "
                 "optimizer.step() or load_state_dict, say). Backward gathers them again and would "

@@ -26,6 +26,14 @@ from xla_fsdp.state_loading import StateLoading, mark_shards
 from xla_fsdp.unit import Unit, UnitState
 
 
+class Runner(Protocol):
+    """Runs several hosts' forwards together."""
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """In the place of ``unit.run``."""
+        ...
+
+
 @dataclass
 class Attachment:
     """What a host carries.
@@ -36,6 +44,7 @@ class Attachment:
         part: which of the unit's modules the host is.
         cast_buffers: original dtype, by name, of the buffers that were cast.
         loading: makes shards of what is loaded.
+        runner: runs the host's forward together with others', where there is one.
     """
 
     unit: Unit
@@ -43,6 +52,7 @@ class Attachment:
     part: int = 0
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     loading: StateLoading = field(default_factory=StateLoading)
+    runner: Runner | None = None
 
 
 class UnitHost:
@@ -56,6 +66,8 @@ class UnitHost:
 
     def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         refuse_dynamo()
+        if (runner := self._fsdp_attachment.runner) is not None:
+            return runner.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_unit.run(forward, args, kwargs, part=self._fsdp_attachment.part)
 
     def _fsdp_units(self) -> list[Unit]:

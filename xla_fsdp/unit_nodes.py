@@ -1,8 +1,9 @@
-"""The three autograd nodes that a forward call of a unit adds to the graph.
+"""The autograd nodes that a forward call of a unit adds to the graph.
 
 ``Enter`` takes the inputs, ``Unshard`` turns shard parameters into full ones, ``Exit`` takes the
 outputs. Backward meets them in reverse: ``Exit`` gathers the parameters again, ``Unshard``
-reduce-scatters their gradients, ``Enter`` hands the input gradients on.
+reduce-scatters their gradients, ``Enter`` hands the input gradients on. ``Arrive`` stands between
+``Unshard`` and the forward of a root.
 Always true: autograd itself decides when a unit's gradients are complete, and accumulates the
 shards. What happens at each node is ``unit``'s business.
 """
@@ -10,7 +11,7 @@ shards. What happens at each node is ``unit``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Call:
         self.unit = unit
         self.recomputed = recomputed
         self.shards: list[Tensor] = []  # tied to the inputs
+        self.early: dict[int, Tensor] = {}  # what was reduced before the rest, by parameter
         self.versions = unit.group.versions
         self.reshards = unit.reshards_after_forward
         self._num_nodes = 0  # that take part in backward
@@ -40,6 +42,11 @@ class Call:
         """The tied shards. The graph holds this object: kept here, they would live as long."""
         shards, self.shards = self.shards, []
         return shards
+
+    def take_early(self) -> dict[int, Tensor]:
+        """What was reduced early in this backward pass."""
+        early, self.early = self.early, {}
+        return early
 
     def expect(self) -> int:
         """One more node takes part in this call's backward; returns its number."""
@@ -106,9 +113,44 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.reduce(grads)
+        result = ctx.call.unit.reduce(grads, ctx.call.take_early())
         ctx.call.done(ctx.number)
         return (None, None, *result)
+
+
+class Arrive(torch.autograd.Function):
+    """A full parameter; backward reduces its gradient at once, if it travels alone.
+
+    A root's ``Unshard`` has all gradients when the last one is there, which is after the units
+    inside it. Until then the head's would wait, or what it is computed from: the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, number: int, full: Tensor) -> Tensor:
+        ctx.call, ctx.number = call, number
+        return full.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None]:
+        if grad is not None:
+            grad = ctx.call.unit.reduce_early(ctx.call, ctx.number, grad)
+        return None, None, grad
+
+
+def arrive(call: Call, number: int, full: Tensor) -> Tensor:
+    """``full``, member ``number``, behind an ``Arrive`` that runs when its gradient is complete."""
+    if not full.requires_grad:
+        return full
+    arrived = Arrive.apply(call, number, full)
+    assert arrived.grad_fn is not None
+    arrived.grad_fn._set_sequence_nr(AT_ONCE)
+    return cast(Tensor, arrived)
+
+
+AT_ONCE = 2**64 - 1
+"""Sequence number of a node that comes before any others that are ready, as autograd's own nodes of
+leaves do; else those of the latest forward operations come first."""
 
 
 class Exit(torch.autograd.Function):

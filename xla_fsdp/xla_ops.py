@@ -1,7 +1,7 @@
 """What the package needs of torch_xla's internals; every workaround names its reason.
 
 Files named ``*xla_ops.py`` are the only ones that touch them: ``cpu_rank_xla_ops`` for ranks that
-are threads, ``pretended_xla_ops`` for ranks that do not exist.
+are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` for loops.
 Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
 *release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its
 value. Always true: nothing here knows about modules, parameters or sharding.
@@ -112,6 +112,18 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     if held:
         torch_xla._XLAC._xla_optimization_barrier_(held)
     return fresh
+
+
+def zero_after(tensors: Sequence[Tensor]) -> Tensor:
+    """A zero, [1] float32, that is known only when the floating-point ``tensors`` are.
+
+    Added to something, it orders the TPU compiler's schedule, in which barriers have no say: they
+    are gone by then.
+    """
+    # Of all of it: what is cut from a result of a reduce-scatter turns that into an all-reduce. Not
+    # a multiple of a value, which may be infinite.
+    flags = [(tensor.detach() != tensor.detach()).any().float() for tensor in tensors]
+    return torch.stack(flags).sum(0, keepdim=True) * 0.0
 
 
 # torch's view_copy and narrow_copy go through Python, and a reshape to the same shape is an
@@ -237,6 +249,12 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     _begin_free()
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
+
+
+def collective_permute(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
+    """``value`` of the rank that sends to this one; ``sends`` are pairs (from, to)."""
+    _begin_free()
+    return xm.collective_permute(value, [list(pair) for pair in sends])
 
 
 # ---------------------------------------------------------------- reads

@@ -1,0 +1,285 @@
+"""Identical blocks, each a unit, that run as one loop wherever a forward calls them.
+
+Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
+in order. Always true: blocks stay what they are: their parameters, names, state dicts and
+optimizers are those of units that run one by one. A pass begins with the first block's call and
+runs with the last one's; until then blocks return placeholders. Blocks are called in order, each
+with what the one before returned and otherwise the same arguments; anything else raises.
+What the loops compute is in ``program``, how autograd sees them in ``node``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.backward import running_units
+from xla_fsdp.graph_nodes import on_device
+from xla_fsdp.scan import node
+from xla_fsdp.scan.activations import policy_of
+from xla_fsdp.scan.arguments import Arguments
+from xla_fsdp.scan.identical import refuse_hooks
+from xla_fsdp.scan.placeholder import Placeholder
+from xla_fsdp.scan.programs import Programs
+from xla_fsdp.scan.state import BlockState, SharedTensors
+from xla_fsdp.scan.template import Template
+from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.scan_xla_ops import Like
+from xla_fsdp.unit import Unit
+
+GATHER_ONCE_BELOW = 2**14
+"""Elements: biases and norms of all blocks up to a width of 4096 travel together. They are held for
+the whole pass, 32 KiB each in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a scan runs; see ``scan_blocks``."""
+
+    remat: str | tuple[str, ...] = "full"
+    gather_once_below: int = GATHER_ONCE_BELOW
+
+
+@dataclass
+class _Pass:
+    """A forward of the blocks that has begun: ``given`` are the first one's arguments, ``cast`` the
+    same in the dtype that blocks compute in."""
+
+    template: Template
+    given: Arguments
+    cast: list[Tensor]
+    returned: Arguments
+    states: list[BlockState]
+    key: Any
+    last: Placeholder | None = None
+    done: int = 0
+
+
+class BlockScan:
+    """What blocks share that run as one loop.
+
+    Args:
+        blocks: hosts of units; they are not kept alive.
+        options: how they run.
+    """
+
+    def __init__(self, blocks: Sequence[Any], options: Options) -> None:
+        self.__setstate__(([_BlockRef(block) for block in blocks], options))
+
+    def __getstate__(self) -> tuple[list[_BlockRef], Options]:
+        """Copies run the copied blocks, and trace loops of their own."""
+        return self._blocks, self._options
+
+    def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
+        """See ``__getstate__``."""
+        self._blocks, self._options = state
+        self._pass: _Pass | None = None
+        self._programs = Programs(policy_of(self._options.remat))
+        self._shared = SharedTensors()
+
+    def remove(self) -> None:
+        """Let the blocks run one by one again."""
+        for block in (reference() for reference in self._blocks):
+            if block is not None:
+                block._fsdp_attachment.runner = None
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block's call.
+
+        Raises:
+            RuntimeError: if it is not this block's turn.
+            TypeError: for arguments that a loop cannot take.
+            ValueError: if blocks are not identical, or are called with different arguments.
+        """
+        given = Arguments.of((args, kwargs))
+        blocks = [reference() for reference in self._blocks]
+        if None in blocks:  # a copy of a block without the others
+            return unit.run(forward, args, kwargs)
+        if _how.one_by_one or (given.opaque and not torch.is_grad_enabled()):
+            return unit.run(forward, args, kwargs)
+        number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
+        current, self._pass = self._pass, None  # a pass that raises is over
+        _check_arguments(number, given)
+        if number == 0:
+            current = self._begin(blocks, forward, given)
+        else:
+            current = self._go_on(current, number, blocks, forward, given)
+        if number == len(blocks) - 1:
+            result = self._run(current, [block._fsdp_unit for block in blocks])
+        else:
+            result = current.last = _placeholder(current, number, len(blocks), unit)
+            self._pass = current
+        return current.returned.put_together([result])
+
+    def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
+        units: list[Unit] = [block._fsdp_unit for block in blocks]
+        units[0].backward.abandon()
+        for unit in units:
+            unit.refuse_run()
+        states = [BlockState.of(block) for block in blocks]
+        for state in states:
+            refuse_hooks(state)
+        cast = [units[0].cast_input(tensor) for tensor in given.tensors]
+        template = Template(
+            units[0],
+            _module(blocks[0]),
+            forward,
+            states[0],
+            self._shared.of(states),
+            given.with_tensors([]),
+            tuple(map(Like.of, cast)),
+            _trained(units),
+        )
+        key = _key(template, states)
+        returned = self._programs.check(0, template, key)
+        return _Pass(template, given, cast, returned, states, key)
+
+    def _go_on(
+        self,
+        current: _Pass | None,
+        number: int,
+        blocks: list[Any],
+        forward: Callable[..., Any],
+        given: Arguments,
+    ) -> _Pass:
+        if current is None or current.done + 1 != number:
+            found = "block 0" if current is None else f"block {current.done + 1}"
+            raise RuntimeError(
+                f"block {number} of {len(blocks)} scanned blocks was called where {found} was "
+                f"expected. Scanned blocks run as one loop, so a forward calls each of them once, "
+                f"in order. Call them so, or run them one by one: remove() of what scan_blocks "
+                f"returned"
+            )
+        _check_handed_on(current, number, given)
+        current.done = number
+        if not self._programs.is_checked(number, current.key):
+            alone = replace(
+                current.template,
+                unit=blocks[number]._fsdp_unit,
+                module=_module(blocks[number]),
+                forward=forward,
+                state=current.states[number],
+            )
+            self._programs.check(number, alone, current.key)
+        return current
+
+    def _run(self, current: _Pass, units: list[Unit]) -> Tensor:
+        template, key, length = current.template, current.key, len(units)
+        weights = BlockWeights(units[0].group, self._options.gather_once_below)
+        numbers = range(len(template.state.tensors))
+        own = [at for at in numbers if at not in template.shared]
+        stacks = [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own]
+        shared = [template.state.tensors[at].detach() for at in sorted(template.shared)]
+        job = node.Job(
+            units,
+            weights,
+            partial(self._programs.forward, key, template, weights, length),
+            partial(self._programs.backward, key, template, weights, length),
+        )
+        output = node.run(job, current.cast[0], current.cast[1:], node.Held(stacks, shared))
+        if not running_units():
+            units[0].backward.forward_gate.clear()
+        return units[0].cast_output(output)
+
+
+class _How(threading.local):
+    """Whether the calling thread runs blocks of scans one by one."""
+
+    def __init__(self) -> None:
+        self.one_by_one = False
+
+
+_how = _How()
+
+
+@contextlib.contextmanager
+def blocks_one_by_one() -> Iterator[None]:
+    """Inside, no blocks run as loops: for whoever wants to see what each of them computes."""
+    before, _how.one_by_one = _how.one_by_one, True
+    try:
+        yield
+    finally:
+        _how.one_by_one = before
+
+
+class _BlockRef:
+    """A block, not kept alive: the block holds the scan. Copied and pickled with it."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = None if block is None else weakref.ref(block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BlockRef, (self(),)
+
+    def __call__(self) -> Any:
+        return None if self._block is None else self._block()
+
+
+def _module(block: Any) -> nn.Module:
+    return getattr(block, "_fsdp_wrapped_module", block)
+
+
+def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
+    """Which parameters some block trains."""
+    by_param = zip(*(unit.group.shards for unit in units), strict=True)
+    return tuple(any(shard.requires_grad for shard in shards) for shards in by_param)
+
+
+def _key(template: Template, states: Sequence[BlockState]) -> Any:
+    """Equal for passes that can run the same loops."""
+    return (
+        template.arguments.key,
+        (*template.likes, *map(Like.of, template.state.tensors)),
+        tuple(state.settings for state in states),
+        template.shared,
+        template.trained,
+        (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
+    )
+
+
+def _placeholder(current: _Pass, number: int, length: int, unit: Unit) -> Placeholder:
+    stream = current.cast[0]
+    dtype = unit.config.output_dtype or stream.dtype
+    return Placeholder.after(number, length, stream, dtype)
+
+
+def _check_arguments(number: int, given: Arguments) -> None:
+    if given.opaque:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(given.opaque)}, and a loop cannot "
+            f"see what it does to that. Leave it out (the cache of a transformers model: "
+            f"config.use_cache=False). Without gradients such calls run block by block"
+        )
+    if not given.tensors:
+        raise TypeError(f"scanned block {number} was called without a tensor")
+    pairs = zip(given.places, given.tensors, strict=True)
+    on_host = [place for place, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
+            f"would keep the values of now. Move it to the XLA device before the loop"
+        )
+
+
+def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
+    stream = given.tensors[0]
+    if stream is not current.last:
+        what = repr(stream) if isinstance(stream, Placeholder) else "another tensor"
+        raise ValueError(
+            f"block {number} was called with {what} in the place of the output of block "
+            f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
+            f"the next, and does nothing else between them"
+        )
+    if difference := current.given.first_difference(given):
+        raise ValueError(
+            f"block {number} was called with other arguments than block 0: {difference}. Make what "
+            f"all blocks share once, before the loop, and give all of them the same"
+        )

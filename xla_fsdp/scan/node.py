@@ -1,0 +1,231 @@
+"""The autograd node of identical blocks that run as a loop.
+
+Words: see ``program``. Always true: it takes the stream, the other arguments and every shard
+parameter of every block, and gives each shard its gradient, as the blocks' own nodes would; what
+backward needs is saved the way autograd saves tensors. Gradients that are not simply reduced (they
+are kept, or go through a user's hook) are handed to the blocks' units, in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xla_fsdp import scan_xla_ops, xla_ops
+from xla_fsdp.graph_nodes import mark_constants, present
+from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
+from xla_fsdp.scan.weights import BlockWeights, stack_sent, unstacked
+from xla_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One forward of all blocks.
+
+    Args:
+        units: the blocks', in order.
+        weights: how parameters travel.
+        forward: returns the forward loop for these inputs, with or without what backward needs.
+        backward: returns the backward loop.
+    """
+
+    units: list[Unit]
+    weights: BlockWeights
+    forward: Callable[[Inputs, bool], ForwardProgram]
+    backward: Callable[..., BackwardProgram]
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """Of all blocks, one block after the other."""
+        return [shard for unit in self.units for shard in unit.group.shards]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that the blocks hold.
+
+    Args:
+        own: stacks of those that differ between blocks.
+        shared: those that all share.
+    """
+
+    own: list[Tensor]
+    shared: list[Tensor]
+
+
+def run(job: Job, stream: Tensor, others: Sequence[Tensor], held: Held) -> Tensor:
+    """What the last block returns.
+
+    Args:
+        job: what to run.
+        stream: the first one's input.
+        others: further arguments of all.
+        held: buffers.
+    """
+    shards = job.shards
+    tensors = (stream, *others, *shards)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Blocks.apply(job, held, len(others), stream, *others, *shards)
+    return _forward(job, held, stream, others, trains=False)[0]
+
+
+class _Blocks(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, job: Job, held: Held, num_others: int, stream: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        others = tensors[:num_others]
+        output, inputs, seeds, collected, program = _forward(job, held, stream, others, trains=True)
+        ctx.job, ctx.num_others, ctx.program = job, num_others, program
+        # What is sent of large parameters is stacked again in backward. Kept, it would take as much
+        # memory as all shards in the compute dtype.
+        sliced = [*inputs.small, *inputs.own]
+        parts = (inputs.small, inputs.own, collected, others, inputs.shared)
+        ctx.sizes = [len(part) for part in parts]
+        ctx.save_for_backward(*sliced, *collected, *inputs.constant, *present([seeds]))
+        ctx.versions = [unit.group.versions for unit in job.units]
+        ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
+        mark_constants(ctx, [output], [True])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(ctx.needs_input_grad)
+        if grad is None:
+            return (None,) * count
+        with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
+            grad_x, others, shards = _backward(ctx, grad)
+        return (None, None, None, grad_x, *others, *shards)
+
+
+def _forward(
+    job: Job, held: Held, stream: Tensor, others: Sequence[Tensor], *, trains: bool
+) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
+    unit, weights = job.units[0], job.weights
+    with torch.no_grad():
+        before = unit.backward.forward_gate.swap([stream])
+        groups = [each.group for each in job.units]
+        everything = range(len(groups[0].params))
+        stacks = stack_sent(groups, everything, [group.shards for group in groups])
+        if unit.config.optimization_barrier_in_forward:
+            stacks = _after(before, stacks)
+        small = weights.gather_small([stacks[at] for at in weights.small])
+        inputs = Inputs(
+            [stacks[at] for at in weights.large], small, held.own, list(others), held.shared
+        )
+        program = job.forward(inputs, trains)
+        ahead = _first_ahead(weights, inputs, 0)
+        seeds = _seeds(program, len(job.units), stream.device)
+        results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
+        unit.backward.forward_gate.hold([results[0]])
+    return results[0], inputs, seeds, results[1 + len(ahead) :], program
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    job: Job = ctx.job
+    unit, weights = job.units[0], job.weights
+    unit.backward.watch()
+    grad, sent = _gated(job, grad, ctx.versions)
+    inputs, collected, seeds = _restored(ctx, sent)
+    needs = ctx.needs_input_grad[4 : 4 + ctx.num_others]
+    reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
+    program = job.backward(inputs, ctx.program, collected, needs, reduces)
+    ahead = _first_ahead(weights, inputs, len(job.units) - 1)
+    wanted = [
+        torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
+    ]
+    sliced = [*inputs.sliced, *collected]
+    results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds)
+    at = 1 + len(ahead)
+    sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
+    reduced, full = gradients(program, stacks)
+    shards = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
+    unit.backward.pending.extend(grad.detach() for grad in present(shards))
+    unit.backward.backward_gate.hold([results[0].detach()])
+    return results[0], [next(sums) if need else None for need in needs], shards
+
+
+def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
+    saved, parts = list(ctx.saved_tensors), []
+    for size in ctx.sizes:
+        parts.append(saved[:size])
+        saved = saved[size:]
+    small, own, collected, others, shared = parts
+    return Inputs(sent, small, own, others, shared), collected, saved[0] if saved else None
+
+
+def _gated(
+    job: Job, grad: Tensor, versions: Sequence[Sequence[int]]
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient, and what is sent of large parameters, behind all that backward has still to
+    compute.
+
+    Raises:
+        RuntimeError: if shards are not of these ``versions``.
+    """
+    unit, large = job.units[0], job.weights.large
+    for each, seen in zip(job.units, versions, strict=True):
+        each.check_unchanged(seen)
+    before = unit.backward.fence([grad])
+    groups = [each.group for each in job.units]
+    shards: list[Tensor] = []
+    for group in groups:
+        shards += [group.shards[at] for at in large]
+    if unit.config.optimization_barrier_in_backward:
+        grad, *rest = xla_ops.barrier([*before, *shards])
+        shards = rest[len(before) - 1 :]
+    by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
+    # Before all shards are stacked, what is left of the units after the blocks, such as the head's
+    # gradient, is to be done with.
+    return grad, stack_sent(groups, large, by_block, before) if large else []
+
+
+def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    return xla_ops.barrier([*tensors, *before])[: len(tensors)] if tensors else []
+
+
+def _first_ahead(weights: BlockWeights, inputs: Inputs, block: int) -> list[Tensor]:
+    """Full parameters ahead, of the block that comes first."""
+    places = [weights.large.index(at) for at in weights.ahead]
+    return weights.gather(weights.ahead, [inputs.sent[at][block] for at in places])
+
+
+def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor | None:
+    if not program.body.draws_random_numbers:
+        return None
+    scan_xla_ops.reroot_random_numbers(device)
+    return scan_xla_ops.new_seeds(length, device)
+
+
+def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:
+    """Gradients of all shards, block by block."""
+    sums = {**reduced, **job.weights.reduce_small(full)}
+    params = job.weights.group.params
+    pieces = {
+        at: unstacked(params[at], stack) for at, stack in job.weights.sum_replicas(sums).items()
+    }
+    return [
+        unit.group.finish(pieces[at][block], param)
+        if at in pieces and param.shard.requires_grad
+        else None
+        for block, unit in enumerate(job.units)
+        for at, param in enumerate(unit.group.params)
+    ]  # fmt: skip
+
+
+def _handed_over(job: Job, full: dict[int, Tensor]) -> list[Tensor | None]:
+    """The same, by the units themselves."""
+    members = range(job.weights.num_members)
+    return [
+        grad
+        for block, unit in enumerate(job.units)
+        for grad in unit.reduce([full[m][block] if m in full else None for m in members])
+    ]

@@ -1,0 +1,113 @@
+"""What besides parameters and arguments decides what a block computes: buffers, and plain settings.
+
+Words: a block's *tensors* are its buffers and the tensors that are attributes of its modules; its
+*settings* are numbers, texts and the like there (an epsilon, a dropout rate, whether it trains).
+Always true: tensors go into a loop as inputs, so their values may change from step to step; where
+settings change, the loop is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """One block's tensors and settings, and where the tensors are kept."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    settings: tuple[Any, ...]
+    hooked: tuple[str, ...]
+    _places: tuple[tuple[dict[str, Any], str], ...]
+
+    @classmethod
+    def of(cls, block: nn.Module) -> BlockState:
+        """Those of ``block`` as it is now."""
+        names: list[str] = []
+        places: list[tuple[dict[str, Any], str]] = []
+        settings: list[Any] = []
+        hooked: list[str] = []
+        for prefix, module in block.named_modules():
+            fields = vars(module)
+            if any(fields[kind] for kind in _HOOKS):
+                hooked.append(prefix or type(module).__name__)
+            for holder in (module._buffers, fields):
+                for key, value in holder.items():
+                    if isinstance(value, PLAIN):
+                        settings.append((prefix, key, value))
+                    elif isinstance(value, Tensor):
+                        names.append(f"{prefix}.{key}" if prefix else key)
+                        places.append((holder, key))
+        tensors = tuple(holder[key] for holder, key in places)
+        return cls(tuple(names), tensors, tuple(settings), tuple(hooked), tuple(places))
+
+    def without_tensors(self) -> BlockState:
+        """The same names and settings, without keeping anything alive."""
+        return replace(self, tensors=(), _places=())
+
+    @contextlib.contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the block hold these instead of its own."""
+        for (holder, key), tensor in zip(self._places, tensors, strict=True):
+            holder[key] = tensor
+        try:
+            yield
+        finally:
+            for (holder, key), tensor in zip(self._places, self.tensors, strict=True):
+                holder[key] = tensor
+
+
+COMPARISONS = 4
+"""How often values are compared: it means running what has been traced so far."""
+
+
+class SharedTensors:
+    """Finds out which of the tensors that blocks hold are the same in all of them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._shared: frozenset[int] = frozenset()
+        self._left = COMPARISONS
+
+    def of(self, states: Sequence[BlockState]) -> frozenset[int]:
+        """Their numbers. Values are compared where tensors are new, or were changed; where that
+        goes on, tensors are only shared if they are one and the same."""
+        now = [(each, _version(each)) for state in states for each in state.tensors]
+        if not _same_tensors(now, self._seen):
+            by_number = enumerate(zip(*(state.tensors for state in states), strict=True))
+            equal = _all_equal if self._left else _all_one
+            self._shared = frozenset(at for at, (first, *rest) in by_number if equal(first, rest))
+            self._seen = now
+            self._left = max(0, self._left - 1)
+        return self._shared
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(a) == len(b) and all(
+        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
+    )
+
+
+def _all_one(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    return all(each is first for each in rest)
+
+
+def _all_equal(first: Tensor, rest: Sequence[Tensor]) -> bool:
+    if _all_one(first, rest):
+        return True
+    value = first.cpu()
+    return all(each.dtype == value.dtype and torch.equal(each.cpu(), value) for each in rest)

@@ -1,0 +1,105 @@
+"""``scan_blocks``: say which blocks run as one loop, and how.
+
+Always true: blocks are checked, and all problems are found, before anything is changed.
+What happens when they are called is in ``blocks``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from xla_fsdp.scan.blocks import GATHER_ONCE_BELOW, BlockScan, Options
+from xla_fsdp.scan.identical import find_problems
+from xla_fsdp.unit_host import is_unit
+
+
+def scan_blocks(
+    blocks: nn.ModuleList | nn.Sequential | Sequence[nn.Module],
+    *,
+    remat: str | Sequence[str] = "full",
+    gather_once_below: int = GATHER_ONCE_BELOW,
+) -> BlockScan:
+    """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
+    then as large, and compiles as fast, for any number of them.
+
+    A forward that calls the blocks in order, ``for block in blocks: x = block(x, ...)``, stays as
+    it is. Parameters, names, optimizers and checkpoints are those of blocks that run one by one.
+
+    Args:
+        blocks: a container of the blocks, or a list, in the order in which they are called. All are
+            of one class, with parameters of the same shapes, and compute the same; each returns one
+            tensor of the shape and dtype of its first tensor argument.
+        remat: "full" computes a block again in backward from its input, "none" keeps all
+            activations, a list keeps those of these names: submodules of a block, or
+            ``name_activation``.
+        gather_once_below: parameters of fewer elements travel once for all blocks, and are held
+            whole from forward to backward.
+
+    Returns:
+        What the blocks share; its ``remove()`` lets them run one by one again.
+
+    Raises:
+        TypeError: if something is no module.
+        ValueError: if blocks are no units, are not identical, or an option makes no sense.
+    """
+    found: list[Any] = list(blocks)
+    problems = [
+        f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "
+        f"scan_layers=True together with auto_wrap_policy"
+        for at, each in enumerate(found)
+        if not is_unit(each)
+    ]
+    if not found:
+        problems = ["there are no blocks to scan"]
+    problems = problems or find_problems(found)
+    if problems:
+        others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
+        raise ValueError("; ".join(problems[:3]) + others)
+    names = remat if isinstance(remat, str) else tuple(remat)
+    scan = BlockScan(found, Options(names, gather_once_below))
+    _warn_about_ignored(found)
+    for block in found:
+        block._fsdp_attachment.runner = scan
+    return scan
+
+
+def scan_containers(module: nn.Module, names: bool | str | Iterable[str]) -> list[BlockScan]:
+    """Scan containers of blocks in ``module``: those of these ``names``, or, for True, all that
+    hold two or more units and nothing else.
+
+    Raises:
+        ValueError: if there is no such container, or its blocks cannot be scanned.
+    """
+    inner = dict(module.named_modules())
+    if names is True:
+        wanted = [name for name, each in inner.items() if _holds_blocks(each)]
+    else:
+        wanted = [names] if isinstance(names, str) else list(names or ())
+    missing = [name for name in wanted if not isinstance(inner.get(name), nn.Module)]
+    if missing or not wanted:
+        raise ValueError(
+            f"scan_layers found no container {', '.join(missing)}".rstrip()
+            + "; give the names of the nn.ModuleList or nn.Sequential that hold the blocks, and an "
+            "auto_wrap_policy that makes each block a unit"
+        )
+    return [scan_blocks(list(inner[name].children())) for name in wanted]
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    children = list(module.children())
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_unit(module)
+    return is_container and len(children) > 1 and all(is_unit(each) for each in children)
+
+
+def _warn_about_ignored(blocks: Sequence[Any]) -> None:
+    units = [block._fsdp_unit for block in blocks]
+    if any(unit.keeps_larger or not unit.reshard_after_forward for unit in units):
+        warnings.warn(
+            "reshard_after_forward is ignored for scanned blocks: a loop holds the parameters of "
+            "one block at a time",
+            stacklevel=3,
+        )

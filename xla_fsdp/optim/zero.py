@@ -177,7 +177,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         grads, device = self._reduce().grads, xla_ops.device()
         if self.is_sliced:
-            sliced = [GradSlices(grads, self.slices.collectives)]
+            sliced = [GradSlices(grads, [self.slices.collectives])]
             return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
         norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
         self._reduced = _Reduced(self._with_grad(), grads)  # which are the parameters' own

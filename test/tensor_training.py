@@ -128,18 +128,31 @@ def sharded(model: Any, case: Case, mesh: Any) -> Any:
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """The same on a rank; the state is whole."""
-    import torch_xla
+    from xla_fsdp import full_state_dict, optim_state_dict
 
-    from xla_fsdp import clip_grad_norm_, full_state_dict, optim_state_dict
-    from xla_fsdp.tensor_parallel import loss_parallel
-
-    mesh, device = case.make_mesh(), torch_xla.device()
+    mesh = case.make_mesh()
     model = sharded(parallelized(case, mesh), case, mesh)
     optimizer = make_optimizer(model.parameters())
+    found = train_steps(model, optimizer, case, mesh)
+    state = full_state_dict(model)
+    optim = optim_state_dict(model, optimizer)["state"] if case.shard else None
+    return {**found, "state": state, "optimizer": optim}
+
+
+def train_steps(
+    model: Any, optimizer: Any, case: Case, mesh: Any, steps: int = STEPS
+) -> dict[str, Any]:
+    """Train on this rank's part of the batches; losses, norms, and which part it is."""
+    import torch_xla
+
+    from xla_fsdp import clip_grad_norm_, xla_ops
+    from xla_fsdp.tensor_parallel import loss_parallel
+
+    rank, device = xla_ops.rank(), torch_xla.device()
     part = mesh.place(rank, *(n for n, _ in case.mesh if n != "tensor")) if case.parts > 1 else 0
     ids, targets = (t[:, part] for t in batches(case.parts))
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         with loss_parallel() if case.loss else nullcontext():
             loss = loss_of(model(ids[step].to(device)), targets[step].to(device))
@@ -149,9 +162,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         losses.append(loss.detach())
         torch_xla.sync()
     found = {"losses": [t.item() for t in losses], "norms": [t.item() for t in norms]}
-    state = full_state_dict(model)
-    optim = optim_state_dict(model, optimizer)["state"] if case.shard else None
-    return {**found, "part": part, "state": state, "optimizer": optim}
+    return {**found, "part": part}
 
 
 def assert_close(found: Any, expected: Any, what: str) -> None:

@@ -447,7 +447,7 @@ def sources(rank: int) -> list[float]:
     from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
 
     def value(source: int | None) -> float:
-        layer = nn.Linear(4, 4)
+        layer = make(lambda: nn.Linear(4, 4))
         nn.init.constant_(layer.weight, float(rank))
         mesh = tensor_mesh()["tensor"]
         parallelize_module(layer, mesh, ColwiseParallel(), src_data_rank=source)
@@ -527,23 +527,25 @@ def refusals(rank: int) -> dict[str, str]:
         return message(lambda: parallelize_module(module, on, plan, **options))
 
     def cut(size: int) -> Any:
-        layers = nn.Sequential(nn.Embedding(8, size), nn.Linear(size, size))
+        layers = make(lambda: nn.Sequential(nn.Embedding(8, size), nn.Linear(size, size)))
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         return parallelize_module(layers, mesh["tensor"], {"0": style}, src_data_rank=None)
 
     def short() -> Any:
         return cut(4).to("xla")(on_device(torch.zeros(1, 3, dtype=torch.long)))
 
-    sharded = fsdp(nn.Linear(4, 4))
+    tied, layer = make(Tied), make(lambda: nn.Linear(4, 4))
+    odd = make(lambda: nn.Sequential(nn.Linear(4, 7), nn.Linear(5, 4)))
+    sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     return {
-        "uneven": plan(nn.Sequential(nn.Linear(4, 7), nn.Linear(5, 4)), {"0": col, "1": row}),
-        "layer": plan(Tied(), {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
-        "ways": plan(Tied(), {"a": col, "b": row}),
-        "tied": plan(Tied(), {"a": col}),
-        "axes": plan(Tied(), {}, mesh),
-        "source": plan(Tied(), {}, src_data_rank=2),
-        "style": plan(Tied(), {"a": "colwise"}),
-        "forward": plan(checkpoint_module(nn.Linear(4, 4)), col),
+        "uneven": plan(odd, {"0": col, "1": row}),
+        "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
+        "ways": plan(tied, {"a": col, "b": row}),
+        "tied": plan(tied, {"a": col}),
+        "axes": plan(tied, {}, mesh),
+        "source": plan(tied, {}, src_data_rank=2),
+        "style": plan(tied, {"a": "colwise"}),
+        "forward": plan(checkpoint_module(layer), col),
         "fsdp_first": plan(sharded.module, col),
         "over_again": message(lambda: fsdp(cut(4))),
         "sequence": message(short),
@@ -590,7 +592,7 @@ def unmatched(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         plan = {"no.*.such": ColwiseParallel(), "a": ColwiseParallel(), "b": ColwiseParallel()}
-        parallelize_module(Tied(), tensor_mesh()["tensor"], plan, src_data_rank=None)
+        parallelize_module(make(Tied), tensor_mesh()["tensor"], plan, src_data_rank=None)
     return [str(each.message) for each in seen if "plan" in str(each.message)]
 
 

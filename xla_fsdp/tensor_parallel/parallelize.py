@@ -132,7 +132,7 @@ def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tup
 
 def _check(module: nn.Module, sites: Sequence[Site], axis: MeshAxis) -> None:
     problems = [
-        f"{site.name or type(module).__name__} {problem}"
+        f"{site.name or type(module).__name__}: {problem}"
         for site in sites
         for problem in (*site.style.find_problems(site.module), *_forward_problems(site.module))
     ]

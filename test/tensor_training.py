@@ -7,6 +7,7 @@ have the same part of the batch, all others parts of their own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,12 +127,13 @@ def sharded(model: Any, case: Case, mesh: Any) -> Any:
     return fully_shard(model, mesh=others)
 
 
-def train(rank: int, case: Case) -> dict[str, Any]:
-    """The same on a rank; the state is whole."""
+def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own."""
     from xla_fsdp import full_state_dict, optim_state_dict
 
-    mesh = case.make_mesh()
-    model = sharded(parallelized(case, mesh), case, mesh)
+    mesh, model = (case.make_mesh(), None) if made is None else made()
+    if model is None:
+        model = sharded(parallelized(case, mesh), case, mesh)
     optimizer = make_optimizer(model.parameters())
     found = train_steps(model, optimizer, case, mesh)
     state = full_state_dict(model)

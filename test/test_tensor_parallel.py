@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from test.ranks import cached_outcome, run_on_ranks
+from test.readme_snippets import snippets
+from test.scenarios import make
+from test.tensor_models import Llama
 from test.tensor_training import Case, assert_close, reference, train
 
+README = "the recipe of the README"
 ALL = {"sequence": True, "loss": True}
 FLAT = (("flatten_parameters", True),)
 ROWS = (("shard_param_on_dim_0", True), ("reshard_after_forward", False))
@@ -24,10 +28,9 @@ def mesh(tensor: int, shard: int = 0, replica: int = 0) -> tuple[tuple[str, int]
 
 
 QUICK = {
-    "Gpt": Case("Gpt", mesh(2), **ALL),
-    "Llama": Case("Llama", mesh(2)),
+    "Llama alone": Case("Llama", mesh(2)),
     "Gpt sharded": Case("Gpt", mesh(2, 2), shard="wrapped", **ALL),
-    "Llama sharded in place": Case("Llama", mesh(2, 2), shard="in_place", **ALL),
+    README: Case("Llama", mesh(2, 2), shard="in_place", **ALL),
 }
 SLOW = {
     **{
@@ -50,7 +53,17 @@ SLOW = {
 
 
 def train_cases(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
-    return {name: train(rank, case) for name, case in cases.items()}
+    return {
+        name: train(rank, case, recipe if name == README else None) for name, case in cases.items()
+    }
+
+
+def recipe() -> tuple[Any, Any]:
+    """The mesh and the model that the README makes."""
+    [code, _] = snippets("Tensor, sequence and loss parallelism")
+    space: dict[str, Any] = {"model": make(Llama)}
+    exec(code, space)
+    return space["mesh"], space["model"]
 
 
 @cached_outcome

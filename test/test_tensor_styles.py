@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 import warnings
 from collections import Counter
 from typing import Any
@@ -394,7 +395,12 @@ def test_ranks_run_one_program() -> None:
 @scenarios.add
 def initialized(rank: int) -> dict[str, bool]:
     """Whether parameters are slices of what the plain model is initialized with."""
-    from xla_fsdp import full_state_dict, fully_shard, one_rank_at_a_time
+    from xla_fsdp import (
+        full_state_dict,
+        fully_shard,
+        init_from_checkpoint,
+        one_rank_at_a_time,
+    )
     from xla_fsdp.tensor_parallel import parallelize_module
     from xla_fsdp.tensor_placement import placement_in
 
@@ -428,6 +434,17 @@ def initialized(rank: int) -> dict[str, bool]:
             layer.weight.data[1, 2] = 7.0
         return model
 
+    def from_file() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(plain, f"{folder}/plain.pth")
+            with torch.device("meta"):
+                model = FeedForward()
+            parallelize_module(model, mesh["tensor"], plan)
+            init = init_from_checkpoint(model, f"{folder}/plain.pth")
+            return fsdp(model, mesh=mesh["shard"], param_init_fn=init)
+
+    loaded = full_state_dict(from_file())
+    slices["file"] = all(torch.equal(loaded[name], value) for name, value in plain.items())
     state = full_state_dict(wrapped())
     slices["meta"] = all(torch.equal(state[name], value) for name, value in plain.items())
     filled = full_state_dict(in_place())["down.weight"]
@@ -438,7 +455,7 @@ def initialized(rank: int) -> dict[str, bool]:
 def test_a_sharded_initialization_is_that_of_the_plain_model() -> None:
     for rank in range(RANKS):
         found = scenarios.result("initialized", rank)
-        assert found == dict.fromkeys(("gate", "up", "down", "meta", "in place"), True)
+        assert found == dict.fromkeys(("gate", "up", "down", "file", "meta", "in place"), True)
 
 
 @scenarios.add

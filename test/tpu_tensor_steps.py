@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.mesh import Mesh
 
-WIDTH, HEAD, VOCABULARY, ROWS, LENGTH = 512, 128, 16384, 4, 1024
+WIDTH, HEAD, VOCABULARY, ROWS, LENGTH = 1024, 256, 32768, 16, 1024
 
 
 class Block(nn.Module):
@@ -117,9 +117,11 @@ def build(
         with loss_parallel() if loss else nullcontext():
             result = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         result.backward()
+        value = result.detach()
+        del result  # what autograd keeps for it would be outputs of the program
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
-        return result.item()
+        return value.item()
 
     return step

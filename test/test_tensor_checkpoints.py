@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,42 +13,43 @@ from torch import Tensor
 
 from test.ranks import cached_outcome, run_on_ranks
 from test.tensor_training import Case, make_optimizer, parallelized, sharded, train_steps
-from xla_fsdp.checkpoint import MergeOptions, merge_files, read_shards
+from xla_fsdp.checkpoint import CheckpointError, MergeOptions, merge_files, read_shards
 from xla_fsdp.consolidate_sharded_ckpts import main
 
-RANKS = 4
-SAVED = {
-    "wrapped": Case("Gpt", (("shard", 2), ("tensor", 2)), sequence=True, shard="wrapped"),
-    "in_place": Case("Llama", (("shard", 2), ("tensor", 2)), shard="in_place"),
-    "flat": Case(
-        "Gpt",
-        (("shard", 2), ("tensor", 2)),
-        shard="wrapped",
-        options=(("flatten_parameters", True),),
-    ),
+MESH = (("shard", 2), ("tensor", 2))
+FLAT = (("flatten_parameters", True),)
+QUICK = {"wrapped": Case("Gpt", MESH, sequence=True, shard="wrapped")}
+SLOW = {
+    "in_place": Case("Llama", MESH, shard="in_place"),
+    "flat": Case("Gpt", MESH, shard="wrapped", options=FLAT),
     "hybrid": Case("Llama", (("replica", 2), ("shard", 1), ("tensor", 2)), shard="wrapped"),
     "plain": Case("Gpt", (("shard", 4), ("tensor", 1)), shard="wrapped"),
+    "eight": Case("Llama", (("shard", 4), ("tensor", 2)), shard="wrapped"),
 }
+SAVED = {**QUICK, **SLOW}
 LOADED = {
-    "Gpt": Case("Gpt", (("shard", 1), ("tensor", 4)), shard="wrapped"),
-    "Llama": Case("Llama", (("shard", 4), ("tensor", 1)), shard="in_place"),
+    ("Gpt", 4): Case("Gpt", (("shard", 1), ("tensor", 4)), shard="wrapped"),
+    ("Llama", 4): Case("Llama", (("shard", 4), ("tensor", 1)), shard="in_place"),
+    ("Llama", 8): Case("Llama", (("shard", 2), ("tensor", 4)), shard="in_place"),
 }
+STEP = "step_00000001"
+SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
 # ---------------------------------------------------------------- on ranks
 
 
-def save_all(rank: int, folder: str) -> dict[str, Any]:
+def save_all(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
     """Train, save, and load onto a mesh of another shape and onto the same; what was saved, whole,
     and whether what was loaded is the same."""
     from xla_fsdp import save_checkpoint
 
     found = {}
-    for name, case in SAVED.items():
+    for name, case in ((name, SAVED[name]) for name in names):
         model, optimizer = trained(case)
         save_checkpoint(f"{folder}/{name}", model, optimizer, step=1, extra={"rank": rank})
         saved = everything(model, optimizer)
-        others = (LOADED[case.model], case)
+        others = (LOADED[case.model, case.num_ranks], case)
         found[name] = {"saved": saved, "same": [load(folder, name, c, saved) for c in others]}
     return found
 
@@ -83,14 +85,14 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in b)
 
 
-def load_three(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
-    """What ranks without tensor parallelism find in a directory."""
+def load_three(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """What ranks without tensor parallelism find in directories."""
     from test import tensor_models
     from test.scenarios import fsdp, make
     from xla_fsdp import load_checkpoint
 
     found = {}
-    for name in ("wrapped", "in_place", "flat"):
+    for name in names:
         flat = {"flatten_parameters": name == "flat"}
         model = fsdp(make(getattr(tensor_models, SAVED[name].model), 4), **flat)
         optimizer = make_optimizer(model.parameters())
@@ -110,20 +112,30 @@ def folder() -> str:
     return kept.name
 
 
+def others_like(name: str) -> list[str]:
+    """The cases of one launch."""
+    cases = QUICK if name in QUICK else SLOW
+    return [each for each, case in cases.items() if case.num_ranks == SAVED[name].num_ranks]
+
+
 @cached_outcome
-def saved() -> list[dict[str, Any]]:
-    return run_on_ranks(save_all, RANKS, folder())
+def launched(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    return run_on_ranks(save_all, SAVED[names[0]].num_ranks, folder(), list(names), timeout=900)
 
 
-@pytest.mark.parametrize("name", SAVED)
+def saved(name: str) -> list[dict[str, Any]]:
+    return [each[name] for each in launched(tuple(others_like(name)))]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW_CASES])
 def test_any_mesh_loads_what_another_saved(name: str) -> None:
-    for each in saved():
-        assert each[name]["same"] == [True, True]
+    for each in saved(name):
+        assert each["same"] == [True, True]
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [*QUICK, *SLOW_CASES])
 def test_shards_merge_into_one_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
-    expected = saved()[0][name]["saved"]
+    expected = saved(name)[0]["saved"]
     shards = read_shards(f"{folder()}/{name}", "*.pth", None, overwrite=False)
     merge_files(shards, str(tmp_path / "full.pth"), MergeOptions())
     merged = torch.load(tmp_path / "full.pth", weights_only=True)
@@ -133,9 +145,9 @@ def test_shards_merge_into_one_ordinary_checkpoint(name: str, tmp_path: Path) ->
 
 
 @cached_outcome
-def on_three() -> list[dict[str, Any]]:
-    saved()
-    for name in ("wrapped", "in_place", "flat"):
+def on_three(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    for name in names:
+        saved(name)
         where = (
             "--ckpt_prefix",
             f"{folder()}/{name}",
@@ -143,11 +155,34 @@ def on_three() -> list[dict[str, Any]]:
             f"{folder()}/{name}_on_three",
         )
         assert main([*where, "--to_world_size", "3"]) == 0
-    return run_on_ranks(load_three, 3, folder())
+    return run_on_ranks(load_three, 3, folder(), list(names), timeout=900)
 
 
-@pytest.mark.parametrize("name", ["wrapped", "in_place", "flat"])
-def test_the_command_cuts_anew_for_ranks_without_tensor_parallelism(name: str) -> None:
-    expected = saved()[0][name]["saved"]
-    for each in on_three():
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_ranks_without_tensor_parallelism_load_what_the_command_cut_anew(name: str) -> None:
+    expected = saved(name)[0]["saved"]
+    for each in on_three(tuple(SAVED)):
         assert same(each[name], expected)
+
+
+def test_what_the_command_cuts_anew_merges_into_the_same(tmp_path: Path) -> None:
+    """Tensor 2 x shard 2 to three shards without tensor parallelism."""
+    expected = saved("wrapped")[0]["saved"]
+    where = ("--ckpt_prefix", f"{folder()}/wrapped", "--save_path", str(tmp_path / "three"))
+    assert main([*where, "--to_world_size", "3"]) == 0
+    shards = read_shards(str(tmp_path / "three"), "*.pth", None, overwrite=False)
+    assert [shard.metadata["tensor_parts"] for shard in shards] == [1, 1, 1]
+    merge_files(shards, str(tmp_path / "full.pth"), MergeOptions())
+    model = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
+    assert all(torch.equal(model[name], expected[name]) for name in model)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    saved("wrapped")
+    source = Path(folder(), "wrapped", STEP)
+    for file in source.glob("rank-*"):
+        if "00002-of" not in file.name:
+            shutil.copy(file, tmp_path)
+    with pytest.raises(CheckpointError, match="missing ranks: 2 of 4"):
+        read_shards(f"{tmp_path}/rank", "*.safetensors", None, overwrite=False)

@@ -525,7 +525,10 @@ class Tied(nn.Module):
 
 @scenarios.add
 def refusals(rank: int) -> dict[str, str]:
+    import torch_xla.core.xla_model as xm
+
     from xla_fsdp import checkpoint_module
+    from xla_fsdp.optim import ZeroRedundancyOptimizer
     from xla_fsdp.tensor_parallel import (
         ColwiseParallel,
         Partial,
@@ -554,6 +557,7 @@ def refusals(rank: int) -> dict[str, str]:
     tied, layer = make(Tied), make(lambda: nn.Linear(4, 4))
     odd = make(lambda: nn.Sequential(nn.Linear(4, 7), nn.Linear(5, 4)))
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
+    whole = cut(4).to("xla")
     return {
         "uneven": plan(odd, {"0": col, "1": row}),
         "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
@@ -566,6 +570,9 @@ def refusals(rank: int) -> dict[str, str]:
         "fsdp_first": plan(sharded.module, col),
         "over_again": message(lambda: fsdp(cut(4))),
         "sequence": message(short),
+        "step": message(lambda: xm.reduce_gradients(torch.optim.SGD(whole.parameters()))),
+        "clip": message(lambda: nn.utils.clip_grad_norm_(whole.parameters(), 1.0)),
+        "zero": message(lambda: ZeroRedundancyOptimizer(whole.parameters(), torch.optim.SGD)),
         "pairs": message(lambda: PrepareModuleInput(input_layouts=(Shard(1), None))),
     }
 
@@ -589,6 +596,12 @@ REFUSED = {
     "fsdp_first": ["weight is sharded by FSDP already; parallelize modules first"],
     "over_again": ["0.weight is parallelized over axis 'tensor'", "mesh=mesh['shard']"],
     "sequence": ["0: its output has shape (1, 3, 4)", "cannot share the 3 of dim 1 equally"],
+    "step": ["xm.reduce_gradients was called with parameters sharded by xla_fsdp"],
+    "clip": ["torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp"],
+    "zero": [
+        "a parameter of shape (4, 4) is a part of a tensor-parallel one, of which ranks [0, 1] "
+        "hold others; give groups along another axis"
+    ],
     "pairs": ["input_layouts has 2 entries and desired_input_layouts none"],
 }
 

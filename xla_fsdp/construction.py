@@ -161,7 +161,7 @@ def _refuse_other_parts(scope: Scope, config: FSDPConfig) -> None:
     [own] = [group for group in groups if xla_ops.rank() in group]
     for _, name, owner, attribute, _ in scope.parameters():
         placement = placement_in(owner, attribute)
-        if placement is not None and len({placement.mesh.place(rank) for rank in own}) > 1:
+        if placement is not None and not placement.is_same_on(own):
             raise ValueError(
                 f"{name} is parallelized over axis {placement.axis!r} of a mesh, and FSDP over "
                 f"ranks {own} would shard it over that axis again; give FSDP the other axes, as in "

@@ -53,6 +53,10 @@ class TensorPlacement:
         """Shape of the local parameter."""
         return local_shape(self.shape, self.dim, self.parts)
 
+    def is_same_on(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks hold the same part."""
+        return len({self.mesh.place(rank) for rank in ranks}) <= 1
+
     def slice_of(self, whole: Tensor, place: int) -> Tensor:
         """The local parameter of the rank in a place of the axis, or what is cut like it."""
         if self.dim is None:

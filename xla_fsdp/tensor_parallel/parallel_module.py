@@ -45,6 +45,12 @@ class ParallelModule:
             run = functools.partial(_run, step, module, run)
         return run(*args, **kwargs)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Tensors that take the place of parameters, on a device say, are placed as these were."""
+        module: Any = super()._apply(fn, recurse)  # type: ignore[misc]
+        remember_placements(module)
+        return module
+
 
 class _MadeClass(type):
     """Of classes made here, which pickles and copies find by their original class."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from xla_fsdp import guards
 from xla_fsdp.device_mesh import as_mesh
 from xla_fsdp.mesh_axis import MeshAxis
 from xla_fsdp.names import join_name
@@ -78,6 +79,7 @@ def parallelize_module(
     sites = _sites(module, parallelize_plan)
     _check(module, sites, axis)
     distribute([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
+    guards.install()
     for site in sites:
         for step in site.style.steps(site.name or type(module).__name__, site.module, axis):
             run_in(site.module, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import tempfile
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from test.hlo import Program
 from test.scenarios import Scenarios, fsdp, make, message
-from test.tensor_models import WIDTH, FeedForward, Gpt, GptBlock, plan_of
+from test.tensor_models import VOCABULARY, WIDTH, FeedForward, Gpt, GptBlock, plan_of
 from xla_fsdp import init_mesh
 
 scenarios = Scenarios(__name__)
@@ -387,6 +388,33 @@ def test_a_block_communicates_twice_forward_and_twice_backward() -> None:
 def test_ranks_run_one_program() -> None:
     first, second = (scenarios.result("programs", rank) for rank in range(RANKS))
     assert first == second
+
+
+@scenarios.add
+def sizes_of_logits(rank: int) -> dict[bool, bool]:
+    """Whether anything in the program of a step has as many elements along a dim as there are
+    classes, with ``loss_parallel`` and without."""
+    from xla_fsdp import xla_ops
+    from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
+
+    found = {}
+    for cut in (True, False):
+        plan = {name: style for name, style in plan_of("Llama", loss=cut).items() if name == "head"}
+        head = make(lambda: nn.ModuleDict({"head": nn.Linear(WIDTH, VOCABULARY, bias=False)}))
+        parallelize_module(head, tensor_mesh()["tensor"], plan).to("xla")
+        x = on_device(given(4, WIDTH)).requires_grad_()
+        target = on_device(torch.arange(4))
+        xla_ops.settle()
+        with loss_parallel(tensor_mesh()["tensor"]) if cut else contextlib.nullcontext():
+            F.cross_entropy(head["head"](x), target).backward()
+        program = Program(xla_ops.lowered_hlo([x.grad, head["head"].weight.grad]))
+        found[cut] = any(VOCABULARY in each.shape for each in program.instructions.values())
+        xla_ops.settle()
+    return found
+
+
+def test_loss_parallel_builds_nothing_of_the_size_of_all_classes() -> None:
+    assert scenarios.result("sizes_of_logits") == {True: False, False: True}
 
 
 # ---------------------------------------------------------------- parameters

@@ -75,15 +75,8 @@ def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
 
 def place(module: nn.Module, attribute: str, placement: TensorPlacement) -> None:
     """From now on the parameter of that name in ``module`` is placed so."""
-    placements_in(module)[attribute] = placement
+    vars(module).setdefault(_ATTRIBUTE, {})[attribute] = placement
     remember_placements(module)
-
-
-def placements_in(module: nn.Module) -> dict[str, TensorPlacement]:
-    """Of the module's own parameters, by attribute; empty where there is no tensor parallelism."""
-    if _ATTRIBUTE not in vars(module):
-        vars(module)[_ATTRIBUTE] = {}
-    return vars(module)[_ATTRIBUTE]
 
 
 def placement_in(module: nn.Module, attribute: str) -> TensorPlacement | None:

@@ -28,7 +28,6 @@ def mesh(tensor: int, shard: int = 0, replica: int = 0) -> tuple[tuple[str, int]
 
 
 QUICK = {
-    "Llama alone": Case("Llama", mesh(2)),
     "Gpt sharded": Case("Gpt", mesh(2, 2), shard="wrapped", **ALL),
     README: Case("Llama", mesh(2, 2), shard="in_place", **ALL),
 }

@@ -77,10 +77,12 @@ class _Made:
         for owner, name, placement in self._whole:
             whole = owner._parameters[name]
             assert whole is not None
+            if whole.shape != placement.shape:  # ignored, and made by another unit
+                continue
             if id(whole) not in local:
                 part = own_part(whole.detach(), placement).clone()
                 local[id(whole)] = _param_like(part, whole)
-                self.origins[id(local[id(whole)])] = self.origins[id(whole)]
+                self.origins[id(local[id(whole)])] = self.origins.pop(id(whole))
             owner._parameters[name] = local[id(whole)]
 
     def tie(self) -> None:

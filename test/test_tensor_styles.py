@@ -181,6 +181,7 @@ def style_by_style(rank: int) -> dict[str, dict[str, float]]:
         "second": row(output_layouts=Shard(0)),
     }
     pair = {"table": row(input_layouts=Replicate()), "layer": col(output_layouts=Replicate())}
+    by_default = {"table": row(), "layer": col(output_layouts=Replicate())}
     wide = {"table": col(output_layouts=Replicate()), "layer": row(input_layouts=Replicate())}
     runs: dict[str, Any] = {
         "features": ({**between, "second": row(output_layouts=Shard(-1))}, Shard(-1)),
@@ -194,6 +195,7 @@ def style_by_style(rank: int) -> dict[str, dict[str, float]]:
             continue
         found[name] = styled(rank, two, plan, layout, x[:2], **scale)
     found["pair"] = styled(rank, table, pair, None, ids)
+    found["ids"] = styled(rank, table, by_default, None, ids)
     found["wide"] = styled(rank, table, wide, None, ids)
     return found
 

@@ -82,8 +82,8 @@ class RowwiseParallel(ParallelStyle):
     computes a summand of the output.
 
     Args:
-        input_layouts: of the input; default: Shard(-1). The ids that an embedding takes are
-            Replicate().
+        input_layouts: of the input; default: Shard(-1), and Replicate() of the ids that an embedding
+            takes.
         output_layouts: of the output; default: Replicate(). Shard(1) is what sequence parallelism
             takes.
         use_local_output: accepted; outputs are local tensors in any case.
@@ -99,12 +99,13 @@ class RowwiseParallel(ParallelStyle):
         self.input_layouts = (input_layouts or Shard(-1),)
         self.output_layouts = (output_layouts or Replicate(),)
         self.use_local_output = use_local_output
+        self._ids_layout = input_layouts or Replicate()
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         """See ``ParallelStyle``."""
         yield from _layer_problems(self, module)
         wanted = Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
-        yield from change_problems(self.input_layouts[0], wanted, "its input")
+        yield from change_problems(self._input_layout(module), wanted, "its input")
         yield from change_problems(Partial(), self.output_layouts[0], "its output")
         if isinstance(module, nn.Embedding):
             yield from (
@@ -121,7 +122,10 @@ class RowwiseParallel(ParallelStyle):
     def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         step = _RowwiseLinear if isinstance(module, nn.Linear) else _RowwiseEmbedding
-        return [step(name, axis, self.input_layouts[0], self.output_layouts[0])]
+        return [step(name, axis, self._input_layout(module), self.output_layouts[0])]
+
+    def _input_layout(self, module: nn.Module) -> Placement:
+        return self._ids_layout if isinstance(module, nn.Embedding) else self.input_layouts[0]
 
     def __repr__(self) -> str:
         return _shown(self)
@@ -212,8 +216,7 @@ class _RowwiseEmbedding:
 
     def __call__(self, module: Any, forward: Forward, args: Any, kwargs: Any) -> Tensor:
         ids, *_ = _inputs(self.name, (*args, *kwargs.values()))
-        old = Replicate() if self.old == Shard(-1) else self.old
-        ids = changed(ids, old, Replicate(), self.axis, f"{self.name}: its input")
+        ids = changed(ids, self.old, Replicate(), self.axis, f"{self.name}: its input")
         part = self._looked_up(module, ids)
         return changed(part, Partial(), self.new, self.axis, f"{self.name}: its output")
 

@@ -82,10 +82,10 @@ class RowwiseParallel(ParallelStyle):
     computes a summand of the output.
 
     Args:
-        input_layouts: of the input; default: Shard(-1), and Replicate() of the ids that an embedding
-            takes.
+        input_layouts: of the input; default: Shard(-1), and Replicate() of the ids that embeddings
+            take.
         output_layouts: of the output; default: Replicate(). Shard(1) is what sequence parallelism
-            takes.
+            take.
         use_local_output: accepted; outputs are local tensors in any case.
     """
 

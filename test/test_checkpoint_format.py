@@ -59,14 +59,26 @@ SECOND_VERSION = {
     },
     "fingerprints": {"model/w": "crc32:0012abcd"},
 }
+THIRD_VERSION = {
+    **SECOND_VERSION,
+    "version": 3,
+    "params": [
+        {
+            **FIRST_VERSION["params"][0],  # type: ignore[index]
+            "members": [{"name": "w", "shape": [2, 3], "tensor_dim": 0}],
+        }
+    ],
+    "tensor_parts": 2,
+}
+WHOLE = (ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3)),)),)
 
 
 def some_metadata(**changes: Any) -> ShardMetadata:
-    """What ``SECOND_VERSION`` describes, as an object, with some fields replaced."""
+    """What ``THIRD_VERSION`` describes, as an object, with some fields replaced."""
     usual = ShardMetadata(
         rank=1,
         world_size=4,
-        params=(ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3)),)),),
+        params=(ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3), 0),)),),
         ties={"v": "w"},
         buffers={"b": "float64"},
         groups=((0, 2, 4, 6), (1, 3, 5, 7)),
@@ -76,24 +88,29 @@ def some_metadata(**changes: Any) -> ShardMetadata:
             {"w": StateRecord(("exp_avg",), ("step",), {"scale": 1.5}, ("step",))},
         ),
         fingerprints={"model/w": "crc32:0012abcd"},
+        tensor_parts=2,
     )
     return replace(usual, **changes)
 
 
 def test_metadata_survives_a_round_trip_through_files(tmp_path: Path) -> None:
     metadata = some_metadata()
-    assert metadata.to_dict() == SECOND_VERSION
+    assert metadata.to_dict() == THIRD_VERSION
     torch.save(metadata.to_dict(), tmp_path / "m.pth")
     assert ShardMetadata.from_dict(torch.load(tmp_path / "m.pth", weights_only=True)) == metadata
     assert ShardMetadata.from_dict(json.loads(json.dumps(metadata.to_dict()))) == metadata
 
 
-def test_the_first_version_is_still_read_and_written() -> None:
-    metadata = ShardMetadata.from_dict(FIRST_VERSION)
-    assert metadata == some_metadata(
-        version=1, groups=None, global_rank=None, optimizer=None, fingerprints={}
+def test_earlier_versions_are_still_read_and_written() -> None:
+    metadata = ShardMetadata.from_dict(SECOND_VERSION)
+    second = some_metadata(version=2, params=WHOLE, tensor_parts=1)
+    assert metadata == second
+    assert metadata.to_dict() == SECOND_VERSION
+    first = ShardMetadata.from_dict(FIRST_VERSION)
+    assert first == replace(
+        second, version=1, groups=None, global_rank=None, optimizer=None, fingerprints={}
     )
-    assert metadata.to_dict() == FIRST_VERSION
+    assert first.to_dict() == FIRST_VERSION
 
 
 def test_hyperparameters_are_written_as_json_values() -> None:
@@ -115,14 +132,14 @@ def test_names_in_a_file_never_meet() -> None:
 
 def record(**changes: Any) -> dict[str, Any]:
     """A record as a plain dict, with some entries replaced."""
-    members = [{"name": "w", "shape": [2]}]
+    members = [{"name": "w", "shape": [2], "tensor_dim": None}]
     usual = {"key": "w", "dtype": "float32", "multiple": 1, "by_rows": False, "members": members}
     return {**usual, **changes}
 
 
-def member(name: Any, shape: Any) -> dict[str, Any]:
+def member(name: Any, shape: Any, dim: Any = None) -> dict[str, Any]:
     """A record with this one member."""
-    return record(members=[{"name": name, "shape": shape}])
+    return record(members=[{"name": name, "shape": shape, "tensor_dim": dim}])
 
 
 def groups(*params: list[str]) -> dict[str, Any]:
@@ -171,7 +188,24 @@ def deep(levels: int) -> list[Any]:
         ({"ties": {"w": "v"}}, "ties: w -> v must lead from an alias"),
         ({"ties": {"a": "b", "b": "w"}}, "ties: a -> b must lead from an alias"),
         ({"buffers": {"b": "float33"}}, "buffers: b 'float33' is not a torch dtype"),
-        ({"version": 3}, "format version 3 is not known; this xla_fsdp reads version 1, 2. Upgr"),
+        ({"version": 4}, "version 4 is not known; this xla_fsdp reads version 1, 2, 3. Upgr"),
+        ({"tensor_parts": 3}, "tensor_parts is 3, which must divide the world_size, 2"),
+        ({"tensor_parts": 0}, "tensor_parts is 0, which must divide the world_size, 2"),
+        ({"params": [member("w", [2], 1)]}, "w: shape (2,) has no dim 1, its tensor_dim"),
+        ({"params": [member("w", [2], "0")]}, "params.0.members.0.tensor_dim is str, expect"),
+        (
+            {"params": [member("w", [3], 0)], "tensor_parts": 2},
+            "w: dim 0 of shape (3,) cannot be cut into 2 equal parts",
+        ),
+        (
+            {
+                "params": [
+                    {**member("w", [2, 4], 1), "by_rows": True, "multiple": 4},
+                ],
+                "tensor_parts": 2,
+            },
+            "w: is sharded by rows of 2 elements, but its multiple is 4",
+        ),
         ({"groups": [[0, 1], [1, 2]]}, "groups: rank 1 appears twice"),
         ({"groups": [[0, 1, 2]]}, "groups: ((0, 1, 2),) must all have 2 ranks"),
         ({"groups": [0]}, "groups.0 is int, expected list"),
@@ -197,7 +231,7 @@ def deep(levels: int) -> list[Any]:
 def test_broken_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "format": "xla_fsdp",
-        "version": 2,
+        "version": 3,
         "rank": 0,
         "world_size": 2,
         "params": [record()],
@@ -207,6 +241,7 @@ def test_broken_metadata_is_refused(changes: dict[str, Any], message: str) -> No
         "global_rank": None,
         "optimizer": None,
         "fingerprints": {},
+        "tensor_parts": 1,
     }
     ShardMetadata.from_dict(good)
     with pytest.raises(CheckpointError, match=re.escape(message)):

@@ -13,7 +13,7 @@ from xla_fsdp.preflight import CompileError, preflight, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.compiler import compile_program
 from xla_fsdp.preflight.examine import noted_options
-from xla_fsdp.preflight.findings import about_dtypes, about_reductions
+from xla_fsdp.preflight.findings import about_bytes, about_dtypes, about_reductions
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
@@ -121,6 +121,16 @@ def test_an_all_reduce_that_its_own_fusion_slices_is_a_reduce_scatter(
     [scatter] = [each for each in found if each.kind == "reduce-scatter"]
     assert (scatter.group_size, scatter.wire_bytes) == (2, FULL // 2)
     assert not scatter.overlapped
+
+
+def test_activations_of_tensor_parallelism_are_no_waste() -> None:
+    [waste] = about_bytes(30_000_000, 10_000_000, activations=False)
+    assert waste == "30 MB are sent in a step, 3.00 times the 10 MB that the parameters need"
+    [told] = about_bytes(30_000_000, 10_000_000, activations=True)
+    assert told.endswith(
+        "the parameters need 10 MB; the rest is activations of tensor parallelism "
+        "and their gradients"
+    )
 
 
 def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(

@@ -91,15 +91,16 @@ def _over_mesh(mesh: Mesh) -> Communication:
     shard = mesh.axis_names[-1]
     groups = mesh.groups(shard)
     return Communication(
-        _along(mesh[shard]),
-        _along(mesh),
-        _along(mesh[mesh.axis_names[0]]) if mesh.ndim > 1 else LocalCollectives(),
+        along(mesh[shard]),
+        along(mesh),
+        along(mesh[mesh.axis_names[0]]) if mesh.ndim > 1 else LocalCollectives(),
         groups if len(groups) > 1 else None,
         covers_all=mesh.size() == mesh.world_size,
     )
 
 
-def _along(mesh: Mesh) -> Collectives:
+def along(mesh: Mesh) -> Collectives:
+    """Joins this rank and those that differ from it only on the mesh's axes."""
     return _over(mesh.groups(), mesh.place(xla_ops.rank()), mesh.size())
 
 

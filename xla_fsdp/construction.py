@@ -26,6 +26,7 @@ from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
 from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import Attachment, is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
@@ -133,6 +134,8 @@ def build_unit(
     origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = xla_ops.device()
     communication = communication_for(config, collectives)
+    if collectives is None:
+        _refuse_other_parts(scope, config)
     smaller = _smaller_groups(config.reshard_after_forward, communication.shards)
     if sync_module_states:
         broadcast_(_values(scope), communication.everyone, device)
@@ -149,6 +152,21 @@ def build_unit(
     group = ParamGroup(params, communication.shards, config, communication.replicas, smaller)
     unit = Unit(group, config, device, len(parts))
     return BuiltUnit(unit, communication, cast_buffers)
+
+
+def _refuse_other_parts(scope: Scope, config: FSDPConfig) -> None:
+    """Ranks that hold other parts of a tensor-parallel parameter cannot share it."""
+    ranks = range(xla_ops.world_size())
+    groups = config.sharding_groups or (config.mesh.groups() if config.mesh else [list(ranks)])
+    [own] = [group for group in groups if xla_ops.rank() in group]
+    for _, name, owner, attribute, _ in scope.parameters():
+        placement = placement_in(owner, attribute)
+        if placement is not None and not placement.is_same_on(own):
+            raise ValueError(
+                f"{name} is parallelized over axis {placement.axis!r} of a mesh, and FSDP over "
+                f"ranks {own} would shard it over that axis again; give FSDP the other axes, as in "
+                f"mesh=mesh['shard']"
+            )
 
 
 def _values(scope: Scope) -> list[Tensor]:

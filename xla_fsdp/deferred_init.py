@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp import xla_ops
 from xla_fsdp.ties import known_group, known_shard
+from xla_fsdp.whole_params import all_joined, own_parts
 
 if TYPE_CHECKING:
     from xla_fsdp.sharded_param import UninitializedShard
@@ -91,10 +92,10 @@ def _full(shard: UninitializedShard) -> nn.Parameter:
     assert param is not None
     assert group is not None
     if shard.was_open:
-        [value] = group.gather_as_stored([param], [shard])
+        [value] = all_joined(group.gather_as_stored([param], [shard]), param.members)
         xla_ops.compute([value])
     else:
-        value = torch.zeros(param.members[0].shape, dtype=shard.dtype, device=shard.device)
+        value = torch.zeros(param.members[0].whole_shape, dtype=shard.dtype, device=shard.device)
     return nn.Parameter(value, requires_grad=shard.requires_grad)
 
 
@@ -104,7 +105,8 @@ def _close(shard: UninitializedShard) -> None:
     param, group = known_shard(shard), known_group(shard)
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and group is not None:
-            shard.copy_(param.slice_of([full.detach()], group.collectives.rank))
+            local = own_parts([full.detach()], param.members)
+            shard.copy_(param.slice_of(local, group.collectives.rank))
             # At once: the full parameter is freed, and no program of a training step, which must be
             # the same on every rank, begins with slices that are not.
             xla_ops.compute([shard])

@@ -30,6 +30,7 @@ from xla_fsdp.optim_state import (
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.whole_params import all_joined, own_parts
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
@@ -212,6 +213,7 @@ def _gathered(
         entries = [(shard, state.entries.get(shard.key, {}).get(entry_name)) for shard in shards]
         cut = [(s, entry.value) for s, entry in entries if entry and entry.place is Place.SHARD]
         whole = group.gather_as_stored([s.param for s, _ in cut], [value for _, value in cut])
+        whole = all_joined(whole, [member for s, _ in cut for member in s.param.members])
         # Ranks that are not shown the result run the same program as those that are.
         xla_ops.compute(whole)
         members = [name for shard, _ in cut for name in names.of(shard.key)]
@@ -305,11 +307,12 @@ class _Reader:
             self.problems += _misfit(name, _shape(kept.value), key, values[0])
             return values[0]
         shard = self._names.shards[key]
-        shapes = [tuple(member.shape) for member in shard.param.members]
+        members = shard.param.members
+        shapes = [tuple(member.whole_shape) for member in members]
         triples = zip(shapes, self._names.of(key), values, strict=True)
         bad = [line for triple in triples for line in _misfit(name, *triple)]
         self.problems += bad
-        return kept.value if bad else shard.param.slice_of(values, shard.rank)
+        return kept.value if bad else shard.param.slice_of(own_parts(values, members), shard.rank)
 
 
 def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:

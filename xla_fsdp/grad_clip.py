@@ -2,7 +2,7 @@
 
 Words: the *local norm* is over the slices of one rank; padding is zero and adds nothing. A *whole*
 parameter, which FSDP was told to ignore, has the same gradient on every rank (if its user reduces
-it) and counts once.
+it) and counts once; so do, along a tensor-parallel axis, parameters that are not cut.
 Always true: nothing here waits for the device, so the norm stays a lazy tensor.
 """
 
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
-from xla_fsdp.ties import known_group, refuse_shown
+from xla_fsdp.communication import along
+from xla_fsdp.tensor_placement import known_placement
+from xla_fsdp.ties import known_group, known_shard, refuse_shown
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Gradients of which the ranks that ``collectives`` joins hold a slice each."""
+    """Gradients of which the ranks that each of ``collectives`` joins hold a slice each: several
+    where slices are cut into slices again."""
 
     grads: Sequence[Tensor]
-    collectives: Collectives
+    collectives: Sequence[Collectives]
 
 
 @torch.no_grad()
@@ -117,20 +120,27 @@ def clip_grads(
     over: Collectives | None = None,
 ) -> Tensor:
     """``clip_grads_by_norm_`` of the gradients of these parameters; shards are combined over the
-    ranks that share them, or those of ``over``."""
+    ranks that share them, or those of ``over``, and along tensor-parallel axes."""
     grads: dict[Any, list[Tensor]] = {}
-    ranks: dict[Any, Collectives] = {}
-    whole = []
+    ranks: dict[Any, list[Collectives]] = {}
     for param in {id(param): param for param in parameters}.values():
-        group = known_group(param)
-        if group is not None:
-            by = over or group.collectives
-            ranks.setdefault(by.key, by)
-            grads.setdefault(by.key, []).extend([] if param.grad is None else [param.grad])
-        elif param.grad is not None:
-            whole.append(param.grad)
-    sliced = [Slices(grads[key], by) for key, by in ranks.items()]
+        by = _shared_by(param, over)
+        key = tuple(each.key for each in by)
+        ranks.setdefault(key, by)
+        grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
+    whole = grads.pop((), [])
+    sliced = [Slices(grads[key], ranks[key]) for key in grads]
     return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, xla_ops.device())
+
+
+def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
+    """Joining the ranks that hold slices of a parameter; none for a whole one."""
+    group, shard = known_group(param), known_shard(param)
+    by = [] if group is None else [over or group.collectives]
+    placement = known_placement(param) if shard is None else shard.members[0].placement
+    if placement is not None and placement.dim is not None:
+        by.append(along(placement.mesh))
+    return by
 
 
 @torch.no_grad()
@@ -149,9 +159,12 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
 
 def _over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
     local = _combined(_fp32_norms(part.grads, p, device), p, device)
-    if math.isinf(p):
-        return part.collectives.all_reduce("max", local)
-    return part.collectives.all_reduce("sum", local.pow(p)).pow(1.0 / p)
+    for collectives in part.collectives:
+        if math.isinf(p):
+            local = collectives.all_reduce("max", local)
+        else:
+            local = collectives.all_reduce("sum", local.pow(p)).pow(1.0 / p)
+    return local
 
 
 def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:

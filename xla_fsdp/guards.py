@@ -2,9 +2,9 @@
 
 Words: a *guard* stands in for a function of torch or torch_xla, or before a step of an optimizer,
 and raises where it would be given shards.
-Always true: guards are put in place by the first unit of a process, once; they look at parameters
-only, and let everything else through. Functions that a script imported by name before that are not
-guarded.
+Always true: guards are put in place by the first unit or tensor-parallel module of a process, once;
+they look at parameters only, and let everything else through. Functions that a script imported by
+name before that are not guarded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from xla_fsdp import xla_ops
 from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp.tensor_placement import known_placement
 from xla_fsdp.ties import known_shard, refuse_shown
 
 _installing = Lock()
@@ -61,7 +62,12 @@ def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_part(param: Tensor) -> bool:
     known = known_shard(param) if is_sharded(param) else None
-    return known is not None and known.layout.num_shards > 1
+    if known is None:
+        placement = known_placement(param)
+        return placement is not None and placement.parts > 1
+    return known.layout.num_shards > 1 or any(
+        member.placement is not None and member.placement.parts > 1 for member in known.members
+    )
 
 
 class _OptimizerGuard:

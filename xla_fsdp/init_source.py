@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.names import join_name
+from xla_fsdp.tensor_placement import placement_in
 
 SAFETENSORS = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -134,15 +135,24 @@ def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[
         for name, tensor in named
     }
     present = {id(tensor) for name, tensor in tensors.items() if name in source.shapes}
+    cut = dict(_whole_shapes(model))
     for name, tensor in tensors.items():
-        found = source.shapes.get(name)
-        if found is not None and found != tuple(tensor.shape):
-            yield f"{source.label}: {name} has shape {found}, the model's {tuple(tensor.shape)}"
+        found, expected = source.shapes.get(name), cut.get(name, tuple(tensor.shape))
+        if found is not None and found != expected:
+            yield f"{source.label}: {name} has shape {found}, the model's {expected}"
         if id(tensor) not in present and tensor.is_meta and not may_lack:
             yield (
                 f"{source.label}: has no {name}, which the model needs. Give its value by "
                 f"otherwise=, a function of the module that holds it"
             )
+
+
+def _whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of parameters that tensor parallelism has cut: modules are filled before they are cut."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute in module._parameters:
+            if placement := placement_in(module, attribute):
+                yield join_name(prefix, attribute), placement.shape
 
 
 def _not_on_meta(

@@ -3,7 +3,8 @@
 Words: the *origin* of a parameter made here is the meta tensor that it replaces.
 Always true: what is not on the meta device is left alone, and so is what lies in units that exist
 already, except that a parameter tied to one of theirs becomes their shard. Values come from the
-caller's function or the module's ``reset_parameters``.
+caller's function or the module's ``reset_parameters``, which see whole parameters also where tensor
+parallelism has cut them: random numbers and fan-in are those of the plain model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.scope import Scope
+from xla_fsdp.tensor_placement import TensorPlacement, placement_in
 from xla_fsdp.ties import known_shard, known_whole, remember_whole
+from xla_fsdp.whole_params import own_part
 
 
 def materialize(
@@ -40,6 +43,7 @@ def materialize(
             initialize = param_init_fn or _reset_parameters(name, owner)
             made.allocate(owner)
             initialize(owner)
+    made.cut()
     made.tie()
     return made.origins
 
@@ -51,6 +55,7 @@ class _Made:
         self._ignored = scope.ignored
         self._new: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
         self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._whole: list[tuple[nn.Module, str, TensorPlacement]] = []
         self.origins: dict[int, Tensor] = {}
 
     def allocate(self, owner: nn.Module) -> None:
@@ -59,19 +64,37 @@ class _Made:
         for registry in registries:
             for name, tensor in registry.items():
                 if tensor is not None and tensor.is_meta:
-                    registry[name] = self._replace(tensor)
+                    placement = placement_in(owner, name)
+                    registry[name] = self._replace(tensor, placement)
+                    if placement is not None and placement.dim is not None:
+                        self._whole.append((owner, name, placement))
                     if known := known_shard(tensor):
                         self._tied.append((owner, name, known.shard))
+
+    def cut(self) -> None:
+        """Once modules are initialized: of whole parameters, this rank's part is left."""
+        local: dict[int, nn.Parameter] = {}
+        for owner, name, placement in self._whole:
+            whole = owner._parameters[name]
+            assert whole is not None
+            if whole.shape != placement.shape:  # ignored, and made by another unit
+                continue
+            if id(whole) not in local:
+                part = own_part(whole.detach(), placement).clone()
+                local[id(whole)] = _param_like(part, whole)
+                self.origins[id(local[id(whole)])] = self.origins.pop(id(whole))
+            owner._parameters[name] = local[id(whole)]
 
     def tie(self) -> None:
         """Once modules are initialized: what another unit has sharded already is its shard."""
         for owner, name, shard in self._tied:
             owner._parameters[name] = shard
 
-    def _replace(self, tensor: Tensor) -> Tensor:
+    def _replace(self, tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
         if id(tensor) not in self._new:
             known = self._made_elsewhere(tensor)
-            new = self._new[id(tensor)] = _like(tensor) if known is None else known
+            shape = tensor.shape if placement is None else torch.Size(placement.shape)
+            new = self._new[id(tensor)] = _like(tensor, shape) if known is None else known
             self.origins[id(new)] = tensor
             if isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor):
                 self._ignored.add(new)
@@ -89,12 +112,17 @@ def _meta_tensors(owner: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None and tensor.is_meta]
 
 
-def _like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="cpu")
-    if not isinstance(tensor, nn.Parameter):
-        return empty
-    new = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    vars(new).update(vars(tensor))
+def _like(tensor: Tensor, shape: torch.Size) -> Tensor:
+    if shape == tensor.shape:
+        empty = torch.empty_like(tensor, device="cpu")
+    else:
+        empty = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+    return _param_like(empty, tensor) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _param_like(value: Tensor, other: Tensor) -> nn.Parameter:
+    new = nn.Parameter(value, requires_grad=other.requires_grad)
+    vars(new).update(vars(other))
     return new
 
 

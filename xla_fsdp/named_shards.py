@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from xla_fsdp.names import join_name
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.sharded_param import Member, ShardedParam
+from xla_fsdp.whole_params import is_first
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class NamedShard:
         return self.group.collectives.rank
 
     def is_of(self, rank: int) -> bool:
-        """Whether this process is ``rank`` of the first replica."""
-        return self.rank == rank and self.group.replicas.rank == 0
+        """Whether this process is ``rank`` of the first replica, and of the first tensor-parallel
+        part."""
+        return self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.members)
 
     @property
     def is_reachable(self) -> bool:

@@ -21,6 +21,7 @@ from xla_fsdp.names import join_name
 from xla_fsdp.scope import Scope
 from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
 from xla_fsdp.statistics_layers import compute_in, statistics_dtype
+from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.ties import known_shard, remember
 
 CHECKED_VALUES = 4096
@@ -145,14 +146,15 @@ class _Sharder:
         )
 
     def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
-        """Parts that can share one flat shard: same dtypes, and all trainable or all frozen.
+        """Parts that can share one flat shard: same dtypes, all trainable or all frozen, all cut by
+        tensor parallelism or none.
 
         Trainable ones come first.
         """
-        groups: dict[tuple[bool, str, str], list[tuple[Tensor, Member]]] = {}
+        groups: dict[tuple[bool, str, str, bool], list[tuple[Tensor, Member]]] = {}
         for part in parts:
             tensor, computes_in = part[0], self._compute_dtype(part[1]) or part[0].dtype
-            kind = (not tensor.requires_grad, str(tensor.dtype), str(computes_in))
+            kind = (not tensor.requires_grad, str(tensor.dtype), str(computes_in), part[1].is_cut)
             groups.setdefault(kind, []).append(part)
         return [groups[key] for key in sorted(groups)]
 
@@ -204,9 +206,16 @@ def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
             if Owner(owner, attribute) not in owners:
                 owners.append(Owner(owner, attribute))
     return [
-        (tensor, Member(tuple(names), _full_shape(tensor), tuple(owners), tuple(parts)))
+        (tensor, _member(tensor, names, parts, owners))
         for tensor, names, parts, owners in places.values()
     ]
+
+
+def _member(
+    tensor: Tensor, names: Sequence[str], parts: Sequence[int], owners: Sequence[Owner]
+) -> Member:
+    placement = placement_in(owners[0].module, owners[0].attribute)
+    return Member(tuple(names), _full_shape(tensor), tuple(owners), tuple(parts), placement)
 
 
 def _full_shape(tensor: Tensor) -> torch.Size:

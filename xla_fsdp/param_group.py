@@ -29,6 +29,7 @@ from xla_fsdp.mesh import Mesh
 from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.ties import remember, remember_group
+from xla_fsdp.whole_params import is_first
 
 
 class ParamGroup:
@@ -89,7 +90,8 @@ class ParamGroup:
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of all that hold these parameters."""
-        return self.collectives.rank == self.replicas.rank == 0
+        members = (member for param in self.params for member in param.members)
+        return self.collectives.rank == self.replicas.rank == 0 and is_first(members)
 
     @property
     def versions(self) -> list[int]:

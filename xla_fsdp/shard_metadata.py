@@ -7,29 +7,73 @@ description once, as a member or as an alias, also where units share a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from xla_fsdp import xla_ops
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.communication import Communication
+from xla_fsdp.mesh import Mesh
 from xla_fsdp.named_shards import NamedShard
+from xla_fsdp.sharded_param import Member
+
+
+@dataclass(frozen=True)
+class SharingRanks:
+    """The ranks that share a model, the parts of tensor parallelism one after the other.
+
+    Args:
+        rank: of the caller among them.
+        count: how many they are.
+        groups: all such sets of ranks, if there are several.
+        parts: how many ranks along a tensor-parallel axis.
+    """
+
+    rank: int
+    count: int
+    groups: Sequence[Sequence[int]] | None
+    parts: int = 1
+
+
+def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) -> SharingRanks:
+    """Those of a model.
+
+    Args:
+        shards: of the whole model.
+        communication: of its outermost unit.
+
+    Raises:
+        ValueError: if tensor-parallel parameters are sharded over groups that are of no mesh.
+    """
+    collectives = communication.shards
+    placements = [m.placement for shard in shards for m in shard.param.members]
+    meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
+    if not meshes:
+        return SharingRanks(collectives.rank, collectives.num_shards, communication.groups)
+    mesh, tensor = shards[0].group.mesh, meshes[0]
+    if mesh.layout != tensor.layout:
+        raise ValueError(
+            "tensor-parallel parameters are sharded over ranks that are not of the same mesh; give "
+            "FSDP an axis of the mesh that parallelize_module was given, as in mesh=mesh['shard']"
+        )
+    joint = Mesh((*tensor.axes, mesh.axes[-1]), mesh.layout)
+    groups = joint.groups()
+    rank = joint.place(xla_ops.rank())
+    return SharingRanks(rank, joint.size(), groups if len(groups) > 1 else None, tensor.size())
 
 
 def describe(
     shards: Sequence[NamedShard],
     cast_buffers: Mapping[str, torch.dtype],
-    rank: int,
-    world_size: int,
-    groups: Sequence[Sequence[int]] | None = None,
+    ranks: SharingRanks,
 ) -> ShardMetadata:
     """The metadata of one rank's ``shards``.
 
     Args:
         shards: of the whole model.
         cast_buffers: original dtypes of buffers, by name.
-        rank: among those that share the model.
-        world_size: how many these are.
-        groups: all sharding groups, if there are several.
+        ranks: those that share the model.
     """
     _refuse_other_dims(shards)
     records: dict[int, ParamRecord] = {}  # by the shard's id: a tied one is recorded once
@@ -39,12 +83,13 @@ def describe(
         ties.update(_ties(shard, record))
     buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
     return ShardMetadata(
-        rank,
-        world_size,
+        ranks.rank,
+        ranks.count,
         tuple(records.values()),
         ties,
         buffers,
-        groups=None if groups is None else tuple(tuple(group) for group in groups),
+        groups=None if ranks.groups is None else tuple(tuple(group) for group in ranks.groups),
+        tensor_parts=ranks.parts,
     )
 
 
@@ -89,11 +134,15 @@ def _record(shard: NamedShard) -> ParamRecord:
         dtype=_dtype_name(param.shard.dtype),
         multiple=param.layout.multiple,
         members=tuple(
-            MemberRecord(name, tuple(member.shape))
+            MemberRecord(name, tuple(member.whole_shape), _tensor_dim(member))
             for name, member in zip(shard.names, param.members, strict=True)
         ),
         by_rows=param.by_rows,
     )
+
+
+def _tensor_dim(member: Member) -> int | None:
+    return None if member.placement is None else member.placement.dim
 
 
 def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:

@@ -26,16 +26,19 @@ class ShardView:
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh that the parameter is sharded over."""
-        return _group(self).mesh
+        """The mesh that the parameter is sharded over; with the tensor-parallel axis, if there is
+        one that cuts it, as the last one."""
+        mesh, placement = _group(self).mesh, _placement(self)
+        return mesh if placement is None else Mesh((*mesh.axes, *placement.mesh.axes), mesh.layout)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
-        own = Shard(_param(self).dim)
-        return (Replicate(), own) if self.device_mesh.ndim > 1 else (own,)
+        placement, own = _placement(self), Shard(_param(self).dim)
+        by_units = (Replicate(), own) if _group(self).mesh.ndim > 1 else (own,)
+        return by_units if placement is None else (*by_units, Shard(placement.dim))
 
     def to_local(self) -> Tensor:
         """This rank's part, with padding where the ranks do not divide the dim."""
@@ -46,8 +49,10 @@ class ShardView:
         """The whole tensor, on the device. Every rank must call it; it is computed at once, so that
         ranks may do different things with it."""
         from xla_fsdp import xla_ops
+        from xla_fsdp.whole_params import all_joined
 
-        [full] = _group(self).gather_as_stored([_param(self)], [_plain(self)])
+        param = _param(self)
+        [full] = all_joined(_group(self).gather_as_stored([param], [_plain(self)]), param.members)
         xla_ops.compute([full])
         return full
 
@@ -128,6 +133,12 @@ def _group(shard: Any) -> Any:
     if group is None:
         raise RuntimeError("this shard's model is gone, so who shares it is not known any more")
     return group
+
+
+def _placement(shard: Any) -> Any:
+    """How tensor parallelism has cut the parameter, if it has."""
+    [member, *_] = _param(shard).members
+    return member.placement if member.is_cut else None
 
 
 def _param(shard: Any) -> Any:

@@ -20,7 +20,7 @@ from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.communication import Communication
 from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
-from xla_fsdp.shard_metadata import describe, refuse_other_groups
+from xla_fsdp.shard_metadata import describe, refuse_other_groups, sharing_ranks
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
 
@@ -204,14 +204,9 @@ class ShardedModule(UnitHost):
             ValueError: if units have different meshes, or slices along other dims than the first.
         """
         refuse_other_groups(self._fsdp_communications())
-        collectives = self._fsdp_unit.group.collectives
-        return describe(
-            list(self._fsdp_named_shards(remove_duplicate=False)),
-            self._fsdp_cast_buffers(),
-            collectives.rank,
-            collectives.num_shards,
-            self._fsdp_attachment.communication.groups,
-        ).to_dict()
+        shards = list(self._fsdp_named_shards(remove_duplicate=False))
+        ranks = sharing_ranks(shards, self._fsdp_attachment.communication)
+        return describe(shards, self._fsdp_cast_buffers(), ranks).to_dict()
 
     def _fsdp_communications(self) -> list[tuple[str, Communication]]:
         """Of this unit, and of all others that have parameters."""

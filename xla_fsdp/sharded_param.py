@@ -25,6 +25,7 @@ from xla_fsdp import xla_ops
 from xla_fsdp.deferred_init import call_in_full, close_all
 from xla_fsdp.layout import ShardLayout, offsets
 from xla_fsdp.shard_view import ShardView
+from xla_fsdp.tensor_placement import TensorPlacement
 from xla_fsdp.ties import known_group, remember, remember_group
 
 
@@ -129,12 +130,25 @@ class Member:
     """An original parameter: its names (first the canonical one, then ties) in the unit.
 
     ``parts`` are the numbers of the unit's modules in which the names are; none means the first.
+    Where tensor parallelism has cut the plain model's parameter, ``placement`` says how; the shape
+    is that of the local one.
     """
 
     names: tuple[str, ...]
     shape: torch.Size
     owners: tuple[Owner, ...]
     parts: tuple[int, ...] = ()
+    placement: TensorPlacement | None = None
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the plain model's parameter."""
+        return self.shape if self.placement is None else torch.Size(self.placement.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks along a tensor-parallel axis hold different parts."""
+        return self.placement is not None and self.placement.dim is not None
 
 
 class Places:

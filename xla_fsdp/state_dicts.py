@@ -31,10 +31,13 @@ from xla_fsdp.full_optim_state import (
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
 from xla_fsdp.optim_state import params_by_key, read_optimizer, torch_state_dict, write_optimizer
+from xla_fsdp.sharded_param import is_sharded
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
+from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.tree import map_tensors
 from xla_fsdp.unit_host import named_hosts, named_shards, reshard_units, units_in
+from xla_fsdp.whole_params import joined
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDict[str, Any]:
@@ -42,7 +45,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     in host memory, under its original name and in its original dtype. Tied names share memory.
 
     Args:
-        model: a wrapped module, or one that holds wrapped modules. Every rank must call this.
+        model: a wrapped module, or one that holds wrapped modules; what tensor parallelism has cut
+            is joined, in units and outside. Every rank must call this.
         rank0_only: only rank 0 of the ranks that share the parameters gets the state dict; the
             others, which take part all the same, get an empty one and need no memory for it.
 
@@ -50,12 +54,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
         RuntimeError: inside a forward, a backward or ``summon_full_params``.
     """
     units = units_in(model)
-    options = SummonOptions(writeback=False, rank0_only=rank0_only, offload_to_cpu=True)
+    options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
     xla_ops.settle()  # buffers are read on ranks that are shown something only
+    whole = dict(_whole_outside_units(model))
+    xla_ops.compute(list(whole.values()))
     with summoned(units, options):
         if not is_shown(units, options):
             return OrderedDict()
         state = model.state_dict()
+    state.update(whole)
     dtypes = dict(_original_dtypes(model))
     for name, value in state.items():
         state[name] = _on_host(value, dtypes.get(name))
@@ -194,6 +201,16 @@ def _names(model: nn.Module) -> ShardNames:
         for alias in aliases[id(shard.param.shard)]
     }
     return ShardNames({shard.key: shard for shard in shards}, members, canonical)
+
+
+def _whole_outside_units(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of parameters that tensor parallelism has cut, and no unit taken."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            placement = placement_in(module, attribute)
+            is_cut = placement is not None and placement.dim is not None
+            if is_cut and param is not None and not is_sharded(param):
+                yield join_name(prefix, attribute), joined(param.detach(), placement)
 
 
 def _original_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.upstream_format import original_name
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.sharded_param import Member
+from xla_fsdp.whole_params import own_parts
 
 MARK = "xla_fsdp_form"
 """Key of the form in the metadata that torch's state dicts carry for each module."""
@@ -129,7 +130,7 @@ class _Cut:
     def _replace(self, key: str) -> None:
         if key in self._state and isinstance(self._state[key], Tensor):
             param = self._shard.param
-            fits = self._fits(key, self._state[key], param.members[0].shape)
+            fits = self._fits(key, self._state[key], param.members[0].whole_shape)
             self._state[key] = self._sliced([self._state[key]]) if fits else param.shard.detach()
 
     def _join(self) -> None:
@@ -148,7 +149,7 @@ class _Cut:
         if value is None:
             self._missing.append(name)
             return False
-        return self._fits(name, value, member.shape)
+        return self._fits(name, value, member.whole_shape)
 
     def _merged(self, found: Sequence[Any], fits: Sequence[bool]) -> Tensor:
         """The members that fit, and the rest as it is."""
@@ -156,19 +157,21 @@ class _Cut:
         if not any(fits):
             return param.shard.detach()
         full = [
-            value if fit else torch.zeros(member.shape)
+            value if fit else torch.zeros(member.whole_shape)
             for value, fit, member in zip(found, fits, param.members, strict=True)
         ]
         new = self._sliced([tensor.to(param.shard.dtype) for tensor in full])
         if all(fits):
             return new
         taken = [
-            torch.full(member.shape, fit) for member, fit in zip(param.members, fits, strict=True)
+            torch.full(member.whole_shape, fit)
+            for member, fit in zip(param.members, fits, strict=True)
         ]
         return torch.where(self._sliced(taken), new, param.shard.detach().to(new.device))
 
     def _sliced(self, full: Sequence[Tensor]) -> Tensor:
-        return self._shard.param.slice_of(full, self._shard.rank)
+        param = self._shard.param
+        return param.slice_of(own_parts(full, param.members), self._shard.rank)
 
     def _fits(self, key: str, value: Any, shape: torch.Size) -> bool:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -217,7 +220,7 @@ def _evidence(
             value = state.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
-            is_full = value.shape == shard.param.members[0].shape
+            is_full = value.shape == shard.param.members[0].whole_shape
             is_cut = value.shape == shard.param.shard.shape
             if is_full and is_cut:
                 unclear += [name] if shard.param.layout.num_shards > 1 else []

@@ -20,16 +20,18 @@ from xla_fsdp import xla_ops
 from xla_fsdp.graph_nodes import present
 from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.unit import Unit
+from xla_fsdp.whole_params import all_joined
 
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """See ``XlaFullyShardedDataParallel.summon_full_params``."""
+    """See ``XlaFullyShardedDataParallel.summon_full_params``; ``whole`` is for state dicts."""
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+    whole: bool = False  # also join what tensor parallelism has cut, which no forward can use
 
     def __post_init__(self) -> None:
         if self.writeback and self.rank0_only:
@@ -73,6 +75,8 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
     for unit in units:
         params = unit.group.params
         values = unit.group.gather_as_stored(params, unit.group.shards)
+        if options.whole:
+            values = all_joined(values, [member for each in params for member in each.members])
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
         # One unit at a time, and the same program on every rank: what a rank does with the result
         # (copies it, cuts its own slice out, nothing) is its own affair from here on.

@@ -224,21 +224,38 @@ def _begin_free() -> None:
         forget_token()
 
 
-def all_gather(value: Tensor, groups: Groups) -> Tensor:
-    """Join ``value`` ([rows, ...]) of every rank of the group along dim 0, in rank order."""
+def all_gather(value: Tensor, groups: Groups, dim: int = 0) -> Tensor:
+    """Join ``value`` ([rows, ...]) of every rank of the group along ``dim``, in rank order."""
     _begin_free()
-    return xm.all_gather(value, dim=0, groups=groups, pin_layout=False)
+    return xm.all_gather(value, dim=dim, groups=groups, pin_layout=False)
 
 
-def reduce_scatter(value: Tensor, shard_count: int, groups: Groups) -> Tensor:
-    """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...]."""
+def reduce_scatter(value: Tensor, shard_count: int, groups: Groups, dim: int = 0) -> Tensor:
+    """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...] of
+    ``dim``."""
     _begin_free()
     return xm.reduce_scatter(
         xm.REDUCE_SUM,
         value,
         scale=1.0,
-        scatter_dim=0,
+        scatter_dim=dim,
         shard_count=shard_count,
+        groups=groups,
+        pin_layout=False,
+    )
+
+
+def all_to_all(
+    value: Tensor, split_dim: int, concat_dim: int, split_count: int, groups: Groups
+) -> Tensor:
+    """Send part i of ``value`` along ``split_dim`` to the group's rank i, and join what arrives
+    along ``concat_dim``."""
+    _begin_free()
+    return xm.all_to_all(
+        value,
+        split_dimension=split_dim,
+        concat_dimension=concat_dim,
+        split_count=split_count,
         groups=groups,
         pin_layout=False,
     )

@@ -3,6 +3,8 @@
 Words: a *record* describes one entry of a rank's state dict that holds a shard; its *members* are
 the original parameters joined in it, in order (one, unless parameters were flattened together); an
 *alias* is a second name of a tied parameter, the *canonical* name is the one that has a record.
+Tensor parallelism makes several *parts* of a model, each of which ranks of its own share: rank r of
+files of p parts and n shards is shard r % n of part r // n.
 Always true: an object of these classes is consistent, however it was made; ``to_dict`` gives
 ``str``, ``int``, ``list`` and ``dict`` only, so ``torch.load(weights_only=True)`` reads it back.
 Where the elements of a shard lie is ``layout``'s business; files are ``shard_files``'.
@@ -25,30 +27,46 @@ from xla_fsdp.checkpoint.validate import (
     typed,
 )
 from xla_fsdp.layout import ShardLayout
+from xla_fsdp.tensor_placement import local_shape
 
 FORMAT = "xla_fsdp"
-VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Version 2 added groups, global_rank, optimizer and fingerprints; all else is as in version 1."""
+VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+"""Version 2 added groups, global_rank, optimizer and fingerprints, version 3 tensor_parts and
+tensor_dim; all else is as in version 1."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """One original parameter: its fully qualified name and full shape."""
+    """One original parameter: its fully qualified name and full shape, and the dim along which
+    every part of the model has a slice of it; None if each part has all of it."""
 
     name: str
     shape: tuple[int, ...]
+    tensor_dim: int | None = None
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
             raise CheckpointError(f"{self.name}: shape {self.shape} has a negative size")
+        if self.tensor_dim is not None and self.tensor_dim not in range(len(self.shape)):
+            raise CheckpointError(
+                f"{self.name}: shape {self.shape} has no dim {self.tensor_dim}, its tensor_dim"
+            )
 
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
+
+    def local_shape(self, parts: int) -> tuple[int, ...]:
+        """Shape of what each of so many parts has."""
+        return tuple(local_shape(self.shape, self.tensor_dim, parts))
+
+    def local_numel(self, parts: int) -> int:
+        """Number of elements of that."""
+        return math.prod(self.local_shape(parts))
 
 
 @dataclass(frozen=True)
@@ -79,9 +97,10 @@ class ParamRecord:
         if self.by_rows:
             _check_rows(self)
 
-    def layout(self, world_size: int) -> ShardLayout:
-        """How the joined members are cut for ``world_size`` ranks."""
-        return ShardLayout((sum(m.numel for m in self.members),), world_size, self.multiple)
+    def layout(self, world_size: int, parts: int = 1) -> ShardLayout:
+        """How the joined members are cut for ``world_size`` ranks, those of all parts together."""
+        numel = sum(member.local_numel(parts) for member in self.members)
+        return ShardLayout((numel,), world_size // parts, self.multiple)
 
 
 @dataclass(frozen=True)
@@ -89,7 +108,7 @@ class ShardMetadata:
     """Everything needed, beside the state dicts, to merge the shards of a model.
 
     Args:
-        rank: of the saving process among those that share the model.
+        rank: of the saving process among those that share the model, its parts one after the other.
         world_size: how many they are.
         params: one record for each sharded entry of the state dict.
         ties: alias to canonical name. An alias of a parameter that is not flattened is a key of
@@ -101,6 +120,7 @@ class ShardMetadata:
             ranks share one.
         global_rank: of the saving process among all groups; None if there is one group.
         optimizer: what is saved of the optimizer; None for nothing.
+        tensor_parts: how many parts tensor parallelism has made of the model.
         fingerprints: of tensors in the file, by their names in it (``model_name``,
             ``state_name``); those that are not listed cannot be verified.
     """
@@ -115,6 +135,7 @@ class ShardMetadata:
     global_rank: int | None = None
     optimizer: OptimizerRecord | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
+    tensor_parts: int = 1
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -131,6 +152,7 @@ class ShardMetadata:
         for name, dtype in self.buffers.items():
             dtype_named(dtype, f"buffers: {name}")
         _check_groups(self)
+        _check_parts(self)
         _check_states(self)
         for name, text in self.fingerprints.items():
             if not is_fingerprint(text):
@@ -146,7 +168,8 @@ class ShardMetadata:
             "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
             "fingerprints": dict(self.fingerprints),
         }
-        return {**self._first_version(), **(own if self.version > 1 else {})}
+        parts = {"tensor_parts": self.tensor_parts} if self.version > 2 else {}
+        return {**self._first_version(), **(own if self.version > 1 else {}), **parts}
 
     def _first_version(self) -> dict[str, Any]:
         return {
@@ -154,7 +177,7 @@ class ShardMetadata:
             "version": self.version,
             "rank": self.rank,
             "world_size": self.world_size,
-            "params": [_record_to_dict(record) for record in self.params],
+            "params": [_record_to_dict(record, self.version) for record in self.params],
             "ties": dict(self.ties),
             "buffers": dict(self.buffers),
         }
@@ -173,11 +196,13 @@ class ShardMetadata:
         version = item(data, "version", int, "")
         _check_version(version)
         own = _second_version(data) if version > 1 else {}
+        if version > 2:
+            own["tensor_parts"] = item(data, "tensor_parts", int, "")
         return cls(
             rank=item(data, "rank", int, ""),
             world_size=item(data, "world_size", int, ""),
             params=tuple(
-                _record_from_dict(record, f"params.{i}")
+                _record_from_dict(record, f"params.{i}", version)
                 for i, record in enumerate(item(data, "params", list, ""))
             ),
             ties=_strings(item(data, "ties", dict, ""), "ties"),
@@ -230,8 +255,13 @@ def _groups(data: Any) -> Groups:
     )
 
 
-def _record_to_dict(record: ParamRecord) -> dict[str, Any]:
-    members = [{"name": m.name, "shape": list(m.shape)} for m in record.members]
+def _record_to_dict(record: ParamRecord, version: int) -> dict[str, Any]:
+    members: list[dict[str, Any]] = [
+        {"name": m.name, "shape": list(m.shape)} for m in record.members
+    ]
+    if version > 2:
+        for member, m in zip(members, record.members, strict=True):
+            member["tensor_dim"] = m.tensor_dim
     return {
         "key": record.key,
         "dtype": record.dtype,
@@ -241,22 +271,26 @@ def _record_to_dict(record: ParamRecord) -> dict[str, Any]:
     }
 
 
-def _record_from_dict(data: Any, where: str) -> ParamRecord:
+def _record_from_dict(data: Any, where: str, version: int) -> ParamRecord:
     typed(data, dict, where)
     members = enumerate(item(data, "members", list, where))
     return ParamRecord(
         key=item(data, "key", str, where),
         dtype=item(data, "dtype", str, where),
         multiple=item(data, "multiple", int, where),
-        members=tuple(_member_from_dict(m, f"{where}.members.{i}") for i, m in members),
+        members=tuple(_member_from_dict(m, f"{where}.members.{i}", version) for i, m in members),
         by_rows=item(data, "by_rows", bool, where),
     )
 
 
-def _member_from_dict(data: Any, where: str) -> MemberRecord:
+def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
     name = item(typed(data, dict, where), "name", str, where)
     sizes = enumerate(item(data, "shape", list, where))
-    return MemberRecord(name, tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes))
+    shape = tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes)
+    dim = item(data, "tensor_dim", object, where) if version > 2 else None
+    return MemberRecord(
+        name, shape, None if dim is None else typed(dim, int, f"{where}.tensor_dim")
+    )
 
 
 def _strings(data: dict[Any, Any], where: str) -> dict[str, str]:
@@ -277,8 +311,10 @@ def _check_version(version: int) -> None:
 
 
 def _check_rows(record: ParamRecord) -> None:
-    shape = record.members[0].shape
-    if len(record.members) > 1 or not shape or record.multiple != max(1, math.prod(shape[1:])):
+    member = record.members[0]
+    row = max(1, math.prod(member.shape[1:]))
+    is_row = record.multiple == row or (member.tensor_dim and row % record.multiple == 0)
+    if len(record.members) > 1 or not member.shape or not is_row:
         raise CheckpointError(
             f"{record.key}: is sharded by rows, so it must have one member of at least one dim, "
             f"and a row's number of elements as its multiple"
@@ -299,6 +335,28 @@ def _check_groups(metadata: ShardMetadata) -> None:
             f"global_rank {at} is not at place {metadata.rank} (the rank) of one of the groups "
             f"{metadata.groups}"
         )
+
+
+def _check_parts(metadata: ShardMetadata) -> None:
+    """Parts are shared by equally many ranks, and have equal slices."""
+    parts = metadata.tensor_parts
+    if parts < 1 or metadata.world_size % parts:
+        raise CheckpointError(
+            f"tensor_parts is {parts}, which must divide the world_size, {metadata.world_size}"
+        )
+    for record in metadata.params:
+        for member in record.members:
+            if member.tensor_dim is not None and member.shape[member.tensor_dim] % parts:
+                raise CheckpointError(
+                    f"{member.name}: dim {member.tensor_dim} of shape {member.shape} cannot be cut "
+                    f"into {parts} equal parts"
+                )
+        row = math.prod(record.members[0].local_shape(parts)[1:])
+        if record.by_rows and record.multiple != max(1, row):
+            raise CheckpointError(
+                f"{record.key}: is sharded by rows of {row} elements, but its multiple is "
+                f"{record.multiple}"
+            )
 
 
 def _check_states(metadata: ShardMetadata) -> None:

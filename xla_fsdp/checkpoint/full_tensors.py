@@ -21,6 +21,7 @@ from xla_fsdp.checkpoint.format import MemberRecord, state_name
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.tensor_parts import whole_of
 from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource
 from xla_fsdp.layout import ShardLayout, offsets
 
@@ -34,12 +35,14 @@ class Piece:
         layout: of the elements, or of the rows, over the ranks.
         row_shape: what follows dim 0 in a shard's shape; ``()`` if it is a vector of elements.
         dtype: of every rank's shard.
+        parts: of the model; the layout is that of one part, over the ranks that share it.
     """
 
     members: tuple[MemberRecord, ...]
     layout: ShardLayout
     row_shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: int = 1
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -146,16 +149,25 @@ def joined_members(
     if piece.row_shape:
         starts, lengths = [0], [piece.layout.numel]
     else:
-        lengths = [member.numel for member in piece.members]
+        lengths = [member.local_numel(piece.parts) for member in piece.members]
         starts = offsets(lengths)
     for member, start, length in zip(piece.members, starts, lengths, strict=True):
 
-        def join(shape: tuple[int, ...] = member.shape, start: int = start, n: int = length) -> Any:
-            data = Joined(_parts(piece, shards, start, start + n))
-            return TensorSource(TensorSpec(shards[0].dtype, shape), data)
+        def join(member: MemberRecord = member, start: int = start, n: int = length) -> Any:
+            return whole_of(_local(piece, member, shards, start, start + n), member)
 
         what = (member.shape, start)
         yield member.name, once.get(shards, what, join) if once else join()
+
+
+def _local(
+    piece: Piece, member: MemberRecord, shards: Sequence[TensorSource], start: int, stop: int
+) -> list[TensorSource]:
+    """What each part of the model has of a member; of one that all have, the first part's."""
+    parts, size = piece.parts if member.tensor_dim is not None else 1, piece.layout.num_shards
+    spec = TensorSpec(shards[0].dtype, member.local_shape(piece.parts))
+    of_parts = [shards[part * size : (part + 1) * size] for part in range(parts)]
+    return [TensorSource(spec, Joined(_parts(piece, own, start, stop))) for own in of_parts]
 
 
 def _parts(piece: Piece, shards: Sequence[TensorSource], start: int, stop: int) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from xla_fsdp.checkpoint.upstream_format import is_upstream, upstream_identity, 
 from xla_fsdp.checkpoint.validate import CheckpointError, dtype_named, refuse_bad_names, typed
 from xla_fsdp.layout import ShardLayout
 
-OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer")
+OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer", "tensor_parts")
 UPSTREAM_KEYS = ("shard_info", "flatten_info", "buffer_info")
 
 
@@ -83,7 +83,8 @@ def make_plan(
 
 
 def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> Plan:
-    pieces = {record.key: _own_piece(record, metadata.world_size) for record in metadata.params}
+    size, parts = metadata.world_size, metadata.tensor_parts
+    pieces = {record.key: _own_piece(record, size, parts) for record in metadata.params}
     missing = [key for key in pieces if key not in state_dict]
     if missing:
         raise CheckpointError(
@@ -91,16 +92,16 @@ def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> Plan:
         )
     whole = {key: key for key in state_dict if key not in pieces and key not in metadata.ties}
     dtypes = {key: dtype_named(name) for key, name in metadata.buffers.items() if key in whole}
-    return Plan(metadata.world_size, pieces, whole, dtypes, metadata.ties, metadata.optimizer)
+    return Plan(size, pieces, whole, dtypes, metadata.ties, metadata.optimizer)
 
 
-def _own_piece(record: ParamRecord, world_size: int) -> Piece:
+def _own_piece(record: ParamRecord, world_size: int, parts: int) -> Piece:
     dtype = dtype_named(record.dtype)
     if not record.by_rows:
-        return Piece(record.members, record.layout(world_size), (), dtype)
-    size, *row_shape = record.members[0].shape
-    rows = ShardLayout((size,), world_size, multiple=1)
-    return Piece(record.members, rows, tuple(row_shape), dtype)
+        return Piece(record.members, record.layout(world_size, parts), (), dtype, parts)
+    size, *row_shape = record.members[0].local_shape(parts)
+    rows = ShardLayout((size,), world_size // parts, multiple=1)
+    return Piece(record.members, rows, tuple(row_shape), dtype, parts)
 
 
 def _name_problems(plan: Plan) -> list[str]:

@@ -5,7 +5,8 @@ wrapped; the *target* is the new rank: its records, its whole tensors, its optim
 *cut* is to say which elements of which saved tensors make up one of the target's.
 Always true: a tensor cut here has exactly the elements that merging the files and slicing the
 result would give, and its source reads no others; what cannot be had is reported, all at once.
-Number of ranks, units, flattening, rows and sharding groups may all differ between the two sides.
+Number of ranks, tensor-parallel parts, units, flattening, rows and sharding groups may all differ
+between the two sides.
 How full tensors come out of shards is ``full_tensors``', where a shard begins ``layout``'s; the
 optimizer is cut by ``reshard_optimizer``.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -24,6 +25,7 @@ from xla_fsdp.checkpoint.full_tensors import Plan, joined_members
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, StateRecord
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.tensor_parts import part_of
 from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource, Zeros
 from xla_fsdp.checkpoint.validate import dtype_named
 from xla_fsdp.layout import offsets
@@ -124,12 +126,10 @@ class Saved:
         piece = self.plan.pieces.get(key or "")
         if piece is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
             return None
-        shapes = [member.shape for member in record.members]
-        names = [self.resolve(member.name) for member in record.members]
-        same_members = names == [m.name for m in piece.members] and shapes == [
-            m.shape for m in piece.members
-        ]
-        same_length = math.prod(piece.shard_shape) == record.layout(target.world_size).shard_numel
+        own = [replace(m, name=self.resolve(m.name)) for m in record.members]
+        same_members = own == list(piece.members) and piece.parts == target.tensor_parts
+        layout = record.layout(target.world_size, target.tensor_parts)
+        same_length = math.prod(piece.shard_shape) == layout.shard_numel
         return key if same_members and same_length else None
 
     def record(self, key: str) -> StateRecord | None:
@@ -157,7 +157,11 @@ class Saved:
 
 
 def slice_of(
-    record: ParamRecord, sources: Sequence[TensorSource | None], rank: int, world_size: int
+    record: ParamRecord,
+    sources: Sequence[TensorSource | None],
+    rank: int,
+    world_size: int,
+    parts: int = 1,
 ) -> TensorSource:
     """A rank's shard, as a vector with zeros as padding.
 
@@ -166,21 +170,24 @@ def slice_of(
         sources: full tensor of each member, in order and of one dtype; None for zeros. At least
             one is not None.
         rank: whose shard.
-        world_size: number of ranks.
+        world_size: number of ranks, of all parts together.
+        parts: that tensor parallelism makes of the model.
     """
-    layout = record.layout(world_size)
-    wanted = layout.slice_for(rank)
+    layout = record.layout(world_size, parts)
+    part, place = divmod(rank, layout.num_shards)
+    wanted = layout.slice_for(place)
     dtype = next(source.dtype for source in sources if source is not None)
-    numels = [member.numel for member in record.members]
-    parts: list[ByteSource] = []
-    for source, start, numel in zip(sources, offsets(numels), numels, strict=True):
+    numels = [member.local_numel(parts) for member in record.members]
+    pieces: list[ByteSource] = []
+    for member, source, start in zip(record.members, sources, offsets(numels), strict=True):
+        numel = member.local_numel(parts)
         low, high = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if low < high and source is not None:
-            parts.append(source.elements(low, high))
+            pieces.append(part_of(source, member, part, parts).elements(low, high))
         elif low < high:
-            parts.append(Zeros((high - low) * dtype.itemsize))
-    parts.append(Zeros((layout.shard_numel - wanted.stop + wanted.start) * dtype.itemsize))
-    return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(parts))
+            pieces.append(Zeros((high - low) * dtype.itemsize))
+    pieces.append(Zeros((layout.shard_numel - wanted.stop + wanted.start) * dtype.itemsize))
+    return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(pieces))
 
 
 def cut_model(saved: Saved, target: Target, result: Cut, *, strict: bool) -> None:
@@ -203,7 +210,8 @@ def cut_model(saved: Saved, target: Target, result: Cut, *, strict: bool) -> Non
             continue
         dtype = dtype_named(record.dtype)
         full = [saved.full(name).cast(dtype) for name in names]
-        result.model[record.key] = slice_of(record, full, metadata.rank, metadata.world_size)
+        at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
+        result.model[record.key] = slice_of(record, full, *at)
     for name, shape in target.whole.items():
         for found in _names(saved, name, (MemberRecord(name, shape),), used, result, strict):
             result.model[name] = saved.full(found)

@@ -9,6 +9,7 @@ A new directory is one that ``load_checkpoint`` reads: a step with its marker.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +184,13 @@ def _metadata_of(plan: Plan, metadata: Mapping[str, Any]) -> ShardMetadata:
     if metadata.get("format") == FORMAT:
         own = ShardMetadata.from_dict(metadata)
         return replace(
-            own, version=VERSION, groups=None, global_rank=None, optimizer=plan.optimizer
+            own,
+            params=tuple(_of_one_part(record) for record in own.params),
+            version=VERSION,
+            groups=None,
+            global_rank=None,
+            optimizer=plan.optimizer,
+            tensor_parts=1,
         )
     names = plan.whole
     return ShardMetadata(
@@ -192,6 +199,14 @@ def _metadata_of(plan: Plan, metadata: Mapping[str, Any]) -> ShardMetadata:
         params=tuple(_records(plan)),
         buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
     )
+
+
+def _of_one_part(record: ParamRecord) -> ParamRecord:
+    """The record without tensor parallelism."""
+    members = tuple(replace(member, tensor_dim=None) for member in record.members)
+    row = math.prod(members[0].shape[1:])
+    multiple = max(1, row) if record.by_rows else record.multiple
+    return replace(record, members=members, multiple=multiple)
 
 
 def _cut_anew(record: ParamRecord, world_size: int) -> ParamRecord:

@@ -142,7 +142,8 @@ class _Cutter:
     def _joined(self, record: ParamRecord, sources: Sequence[TensorSource | None]) -> TensorSource:
         dtype = next(source.dtype for source in sources if source is not None)
         alike = [source and source.cast(dtype) for source in sources]
-        return slice_of(record, alike, self._metadata.rank, self._metadata.world_size)
+        own = self._metadata
+        return slice_of(record, alike, own.rank, own.world_size, own.tensor_parts)
 
     def _whole_states(self, key: str, old: str) -> Iterator[tuple[str, CutState]]:
         record = self._saved.record(old)

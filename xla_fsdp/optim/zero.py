@@ -21,10 +21,11 @@ from xla_fsdp.grad_clip import Slices as GradSlices
 from xla_fsdp.grad_clip import clip_grads_by_norm_
 from xla_fsdp.optim import zero_state
 from xla_fsdp.optim.elementwise import is_elementwise
-from xla_fsdp.optim.rank_groups import collectives_over
+from xla_fsdp.optim.rank_groups import check_groups, collectives_over
 from xla_fsdp.optim.slices import Slices
 from xla_fsdp.optim.stand_ins import StandInOptimizer
 from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.tensor_placement import known_placement
 
 
 class ZeroRedundancyOptimizer(StandInOptimizer):
@@ -94,6 +95,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
             _warn_about_whole(optimizer_class)
         self.is_sliced = known
         self.slices = Slices(collectives_over(groups))
+        [self._ranks] = [g for g in check_groups(groups) if xla_ops.rank() in g]
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
@@ -111,7 +113,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
-        problems = [problem for each in given for problem in _problems(each)]
+        problems = [problem for each in given for problem in _problems(each, self._ranks)]
         if problems:
             raise ValueError("\n".join(problems))
         super().add_param_group({**param_group, "params": given})
@@ -177,7 +179,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         grads, device = self._reduce().grads, xla_ops.device()
         if self.is_sliced:
-            sliced = [GradSlices(grads, self.slices.collectives)]
+            sliced = [GradSlices(grads, [self.slices.collectives])]
             return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
         norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
         self._reduced = _Reduced(self._with_grad(), grads)  # which are the parameters' own
@@ -321,8 +323,8 @@ def _grad(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _problems(param: Any) -> list[str]:
-    """Why a parameter, or a pair of its name and it, cannot be sliced."""
+def _problems(param: Any, ranks: Sequence[int]) -> list[str]:
+    """Why a parameter, or a pair of its name and it, cannot be sliced over these ranks."""
     name, tensor = param if isinstance(param, tuple) else ("a parameter", param)
     if not isinstance(tensor, Tensor):
         return []  # for torch to say
@@ -331,6 +333,12 @@ def _problems(param: Any) -> list[str]:
     if is_sharded(tensor):
         found.append(
             f"{what} is sharded by FSDP already, with its optimizer state; use the plain optimizer"
+        )
+    placement = known_placement(tensor)
+    if placement is not None and placement.parts > 1 and not placement.is_same_on(ranks):
+        found.append(
+            f"{what} is a part of a tensor-parallel one, of which ranks {list(ranks)} hold others; "
+            f"give groups along another axis, as in groups=mesh['data'].groups()"
         )
     if tensor.device.type != "xla":
         found.append(f"{what} is on {tensor.device}; move the model to the XLA device first")

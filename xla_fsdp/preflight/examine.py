@@ -166,6 +166,11 @@ def _minimum(traced: Traced) -> int:
     return sum(each.gathered_bytes + each.reduced_bytes for each in traced.parameters)
 
 
+def _is_cut(traced: Traced) -> Iterator[bool]:
+    """Of each parameter: whether it is tensor-parallel."""
+    return (each.is_cut for each in traced.parameters)
+
+
 def _findings(
     traced: Traced,
     largest: Compiled,
@@ -175,7 +180,8 @@ def _findings(
     sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
     yield from findings.about_programs(len(modules))
     yield from findings.about_reductions(collectives, sizes, traced.parameters)
-    yield from findings.about_bytes(sum(each.total_bytes for each in collectives), _minimum(traced))
+    wire, activations = sum(c.total_bytes for c in collectives), any(_is_cut(traced))
+    yield from findings.about_bytes(wire, _minimum(traced), activations=activations)
     yield from findings.about_overlap(collectives)
     yield from findings.about_dtypes(modules, _dtype(collectives))
     yield from findings.about_inputs(largest.outputs - largest.aliased)

@@ -50,9 +50,17 @@ def about_reductions(
             )
 
 
-def about_bytes(wire: int, minimum: int) -> Iterator[str]:
-    """More traffic than necessary."""
-    if minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING:
+def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
+    """More traffic than necessary; of tensor parallelism, which sends activations, too, how much it
+    is."""
+    more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
+    if more and activations:
+        yield (
+            f"of {wire / MB:.0f} MB that are sent in a step, the parameters need "
+            f"{minimum / MB:.0f} MB; the rest is activations of tensor parallelism and their "
+            f"gradients"
+        )
+    elif more:
         yield (
             f"{wire / MB:.0f} MB are sent in a step, {wire / minimum:.2f} times the "
             f"{minimum / MB:.0f} MB that the parameters need"

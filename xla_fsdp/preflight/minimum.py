@@ -52,6 +52,7 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
                     (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
                 ),
                 off_torus=off_torus if needs_grad else (),
+                is_cut=any(member.is_cut for member in param.members),
             )
         )
     return found

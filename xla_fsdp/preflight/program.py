@@ -61,6 +61,7 @@ class ParameterTraffic:
         reduced_bytes: sent by a rank for the reduction of its gradient.
         off_torus: the ranks that share it, if they fill no box on the torus in order, so that its
             gradient cannot be reduced axis by axis.
+        is_cut: whether it is a part of a tensor-parallel parameter, so activations are sent, too.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ParameterTraffic:
     gathered_bytes: int
     reduced_bytes: int
     off_torus: tuple[int, ...] = ()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

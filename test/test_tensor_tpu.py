@@ -1,0 +1,53 @@
+"""What the real TPU compiler makes of a tensor-parallel transformer's step: memory and traffic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from test.tpu_reports import reports
+from test.tpu_tensor_steps import LENGTH, ROWS, VOCABULARY
+
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytestmark = pytest.mark.slow
+
+DEGREE = 4
+MESH = ("--topology", "v5e:2x4", "--mesh", f"shard=2,tensor={DEGREE}")
+LOGITS = 2 * ROWS * LENGTH * VOCABULARY  # bytes of all of them, in bf16
+
+
+def report(*, loss: bool = True) -> dict[str, Any]:
+    """Of one block."""
+    chosen = ("--set", "depth=1", "--set", f"loss={'on' if loss else 'off'}")
+    [found] = reports("test.tpu_tensor_steps:build", *MESH, *chosen)
+    return found
+
+
+def held(found: dict[str, Any]) -> int:
+    """Bytes beside parameters."""
+    return found["memory"]["activations"] + found["memory"]["scratch"]
+
+
+def test_loss_parallel_never_holds_all_logits() -> None:
+    """Nobody has a tensor of that size; forward and backward hold slices of logits in fp32 and
+    bf16, as without it wholes."""
+    parallel, whole = report(), report(loss=False)
+    assert held(parallel) < LOGITS
+    assert held(whole) > LOGITS
+    largest = max(each["nbytes"] for each in parallel["largest"])
+    assert largest <= 2 * LOGITS / DEGREE  # a slice, in fp32
+    assert max(each["nbytes"] for each in whole["largest"]) >= LOGITS
+
+
+def test_what_travels_along_the_sequence_is_gathered_and_reduce_scattered() -> None:
+    """No all-reduce but those of norms and of the loss; overlapped as far as the compiler does."""
+    sent: Counter[str] = Counter()
+    for each in report()["traffic"]:
+        if each["group_size"] == DEGREE:
+            sent[each["kind"]] += each["wire_bytes"]
+    assert set(sent) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert sent["all-reduce"] < 0.01 * (sent["all-gather"] + sent["reduce-scatter"])
+    assert any(each["overlapped"] for each in report()["traffic"] if each["group_size"] == DEGREE)
+    assert any("the rest is activations" in finding for finding in report()["findings"])

@@ -1,0 +1,35 @@
+"""Tensor, sequence and loss parallelism: the catalogue of public names.
+
+Names and arguments are those of ``torch.distributed.tensor.parallel``; layouts are torch's own.
+"""
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from xla_fsdp.tensor_parallel.cross_entropy import parallel_cross_entropy
+from xla_fsdp.tensor_parallel.loss_parallel import loss_parallel
+from xla_fsdp.tensor_parallel.parallelize import parallelize_module
+from xla_fsdp.tensor_parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from xla_fsdp.tensor_parallel.style import ParallelStyle
+from xla_fsdp.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from xla_fsdp.tensor_placement import TensorPlacement
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "Partial",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "Shard",
+    "TensorPlacement",
+    "loss_parallel",
+    "parallel_cross_entropy",
+    "parallelize_module",
+]

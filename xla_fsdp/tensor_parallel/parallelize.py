@@ -1,0 +1,154 @@
+"""``parallelize_module``: give the modules of a model their styles, by name.
+
+Words: see ``style``. Always true: all sites of a plan are checked, and all problems reported,
+before anything is changed. Sharding the result over other axes is left to ``fully_shard`` and
+``XlaFullyShardedDataParallel``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from xla_fsdp import guards
+from xla_fsdp.device_mesh import as_mesh
+from xla_fsdp.mesh_axis import MeshAxis
+from xla_fsdp.names import join_name
+from xla_fsdp.tensor_parallel.distribute import distribute, find_cut_problems
+from xla_fsdp.tensor_parallel.parallel_module import ParallelModule, run_in
+from xla_fsdp.tensor_parallel.style import ParallelStyle
+
+Module = TypeVar("Module", bound=nn.Module)
+Plan = ParallelStyle | Mapping[str, ParallelStyle]
+
+
+class Site(NamedTuple):
+    """A module that a plan gives a style."""
+
+    name: str
+    module: nn.Module
+    style: ParallelStyle
+
+
+def parallelize_module(
+    module: Module,
+    device_mesh: Any = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Module:
+    """Parallelize a model, or parts of it, over the ranks along one axis of a mesh, in place. Every
+    rank calls it, before the model is sharded and before its optimizer is made.
+
+        mesh = init_mesh((2, 4), ("shard", "tensor"))
+        plan = {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["shard"])
+
+    Parameters become ordinary ones that hold this rank's slice, where they were (host, device or
+    meta), and know their place (see ``tensor_placement``).
+
+    Args:
+        module: the model, or one module of it.
+        device_mesh: of one axis; a ``torch.distributed`` DeviceMesh is understood, too.
+        parallelize_plan: a style for the module itself, or styles by the names of modules in it,
+            where ``*`` and the like match within one level of a name, and ``""`` is the module.
+        src_data_rank: the place on the axis of the rank whose values are cut; None to let every
+            rank cut its own, which saves a broadcast where they are equal.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: if something is of a wrong type.
+        ValueError: if the mesh has several axes or other ranks, a size cannot be shared equally, a
+            layer cannot have its style, or tied parameters are cut in different ways; all problems
+            in one message.
+    """
+    if device_mesh is None:
+        raise ValueError("parallelize_module needs the mesh to parallelize over: mesh['tensor']")
+    axis = MeshAxis(as_mesh(device_mesh))
+    _check_source(src_data_rank, axis)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module did nothing: it was given no plan", stacklevel=2)
+        return module
+    sites = _sites(module, parallelize_plan)
+    _check(module, sites, axis)
+    distribute([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
+    guards.install()
+    for site in sites:
+        for step in site.style.steps(site.name or type(module).__name__, site.module, axis):
+            run_in(site.module, step)
+    return module
+
+
+def _check_source(source: Any, axis: MeshAxis) -> None:
+    if source is not None and source not in range(axis.size):
+        raise ValueError(
+            f"src_data_rank is {source!r}; expected None or a place on axis {axis.name!r}, from 0 "
+            f"to {axis.size - 1}"
+        )
+
+
+def _sites(module: nn.Module, plan: Any) -> list[Site]:
+    """Every module that the plan names, in its order; one that has several names once for each
+    entry."""
+    entries = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    if not isinstance(entries, Mapping):
+        raise TypeError(
+            f"parallelize_plan is a {type(plan).__name__}; expected a ParallelStyle, or a dict of "
+            f"them by names of modules"
+        )
+    sites: list[Site] = []
+    for pattern, style in entries.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"the plan has a {type(style).__name__} for {pattern!r}; expected a ParallelStyle "
+                f"of xla_fsdp.tensor_parallel"
+            )
+        found = {id(inner): Site(name, inner, style) for name, inner in _matching(module, pattern)}
+        sites += found.values()
+        if not found:
+            warnings.warn(
+                f"the plan's {pattern!r} names no module of {type(module).__name__}; it was "
+                f"passed over",
+                stacklevel=3,
+            )
+    return sites
+
+
+def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules of that name below ``module``, level by level."""
+    if not pattern:
+        yield prefix, module
+        return
+    token, _, rest = pattern.partition(".")
+    for name, child in module.named_children():
+        if fnmatch(name, token):
+            yield from _matching(child, rest, join_name(prefix, name))
+
+
+def _check(module: nn.Module, sites: Sequence[Site], axis: MeshAxis) -> None:
+    problems = [
+        f"{site.name or type(module).__name__}: {problem}"
+        for site in sites
+        for problem in (*site.style.find_problems(site.module), *_forward_problems(site.module))
+    ]
+    if not problems:
+        cuts = [(s.name, cut) for s in sites for cut in s.style.cuts(s.module)]
+        problems = list(find_cut_problems(module, cuts, axis))
+    if problems:
+        raise ValueError("the plan cannot be carried out: " + "; ".join(dict.fromkeys(problems)))
+
+
+def _forward_problems(module: nn.Module) -> Iterator[str]:
+    """A style goes around the forward of a class."""
+    if "forward" in vars(module) and not isinstance(module, ParallelModule):
+        yield (
+            "has a forward of its own (as of checkpoint_module), around which a style cannot go; "
+            "parallelize it first"
+        )

@@ -86,8 +86,8 @@ class ViT(nn.Module):
         super().__init__()
         if width % heads or image % patch:
             raise ValueError(
-                f"width={width}, heads={heads}, image={image}, patch={patch}: expected a width that "
-                "the heads divide and a picture that the patches divide"
+                f"width={width}, heads={heads}, image={image}, patch={patch}: expected "
+                "a width that the heads divide and a picture that the patches divide"
             )
         self.stem = Stem(width, patch, image)
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(depth)])

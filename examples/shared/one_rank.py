@@ -11,7 +11,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch_xla
 from torch import nn
@@ -38,8 +37,8 @@ def report_building(build: Callable[..., nn.Module], ranks: int) -> str:
     elements = sum(param.numel() for param in model.parameters())
     return (
         f"rank 0 of {ranks}: {elements / 1e6:.1f} million elements in its shards "
-        f"({elements * 4 / GIB:.2f} GiB in fp32), built with a peak of {peak / GIB:.2f} GiB of host "
-        f"memory in {seconds:.0f} s"
+        f"({elements * 4 / GIB:.2f} GiB in fp32), built in {seconds:.0f} s with a peak of "
+        f"{peak / GIB:.2f} GiB of host memory"
     )
 
 

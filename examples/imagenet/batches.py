@@ -1,7 +1,7 @@
 """A rank's batches of an epoch, decoded by worker processes and waiting on the device.
 
 Words: a *position* in an epoch is the number of batches that were used already; to *fill* a batch
-is to complete it with picks of none.
+is to complete it: for training with pictures from the epoch's beginning, for validation with none.
 Always true: every batch has the same size, so that no step is compiled for the last one; every rank
 takes the same number of batches; the order depends on seed and epoch alone, and ranks take turns in
 it, so that the first n batches of all ranks are the same pictures on any number of ranks.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -96,7 +97,9 @@ class Picks(Sampler[list[Pick]]):
 
     def __iter__(self) -> Iterator[list[Pick]]:
         order = self._order()
-        order += [-1] * (self.per_epoch * self._size - len(order))
+        missing = self.per_epoch * self._size - len(order)
+        if missing > 0:
+            order += [-1] * missing if self._seed is None else list(islice(cycle(order), missing))
         for batch in range(self.begin, self.end):
             chosen = order[batch * self._size : (batch + 1) * self._size]
             yield [(index, self.epoch) for index in chosen]

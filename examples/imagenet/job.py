@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torchvision
 
@@ -129,7 +130,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**_with_defaults(values))
 
 
-def _with_defaults(values: dict) -> dict:
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Fill in what depends on other options, and turn flags without effect into notices."""
     resnet50 = values["model"] == "resnet50"
     values["img_size"] = values["img_size"] or (299 if values["model"] == "inception_v3" else 224)

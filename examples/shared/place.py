@@ -1,4 +1,9 @@
-"""Where a rank stands. Needs no torch_xla."""
+"""Where a rank stands among the ranks of a job.
+
+Always true: a ``Place`` is plain data, made once per rank and handed to whatever divides work among
+ranks. Needs no torch_xla, so that this can be tested without ranks; asking the runtime for it is
+left to ``ranks``.
+"""
 
 from __future__ import annotations
 

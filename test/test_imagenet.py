@@ -422,7 +422,8 @@ def fake(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
         "--model=resnet18",
         "--model=resnet18 --use_nested_fsdp --flatten_parameters --compute_dtype=bfloat16",
         "--model=resnet18 --auto_wrap_policy=type_based --use_gradient_checkpointing "
-        "--shard_param_on_dim_0 --fp32_reduce_scatter --compute_dtype=bfloat16",
+        "--shard_param_on_dim_0 --fp32_reduce_scatter --compute_dtype=bfloat16 --num_ranks=4 "
+        "--num_replicas=2",
         "--model=vit_b_16 --auto_wrap_policy=size_based --auto_wrap_min_num_params=500000 "
         "--max_steps=3 --drop_last --metrics_debug",
     ],
@@ -455,6 +456,9 @@ def test_refusals_are_one_line_and_a_missed_target_has_its_exit_code(tmp_path: P
     assert "holds checkpoints up to step 8: go on with --resume auto" in again.stderr
     other = fake(tmp_path, *tiny, "--resume=auto", "--batch_size=8")
     assert "was written with batch_size=4, this run has batch_size=8" in other.stderr
+    odd = fake(tmp_path, *tiny, "--num_replicas=3")
+    assert (odd.returncode, "Traceback" in odd.stderr) == (1, False)
+    assert "--num_replicas 3 does not divide the 2 ranks" in odd.stderr
     ranks = fake(tmp_path, *tiny, "--resume=auto", "--num_ranks=4", "--num_epochs=2")
     assert "going on after 1 epochs and 0 steps" in ranks.stdout
 

@@ -84,6 +84,7 @@ class Options:
     use_nested_fsdp: bool
     auto_wrap_policy: str
     auto_wrap_min_num_params: int
+    num_replicas: int
     flatten_parameters: bool
     use_gradient_checkpointing: bool
     compute_dtype: str
@@ -227,6 +228,12 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
     policies = ("none", "size_based", "type_based")
     group.add_argument("--auto_wrap_policy", choices=policies, default="none")
     group.add_argument("--auto_wrap_min_num_params", type=at_least(0), default=1_000_000)
+    group.add_argument(
+        "--num_replicas",
+        type=at_least(1),
+        default=1,
+        help="groups of ranks that each hold a whole model; on several slices, their number",
+    )
     add_switch(group, "flatten_parameters", False, "join each unit's parameters into one vector")
     add_switch(group, "use_gradient_checkpointing", False, "recompute inner units in backward")
     dtypes = ("float32", "float16", "bfloat16")

@@ -18,9 +18,9 @@ from torch import nn
 from torchvision.models import resnet, vision_transformer
 
 import vit_10b
-from job import BIGGEST, Options
+from job import BIGGEST, JobFailed, Options
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
-from xla_fsdp import checkpoint_module, one_rank_at_a_time
+from xla_fsdp import Mesh, checkpoint_module, init_mesh, one_rank_at_a_time
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 BLOCKS = {
@@ -54,10 +54,11 @@ def build_model(options: Options, classes: int) -> nn.Module:
         return torchvision.models.get_model(options.model, weights=None, **extra)
 
 
-def shard_model(model: nn.Module, options: Options) -> FSDP:
+def shard_model(model: nn.Module, options: Options, world_size: int) -> FSDP:
     """Wrap the children, or what a policy selects, or nothing; and then the whole model."""
     wrap = partial(
         FSDP,
+        mesh=_mesh(options.num_replicas, world_size),
         flatten_parameters=options.flatten_parameters,
         compute_dtype=getattr(torch, options.compute_dtype),
         fp32_reduce_scatter=options.fp32_reduce_scatter,
@@ -79,6 +80,14 @@ def shard_model(model: nn.Module, options: Options) -> FSDP:
         auto_wrap_policy=policies[options.auto_wrap_policy],
         auto_wrapper_callable=lambda module, **keywords: FSDP(remat(module), **keywords),
     )
+
+
+def _mesh(replicas: int, world_size: int) -> Mesh | None:
+    if world_size % replicas:
+        raise JobFailed(f"--num_replicas {replicas} does not divide the {world_size} ranks")
+    if replicas == 1:
+        return None
+    return init_mesh((replicas, world_size // replicas), ("replica", "shard"))
 
 
 def _wrap_children(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -336,7 +336,8 @@ def set_up(options: Options) -> Job:
     place, (train_data, val_data) = this_place(), load_pictures(options)
     loading = Loading.of(options)
     train_picks, val_picks = make_picks(train_data, val_data, place, options)
-    model = shard_model(build_model(options, len(train_data.classes)), options)
+    model = build_model(options, len(train_data.classes))
+    model = shard_model(model, options, place.world_size)
     xm.set_rng_state(options.seed + place.rank)  # dropout masks that differ between ranks
     optimizer = torch.optim.SGD(
         model.parameters(),

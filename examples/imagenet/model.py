@@ -19,8 +19,8 @@ from torchvision.models import resnet, vision_transformer
 
 import vit_10b
 from job import BIGGEST, JobFailed, Options
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp import Mesh, checkpoint_module, init_mesh, one_rank_at_a_time
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 BLOCKS = {

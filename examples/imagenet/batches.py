@@ -183,9 +183,6 @@ class _Ahead:
     def stop(self) -> None:
         """End the threads, also in the middle."""
         self._stopped.set()
-        for waiting in (self._host, self._ready):
-            while not waiting.empty():
-                waiting.get_nowait()
         for thread in self._threads:
             thread.join()
         self._transfers.shutdown()

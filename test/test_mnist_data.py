@@ -41,6 +41,7 @@ from test.mnist_files import (
 )
 
 DATA_PY = Path(__file__).parents[1] / "examples" / "mnist" / "data.py"
+WITH_SHARED = {**os.environ, "PYTHONPATH": str(DATA_PY.parents[1] / "shared")}
 
 
 def _import_data() -> ModuleType:
@@ -433,6 +434,7 @@ def test_processes_fetch_once_and_agree(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, *places],
+            env=WITH_SHARED,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -540,7 +542,7 @@ def test_without_torchvision(work: Path, absent: Callable[[str], None]) -> None:
 
 def test_a_tool_that_hangs_is_stopped(work: Path) -> None:
     with pytest.raises(data.SourceFailed, match=r"not done after 0\.2 seconds"):
-        data._run([sys.executable, "-c", "import time; time.sleep(600)"], work, seconds=0.2)
+        data.run([sys.executable, "-c", "import time; time.sleep(600)"], work, seconds=0.2)
 
 
 def add_fake_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -769,7 +771,7 @@ def test_normalize_refuses_scaled_pixels_and_other_shapes() -> None:
 
 def test_torch_xla_is_not_imported() -> None:
     code = "import data, sys; sys.exit('torch_xla' in sys.modules or 'torchvision' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=DATA_PY.parent, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=DATA_PY.parent, env=WITH_SHARED, check=True)
 
 
 @pytest.mark.slow

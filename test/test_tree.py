@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -64,3 +66,15 @@ def test_packed_sequences_stay_packed() -> None:
     result = map_tensors(lambda t: t, (packed,))[0]
     assert type(result) is PackedSequence
     assert torch.equal(result.data, packed.data)
+
+
+def test_containers_that_pytree_copies_are_not_kept_alive() -> None:
+    tree = OrderedDict(a=torch.ones(1))
+    alive = weakref.ref(tree)
+    gc.disable()
+    try:
+        map_tensors(lambda t: t, tree)
+        del tree
+        assert alive() is None
+    finally:
+        gc.enable()

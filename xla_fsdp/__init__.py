@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from xla_fsdp.launcher import RankError, launch, one_rank_at_a_time
     from xla_fsdp.mesh import Mesh, init_mesh
     from xla_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from xla_fsdp.preemption import Preemption
     from xla_fsdp.remat import checkpoint_module, checkpoint_wrapper
     from xla_fsdp.save_load import PendingSave, load_checkpoint, save_checkpoint
     from xla_fsdp.scan import BlockScan, name_activation, scan_blocks
@@ -81,6 +82,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PendingSave",
+    "Preemption",
     "RankError",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -139,6 +141,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "PendingSave": "save_load",
+    "Preemption": "preemption",
     "RankError": "launcher",
     "ShardedGradScaler": "grad_scaler",
     "ShardedOptimStateDictConfig": "torch_names",

@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from .cpu_ranks import Failure, Run, current_rank_thread
+from .stop_signals import Listening, listen
 from .tpu_flags import low_memory_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
@@ -49,6 +51,7 @@ def launch(
     num_ranks: int | None = None,
     start_method: str = "spawn",
     sync_timeout: float = 600.0,
+    stop_signals: Sequence[signal.Signals] = (),
 ) -> list[Any] | None:
     """Call ``fn(index, *args)`` on every rank.
 
@@ -68,13 +71,17 @@ def launch(
             else 1. On TPU it must be 1 or the number of devices there, which is the default.
         start_method: how torch_xla starts processes; not used on CPU.
         sync_timeout: seconds a CPU rank may wait for the others before the run fails.
+        stop_signals: signals, such as ``signal.SIGTERM``, that do not end the process but are
+            requests to the ranks, which learn of them by ``Preemption``. The caller must be the
+            main thread.
 
     Returns:
         On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). None
         where the ranks are processes.
 
     Raises:
-        ValueError: ``num_ranks`` is not a number of ranks that can be started here.
+        ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
+            ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
         RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
             error is printed and the process ends with a non-zero exit code.
@@ -83,12 +90,16 @@ def launch(
     if inside is not None:
         return [fn(inside.rank, *args)]
     wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
+    signals = tuple(stop_signals)
     if _device_type() != "CPU":
-        _launch_elsewhere(fn, tuple(args), wanted, start_method)
+        there = Listening(fn, signals) if signals else fn
+        with listen(signals, to_children=True):
+            _launch_elsewhere(there, tuple(args), wanted, start_method)
         return None
     count = wanted or _default_num_ranks()
-    _prepare_process(count)
-    return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
+    with listen(signals, to_children=False):
+        _prepare_process(count)
+        return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,14 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
         return type(tree)(*(map_tensors(fn, part) for part in tree))
     if pytree.tree_is_leaf(tree):
         return _map_leaf(fn, tree)
-    return pytree.tree_map(partial(map_tensors, fn), tree, is_leaf=lambda node: node is not tree)
+    top = [tree]
+    try:
+        return pytree.tree_map(partial(map_tensors, fn), tree, is_leaf=lambda n: n is not top[0])
+    finally:
+        # pytree's recursive helper is a reference cycle that holds the lambda: with ``tree`` in it,
+        # the outputs of a transformers model would live until the next garbage collection, and a
+        # step that ends before has them as results of its program.
+        top.clear()
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
+from place import Place
+
 TEST_BATCH = 250
 
 Batch = tuple[Tensor, Tensor]
 """Images, uint8 ``[B, 28, 28]``, and labels, int64 ``[B]``, on the device."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: its number, how many there are, and its device."""
-
-    rank: int
-    world_size: int
-    device: torch.device
 
 
 class TrainBatches:

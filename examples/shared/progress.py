@@ -3,7 +3,7 @@
 Words: a *report* is the loss and accuracy at one step, averaged over all ranks.
 Always true: only rank 0 says anything; the bar, on stderr, is shown on a terminal only; the loss
 log is written line by line, so a run that was stopped leaves what it had reached.
-What the numbers are is left to ``train.py``.
+What the numbers are is left to each example's ``train.py``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from typing import IO
 
 from tqdm import tqdm
 
-from batches import Place
-from checkpoints import Point
+from place import Place
 
 
 class Progress:
-    """Shows one run; on ranks other than 0 it shows nothing."""
+    """Shows one run; on ranks other than 0 it shows nothing.
 
-    def __init__(self, place: Place, loss_log: Path | None, begin: Point) -> None:
+    Args:
+        place: of this rank.
+        loss_log: where to write every report as a line of JSON, if anywhere.
+        begin: whole epochs, and steps of the one after them, that an earlier run has made.
+    """
+
+    def __init__(self, place: Place, loss_log: Path | None, begin: tuple[int, int]) -> None:
         self._shown = place.rank == 0
         self._log = _open_log(loss_log, begin) if self._shown and loss_log else None
         self.summary = ""
@@ -50,16 +55,14 @@ class Progress:
         """One step was taken."""
         self._bar.update()
 
-    def report(self, step: int, loss: float, correct: float, seen: int) -> None:
+    def report(self, step: int, loss: float, accuracy: float) -> None:
         """Show where the epoch is; ``summary`` is the same as text, for a line per epoch.
 
         Args:
             step: number of the step, from 1.
             loss: of this step, averaged over the ranks.
-            correct: images recognized since the bar began, averaged over the ranks.
-            seen: images that a rank has seen since then.
+            accuracy: on the images that all ranks have seen since the bar began, in percent.
         """
-        accuracy = 100 * correct / seen
         self.summary = f"train loss {loss:.4f}, train accuracy {accuracy:.1f}%"
         self._bar.set_postfix_str(self.summary)
         if self._log is not None:
@@ -89,13 +92,13 @@ class Progress:
         return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self._spent.items())
 
 
-def _open_log(path: Path, begin: Point) -> IO[str]:
+def _open_log(path: Path, begin: tuple[int, int]) -> IO[str]:
     """The log, with the lines up to ``begin``: a resumed run writes the later ones again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines() if begin > Point(0) and path.exists() else []
+    lines = path.read_text().splitlines() if begin > (0, 0) and path.exists() else []
     log = path.open("w")
     for line in lines:
         report = json.loads(line)
-        if Point(report["epoch"] - 1, report["step"]) <= Point(begin.epochs, begin.steps):
+        if (report["epoch"] - 1, report["step"]) <= begin:
             print(line, file=log)
     return log

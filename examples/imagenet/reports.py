@@ -1,0 +1,116 @@
+"""What the ImageNet job tells its user beside losses: scalars, profiles, compilations, damage.
+
+Words: a *problem* is the path of a damaged picture, and what is wrong with it.
+Always true: only rank 0 writes scalars and profiles; every damaged picture is named once by
+each rank that met it, and counted once for all.
+The bar, lines and the log of losses are ``Progress``'s, which the examples share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+import torch_xla.debug.profiler as profiler
+
+from pictures import Problem
+
+PROFILED = range(10, 15)
+"""Steps of a run that ``--profile`` records: compiled, and with batches waiting."""
+
+
+class Scalars:
+    """TensorBoard scalars, if there is a directory for them."""
+
+    def __init__(self, logdir: Path | None) -> None:
+        self._writer = None
+        if logdir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            self._writer = SummaryWriter(str(logdir))
+
+    def add(self, step: int, **values: float) -> None:
+        """Write values of a step, counted over all epochs."""
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name.replace("_", "/", 1), value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Profile:
+    """Records some steps into ``folder``, and serves a profiler at ``port``; None records none."""
+
+    def __init__(self, folder: Path | None, port: int) -> None:
+        self._folder, self._steps, self._running = folder, 0, False
+        # Kept: the server ends with the object.
+        self._server = None if folder is None else profiler.start_server(port)
+
+    def step(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        if self._folder is None:
+            return
+        if self._steps == PROFILED.start:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.start_trace(str(self._folder))
+            self._running = True
+        elif self._steps == PROFILED.stop:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write what was recorded, if something is being recorded."""
+        if self._running:
+            profiler.stop_trace()
+            self._running = False
+
+
+class Compilations:
+    """How many programs were compiled in which phase, each time that it came."""
+
+    def __init__(self) -> None:
+        self._before = _compiled()
+        self._counts: dict[str, list[int]] = {}
+
+    def end(self, phase: str) -> None:
+        """What was compiled since the end of the phase before was compiled in this one."""
+        now = _compiled()
+        self._counts.setdefault(phase, []).append(now - self._before)
+        self._before = now
+
+    def __str__(self) -> str:
+        each = (f"{phase} {'+'.join(map(str, found))}" for phase, found in self._counts.items())
+        return f"programs compiled: {', '.join(each)}"
+
+
+def _compiled() -> int:
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+class Damage:
+    """The damaged pictures that this rank met, by path."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._paths: set[str] = set()
+
+    def add(self, problems: Iterable[Problem]) -> None:
+        """Name those that are new."""
+        for path, reason in problems:
+            if path not in self._paths:
+                self._paths.add(path)
+                print(f"rank {self._rank}: left out {path}: {reason}", file=sys.stderr, flush=True)
+
+    def of_all_ranks(self) -> list[str]:
+        """The damaged pictures that any rank met. Every rank calls it."""
+        own = json.dumps(sorted(self._paths)).encode()
+        return sorted({path for each in xm.rendezvous("damage", own) for path in json.loads(each)})

@@ -1,0 +1,191 @@
+"""A vision transformer of 10 billion parameters: the model, its units, and a step for preflight.
+
+    python -m xla_fsdp.preflight examples.imagenet.vit_10b:step --topology v3:8x8 --max_host_mem 16
+    python examples/imagenet/vit_10b.py --ranks 128          # host memory of building one rank
+    python examples/imagenet/train.py --model vit_10b ...    # training; see README.md
+
+Words: *patches* are the squares that a picture is cut into; a *unit* is what is gathered together.
+Always true: the model is built on the meta device, so no process ever holds more of it than its
+shards and one unit; every block is a unit and is recomputed in backward.
+Sizes are arguments: ``--set depth=2 --set width=256`` is the same program in small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xla_fsdp import Mesh, checkpoint_module
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
+
+
+class Stem(nn.Module):
+    """Pictures [N, 3, image, image] to patches [N, P, width] that know their places."""
+
+    def __init__(self, width: int, patch: int, image: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, width, patch, stride=patch)
+        self.places = nn.Parameter(torch.empty((image // patch) ** 2, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Values of the parameter that no layer holds."""
+        nn.init.normal_(self.places, std=0.02)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.cut(pictures).flatten(2).transpose(1, 2) + self.places
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP; keeps shape and dtype."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(self._attend(self.qkv(self.norm1(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def _attend(self, joined: Tensor) -> Tensor:
+        """[N, P, 3 * width] to [N, P, width]."""
+        rows, patches, _ = joined.shape
+        split = joined.view(rows, patches, 3, self.heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1)
+        return (weights @ value).transpose(1, 2).reshape(rows, patches, -1)
+
+
+class Head(nn.Module):
+    """Patches to the classes of the picture: their mean, normalized, through one layer."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.norm, self.classify = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.norm(x.mean(1)))
+
+
+class ViT(nn.Module):
+    """Stem, blocks, head."""
+
+    def __init__(
+        self, width: int, depth: int, heads: int, patch: int, image: int, classes: int
+    ) -> None:
+        super().__init__()
+        if width % heads or image % patch:
+            raise ValueError(
+                f"width={width}, heads={heads}, image={image}, patch={patch}: expected "
+                "a width that the heads divide and a picture that the patches divide"
+            )
+        self.stem = Stem(width, patch, image)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(depth)])
+        self.head = Head(width, classes)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.stem(pictures)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build_model(
+    *,
+    width: int = 5120,
+    depth: int = 32,
+    heads: int = 32,
+    patch: int = 14,
+    image: int = 224,
+    classes: int = 1000,
+) -> ViT:
+    """The model, without memory: the sizes by default are those of 10.1e9 parameters."""
+    with torch.device("meta"):
+        return ViT(width, depth, heads, patch, image, classes)
+
+
+def shard_model(model: ViT, *, remat: bool = True, **options: Any) -> FSDP:
+    """Stem, every block, and head each a unit. ``options`` are those of the wrapper, which gives
+    each unit memory and values when it makes it."""
+    options = {"compute_dtype": torch.bfloat16, **options}
+    model.stem = FSDP(model.stem, **options)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
+    model.head = FSDP(model.head, **options)
+    return FSDP(model, **options)
+
+
+def step(
+    batch: int = 8,
+    width: int = 5120,
+    depth: int = 32,
+    heads: int = 32,
+    patch: int = 14,
+    image: int = 224,
+    classes: int = 1000,
+    remat: bool = True,
+    flat: bool = False,
+    mesh: Mesh | None = None,
+) -> Callable[[], None]:
+    """One training step on ``batch`` pictures per rank, as preflight wants it.
+
+    Parameters get no values: they do not matter, and memory that nobody wrote to takes none.
+    """
+    import torch_xla
+
+    model = build_model(
+        width=width, depth=depth, heads=heads, patch=patch, image=image, classes=classes
+    )
+    sharded = shard_model(
+        model, remat=remat, flatten_parameters=flat, mesh=mesh, param_init_fn=_leave_alone
+    )
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, weight_decay=0.1)
+    device = torch_xla.device()
+    pictures = torch.zeros(batch, 3, image, image).to(device)
+    labels = torch.zeros(batch, dtype=torch.long).to(device)
+
+    def train_step() -> None:
+        F.cross_entropy(sharded(pictures).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()  # before the sync: else gradients are results of the program
+        torch_xla.sync()
+
+    return train_step
+
+
+def _leave_alone(module: nn.Module) -> None:
+    """No values."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build one rank's shards, with real values, and say what that took."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))
+    from one_rank import report_building
+
+    parser = argparse.ArgumentParser(description="Build the shards of one rank of many.")
+    parser.add_argument("--ranks", type=int, default=128)
+    parser.add_argument("--width", type=int, default=5120)
+    parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=32)
+    options = parser.parse_args(argv)
+
+    def build(**pretended: Any) -> FSDP:
+        sizes = {"width": options.width, "depth": options.depth, "heads": options.heads}
+        return shard_model(build_model(**sizes), **pretended)
+
+    print(report_building(build, options.ranks))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,8 +34,9 @@ mnist-short: $(READY)
 	$(BIN)/python examples/mnist/train.py --num_epochs 1 --max_steps 100 --compare_steps 20 \
 		--min_accuracy 90 --ckpt_dir runs/mnist-short $(ARGS)
 
-# Two workers: a test waits for the ranks it launches most of the time. A file's tests share launches.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two workers: a test waits for the ranks it launches most of the time. A file's tests share launches;
+# test/conftest.py says which files come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Where there is no npm, the tests that need the browser are skipped.
 test: $(READY) lint

@@ -1,4 +1,4 @@
-"""Run a module-level function on CPU ranks in a fresh interpreter, as tests need it.
+"""Run a module-level function on CPU ranks in a process of its own, as tests need it.
 
 ``run_on_ranks(fn, 4, *args)`` calls ``fn(rank, *args)`` on every rank and returns the values.
 Always true: the child is killed when its time is up; a failure shows the end of its stderr.
@@ -9,6 +9,7 @@ the same name (``test.test_launch:fn``) in the child as here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -16,9 +17,11 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from test.warm_python import WarmPython
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,11 +56,27 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps((target, num_ranks, args)))
-        done = run_python("-m", "test.ranks", str(job), timeout=timeout, env=env)
+        done = run_warm("-m", "test.ranks", str(job), timeout=timeout, env=env)
         if done.returncode:
             what = f"{target} on {num_ranks} ranks ended with exit code {done.returncode}"
             raise ChildError(what, done.returncode, done.stderr)
         return pickle.loads(Path(folder, "results").read_bytes())
+
+
+def run_warm(
+    *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As ``run_python``, of a module (``-m``) or a file, with torch and torch_xla imported."""
+    warm = _warm_python()
+    if not warm.fits(environment(env)):
+        return run_python(*arguments, timeout=timeout, env=env)
+    with _killed_in_time(arguments, timeout):
+        return warm.run(arguments, environment(env), timeout)
+
+
+@functools.cache
+def _warm_python() -> WarmPython:
+    return WarmPython(ROOT, environment())
 
 
 def run_python(
@@ -65,10 +84,16 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python from the repository's root on CPU; returns its output and exit code."""
     command = [sys.executable, *arguments]
-    try:
+    with _killed_in_time(arguments, timeout):
         return subprocess.run(
             command, cwd=ROOT, env=environment(env), timeout=timeout, capture_output=True, text=True
         )
+
+
+@contextlib.contextmanager
+def _killed_in_time(arguments: Sequence[str], timeout: float) -> Iterator[None]:
+    try:
+        yield
     except subprocess.TimeoutExpired as expired:
         stderr = (expired.stderr or b"").decode(errors="replace")
         what = f"{' '.join(arguments)} was killed after {timeout:g} s"

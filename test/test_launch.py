@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test.ranks import ROOT, ChildError, environment, run_on_ranks, run_python
+from test.ranks import ROOT, ChildError, environment, run_on_ranks, run_python, run_warm
 from xla_fsdp import cpu_ranks, launcher, tpu_flags
 
 SIZES = [1, 2, 3, 4, 8, 16]
@@ -712,15 +712,20 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder: Path, ending: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path,
+    ending: str,
+    *options: str,
+    run: Callable[..., subprocess.CompletedProcess[str]] = run_warm,
+) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("{ending}", ending))
     (folder / "beside.py").write_text("import threading\nLOCK = threading.Lock()\n")
-    return run_python("-m", "xla_fsdp.launch", *options, str(script), "--word", timeout=60)
+    return run("-m", "xla_fsdp.launch", *options, str(script), "--word", timeout=60)
 
 
 def test_cli_runs_a_script_that_launches_for_itself(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "pass", "--num_ranks", "3")
+    done = run_script(tmp_path, "pass", "--num_ranks", "3", run=run_python)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{r} --word 6.0 __main__ True" for r in range(3)]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from test.models import Net
-from test.ranks import run_python
+from test.ranks import run_warm
 from xla_fsdp.integrations.versions import UntestedVersionError, require
 
 try:
@@ -44,7 +44,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def run(directory: Path, state_dict_type: str) -> dict[str, Any]:
-    done = run_python("-m", "test.fabric_job", str(directory), state_dict_type)
+    done = run_warm("-m", "test.fabric_job", str(directory), state_dict_type)
     assert done.returncode == 0, done.stderr
     return torch.load(directory / "found.pt")
 

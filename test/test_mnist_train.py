@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from test.ranks import ROOT, run_python
+from test.ranks import ROOT, run_python, run_warm
 
 MNIST = ROOT / "examples" / "mnist"
 MODULES = ("batches", "checkpoints", "evaluate", "fake_data", "job", "model", "progress", "verify")
@@ -48,7 +48,7 @@ def mnist() -> Iterator[SimpleNamespace]:
 def train(*arguments: str, ranks: int = RANKS) -> CompletedProcess[str]:
     """Run the job with small defaults."""
     small = ("--fake_data", f"--num_ranks={ranks}", f"--max_steps={STEPS}", "--log_interval=1")
-    return run_python("examples/mnist/train.py", *small, *arguments, timeout=200)
+    return run_warm("examples/mnist/train.py", *small, *arguments, timeout=200)
 
 
 def losses(path: Path) -> dict[tuple[int, int], float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from test.ranks import cached_outcome, run_python
+from test.ranks import cached_outcome, run_python, run_warm
 from test.tpu_steps import VOCABULARY, WIDTH, build
 
 SIZE, SHARDS, REPLICAS = 16, 8, 2
@@ -55,7 +55,7 @@ def traced(name: str) -> dict[str, Any]:
 def outcomes(*names: str) -> dict[str, dict[str, Any]]:
     """What is known of these cases (default: those that are not of loops)."""
     names = names or ("all shards", "hybrid", "scattered")
-    done = run_python("-m", "test.test_tracing", *names)
+    done = run_warm("-m", "test.test_tracing", *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -102,14 +102,14 @@ def test_groups_off_the_torus_reduce_in_one_step_and_are_warned_of() -> None:
 def test_what_a_step_raises_is_told_in_one_line() -> None:
     pytest.importorskip("libtpu")
     run = ("-m", "xla_fsdp.preflight", "test.tpu_steps:build", "--set", "depth=1")
-    done = run_python(*run, "--sweep", "fails=build,step")
+    done = run_warm(*run, "--sweep", "fails=build,step")
     assert done.returncode == 1
     built, stepped = done.stderr.splitlines()
     start = f"xla_fsdp.preflight: {TOPOLOGY} depth=1 fails"
     where = "(--traceback shows where)"
     assert built == f"{start}=build: ValueError: no model of that name {where}"
     assert stepped == f"{start}=step: ValueError: the batch does not fit the mask {where}"
-    shown = run_python(*run, "--set", "fails=step", "--traceback")
+    shown = run_warm(*run, "--set", "fails=step", "--traceback")
     assert shown.returncode == 1
     assert "in step" in shown.stderr
     assert shown.stderr.splitlines()[-1].endswith("does not fit the mask")

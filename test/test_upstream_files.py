@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from test.ranks import run_on_ranks, run_python
+from test.ranks import run_on_ranks, run_warm
 from test.shard_maker import bits, file_of
 from xla_fsdp.checkpoint import (
     CheckpointError,
@@ -26,7 +26,7 @@ CASES = ["plain", "nested", "flat", "flat_nested", "rows", "rows_nested", "bfloa
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with files written by torch_xla's own FSDP, one directory for each case."""
     directory = tmp_path_factory.mktemp("upstream")
-    child = run_python("-m", "test.upstream_writer", str(directory), timeout=120)
+    child = run_warm("-m", "test.upstream_writer", str(directory), timeout=120)
     assert child.returncode == 0, child.stderr
     return directory
 

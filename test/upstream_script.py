@@ -2,9 +2,9 @@
 
     python -m xla_fsdp.launch --compat --num_ranks 2 test/upstream_script.py --out out.json ...
 
-Wraps by policy with rematerialization, trains on torch_xla's fake data, saves shards by
-``xm.save``, merges them on the master, loads the result into the plain model, and writes what it
-saw.
+Wraps by policy or by hand with rematerialization, trains on torch_xla's fake data, tests between
+epochs, saves shards by ``xm.save``, merges them on the master right after that, loads the result
+into the plain model, and writes what it saw.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from torch_xla.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-ROWS, STEPS = 8, 3
+ROWS, STEPS, EPOCHS = 8, 3, 2
 POLICIES = {
     "size": partial(size_based_auto_wrap_policy, min_num_params=100),
     "type": partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}),
@@ -53,34 +54,65 @@ class Digits(nn.Module):
         return F.log_softmax(self.fc2(F.relu(self.fc1(torch.flatten(x, 1)))), dim=1)
 
 
+def wrap(model: nn.Module, flags: argparse.Namespace) -> FSDP:
+    """By hand, inner modules first, or by a policy."""
+
+    def remat(module: nn.Module, *args: Any, **kwargs: Any) -> FSDP:
+        return FSDP(checkpoint_module(apply_xla_patch_to_nn_linear(module)), *args, **kwargs)
+
+    options: Any = {
+        "compute_dtype": getattr(torch, flags.compute_dtype),
+        "fp32_reduce_scatter": flags.fp32_reduce_scatter,
+        "flatten_parameters": flags.flatten_parameters,
+        "pin_layout_in_collective_ops": False,
+    }
+    if flags.policy == "none":
+        for name in ("conv", "fc1", "fc2"):
+            setattr(model, name, remat(getattr(model, name), **options))
+        return FSDP(model, **options)
+    policy = POLICIES[flags.policy]
+    return FSDP(model, auto_wrap_policy=policy, auto_wrapper_callable=remat, **options)
+
+
 def train(flags: argparse.Namespace) -> None:
     device = torch_xla.device()
     torch.manual_seed(1)
     images = torch.linspace(-1, 1, ROWS * 64).reshape(ROWS, 1, 8, 8)
     data = (images, torch.arange(ROWS, dtype=torch.int64))
     loader = pl.MpDeviceLoader(xu.SampleGenerator(data=data, sample_count=STEPS), device)
-
-    def remat(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return FSDP(checkpoint_module(apply_xla_patch_to_nn_linear(module)), *args, **kwargs)
-
-    model = FSDP(
-        Digits(),
-        auto_wrap_policy=POLICIES[flags.policy],
-        auto_wrapper_callable=remat,
-        compute_dtype=torch.float32,
-        flatten_parameters=flags.flatten_parameters,
-    )
+    model = wrap(Digits(), flags)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    losses = []
+    losses: list[float] = []
+    accuracies = []
+    for _ in range(EPOCHS):
+        train_epoch(model, optimizer, loader, losses)
+        accuracies.append(accuracy(model, loader))
+    save_and_merge(flags, model, optimizer)
+    compare(flags, model, images.to(device), {"losses": losses, "accuracies": accuracies})
+
+
+def train_epoch(model: FSDP, optimizer: Any, loader: Any, losses: list[float]) -> None:
+    model.train()
+    tracker = xm.RateTracker()
     for inputs, target in loader:
         optimizer.zero_grad()
         loss = nn.NLLLoss()(model(inputs), target)
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
+        tracker.add(ROWS)
         xm.add_step_closure(lambda value: losses.append(value.item()), args=(loss.detach(),))
-    save_and_merge(flags, model, optimizer)
-    compare(flags, model, images.to(device), losses)
+
+
+def accuracy(model: nn.Module, loader: Any) -> float:
+    model.eval()
+    total = 0
+    correct: Any = 0
+    for inputs, target in loader:
+        guess = model(inputs).max(1, keepdim=True)[1]
+        correct += guess.eq(target.view_as(guess)).sum()
+        total += inputs.size()[0]
+    return xm.mesh_reduce("accuracy", 100.0 * correct.item() / total, np.mean)
 
 
 def save_and_merge(flags: argparse.Namespace, model: Any, optimizer: Any) -> None:
@@ -91,13 +123,12 @@ def save_and_merge(flags: argparse.Namespace, model: Any, optimizer: Any) -> Non
         "optimizer": optimizer.state_dict(),
     }
     xm.save(ckpt, f"{flags.ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth", master_only=False)
-    xm.rendezvous("saved")
     if xm.is_master_ordinal(local=False):
         consolidate_sharded_model_checkpoints(flags.ckpt_prefix, "_rank-*-of-*.pth")
     xm.rendezvous("merged")
 
 
-def compare(flags: argparse.Namespace, model: Any, images: torch.Tensor, losses: Any) -> None:
+def compare(flags: argparse.Namespace, model: Any, images: torch.Tensor, seen: Any) -> None:
     plain = Digits().to(images.device)
     plain.load_state_dict(torch.load(f"{flags.ckpt_prefix}_consolidated.pth")["model"])
     model.eval()
@@ -107,7 +138,7 @@ def compare(flags: argparse.Namespace, model: Any, images: torch.Tensor, losses:
     ranks = xm.mesh_reduce("ranks", 1, sum)
     if xm.is_master_ordinal():
         with open(flags.out, "w") as out:
-            found = {"home": FSDP.__module__, "apart": apart, "losses": losses, "ranks": ranks}
+            found = {"home": FSDP.__module__, "apart": apart, "ranks": ranks, **seen}
             json.dump({**found, "times run": os.environ["TIMES_RUN"]}, out)
 
 
@@ -118,7 +149,9 @@ def _mp_fn(index: int, flags: argparse.Namespace) -> None:
 parser = argparse.ArgumentParser()
 parser.add_argument("--out")
 parser.add_argument("--ckpt_prefix")
-parser.add_argument("--policy", choices=POLICIES, default="size")
+parser.add_argument("--policy", choices=["none", *POLICIES], default="size")
+parser.add_argument("--compute_dtype", default="float32")
+parser.add_argument("--fp32_reduce_scatter", action="store_true")
 parser.add_argument("--flatten_parameters", action="store_true")
 FLAGS, rest = parser.parse_known_args()
 sys.argv = [sys.argv[0], *rest]  # as torch_xla's own example scripts do

@@ -21,7 +21,7 @@ _Module = TypeVar("_Module")
 _CLASS = {"XlaFullyShardedDataParallel": "xla_fsdp.fully_sharded"}
 _CHECKPOINT = {"checkpoint_module": "xla_fsdp.remat"}
 _MERGING = {
-    "consolidate_sharded_model_checkpoints": "xla_fsdp.checkpoint",
+    "consolidate_sharded_model_checkpoints": "xla_fsdp.compat_merge",
     "consolidate_sharded_state_dicts": "xla_fsdp.checkpoint",
 }
 _POLICIES = {
@@ -58,6 +58,7 @@ def install() -> None:
         )
     for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
         del sys.modules[name]
+    importlib.import_module("xla_fsdp.compat_merge")  # so that it knows when the job began
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
         sys.modules[THEIRS + suffix] = _Alias(THEIRS + suffix, homes)

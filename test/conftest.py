@@ -1,0 +1,16 @@
+"""Files that start processes come first, so that two workers that share out files end together.
+
+Always true: within a file, and among files of one kind, tests stay in their order.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take a minute before those that take seconds; at the end there is little left to
+    wait for."""
+    items.sort(key=lambda item: not STARTERS & vars(getattr(item, "module", None) or item).keys())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from test.ranks import cached_outcome, run_python, run_warm
-from test.tpu_steps import VOCABULARY, WIDTH, build
+from test.tpu_steps import LENGTH, VOCABULARY, WIDTH, build
 
 SIZE, SHARDS, REPLICAS = 16, 8, 2
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH
@@ -79,6 +79,14 @@ def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> No
 
 def test_shards_over_all_ranks_send_the_least() -> None:
     assert outcomes()["all shards"]["minimum"] == pytest.approx(wire(SIZE, 1), rel=1e-3)
+
+
+def test_model_flops_are_three_times_the_forwards_products_however_often_they_are_computed() -> (
+    None
+):
+    products = 12 * WIDTH**2 + VOCABULARY * WIDTH + 2 * LENGTH * WIDTH  # the last: attention
+    tokens = 2 * LENGTH  # two texts
+    assert outcomes()["all shards"]["flops"] == 3 * 2 * tokens * products
 
 
 def test_a_mesh_is_seen_by_the_wrapping_and_counts_its_replicas() -> None:

@@ -1,6 +1,6 @@
 """A vision transformer of 10 billion parameters: the model, its units, and a step for preflight.
 
-    python -m xla_fsdp.preflight examples.imagenet.vit_10b:step --topology v3:8x8 --max_host_mem 16
+    python -m xla_fsdp.preflight examples.imagenet.vit_10b:step --topology v3:8x8 --set scan=on
     python examples/imagenet/vit_10b.py --ranks 128          # host memory of building one rank
     python examples/imagenet/train.py --model vit_10b ...    # training; see README.md
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_fsdp import Mesh, checkpoint_module
+from xla_fsdp import Mesh, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 
 
@@ -114,13 +114,18 @@ def build_model(
         return ViT(width, depth, heads, patch, image, classes)
 
 
-def shard_model(model: ViT, *, remat: bool = True, **options: Any) -> FSDP:
-    """Stem, every block, and head each a unit. ``options`` are those of the wrapper, which gives
-    each unit memory and values when it makes it."""
-    options = {"compute_dtype": torch.bfloat16, **options}
+def shard_model(model: ViT, *, remat: bool = True, scan: bool = False, **options: Any) -> FSDP:
+    """Stem, every block, and head each a unit; with ``scan`` the blocks run as one loop.
+
+    ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
+    """
+    # Shards that are rows need not be laid out anew when a loop stacks them.
+    options = {"compute_dtype": torch.bfloat16, "shard_param_on_dim_0": scan, **options}
     model.stem = FSDP(model.stem, **options)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
+    if scan:
+        scan_blocks(model.blocks)
     model.head = FSDP(model.head, **options)
     return FSDP(model, **options)
 
@@ -134,6 +139,7 @@ def step(
     image: int = 224,
     classes: int = 1000,
     remat: bool = True,
+    scan: bool = False,
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
@@ -147,7 +153,12 @@ def step(
         width=width, depth=depth, heads=heads, patch=patch, image=image, classes=classes
     )
     sharded = shard_model(
-        model, remat=remat, flatten_parameters=flat, mesh=mesh, param_init_fn=_leave_alone
+        model,
+        remat=remat,
+        scan=scan,
+        flatten_parameters=flat,
+        mesh=mesh,
+        param_init_fn=_leave_alone,
     )
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, weight_decay=0.1)
     device = torch_xla.device()

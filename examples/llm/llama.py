@@ -1,6 +1,6 @@
 """A Llama of transformers in units, of any size: the model, its sharding, and a step for preflight.
 
-    python -m xla_fsdp.preflight examples.llm.llama:step --topology v5p:4x4x4 --max_host_mem 16
+    python -m xla_fsdp.preflight examples.llm.llama:step --topology v5p:4x4x4 --set scan=on
     python examples/llm/llama.py --ranks 64                # host memory of building one rank
     python examples/llm/train.py --help                    # training a small one
 
@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from xla_fsdp import Mesh, checkpoint_module
+from xla_fsdp import Mesh, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 
 
@@ -67,16 +67,23 @@ def build_model(sizes: Sizes) -> LlamaForCausalLM:
     return model
 
 
-def shard_model(model: LlamaForCausalLM, *, remat: bool = True, **options: Any) -> FSDP:
+def shard_model(
+    model: LlamaForCausalLM, *, remat: bool = True, scan: bool = False, **options: Any
+) -> FSDP:
     """Embedding, every layer, and head each a unit; the last norm is left to the outermost one.
+    With ``scan`` the layers run as one loop.
 
     ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
     """
-    options = {"compute_dtype": torch.bfloat16, "param_init_fn": initialize, **options}
+    # Shards that are rows need not be laid out anew when a loop stacks them.
+    own = {"compute_dtype": torch.bfloat16, "param_init_fn": initialize}
+    options = {**own, "shard_param_on_dim_0": scan, **options}
     inner = model.model
     inner.embed_tokens = FSDP(inner.embed_tokens, **options)
     for index, layer in enumerate(inner.layers):
         inner.layers[index] = FSDP(checkpoint_module(layer) if remat else layer, **options)
+    if scan:
+        scan_blocks(inner.layers)
     model.lm_head = FSDP(model.lm_head, **options)
     return FSDP(model, **options)
 
@@ -98,6 +105,7 @@ def step(
     ffn: int = 28672,
     vocabulary: int = 128256,
     remat: bool = True,
+    scan: bool = False,
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
@@ -111,6 +119,7 @@ def step(
     model = shard_model(
         build_model(sizes),
         remat=remat,
+        scan=scan,
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=_leave_alone,

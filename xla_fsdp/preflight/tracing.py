@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp import xla_ops
+from xla_fsdp.backward import current_pass
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.minimum import live_units, parameter_traffic
 from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
@@ -200,10 +201,10 @@ def _roles() -> dict[int, str]:
 class _ForwardFlops(FlopCounterMode):
     """Counts outside of backward passes only, so neither gradients nor recomputations."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._current_graph_task_id() != -1:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if current_pass() != -1:
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)
 
 
 def _count_flops(step: Step) -> int:

@@ -36,7 +36,7 @@ from xla_fsdp.preflight.examine import report_on
 from xla_fsdp.preflight.program import Traced
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
-from xla_fsdp.tpu_flags import low_memory_flags
+from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
 PROGRAMS = ("ours", "scan", "upstream", "jax")
@@ -131,7 +131,7 @@ def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
         case.topology,
         max_host_mem=round(options.max_host_mem * GIB),
         cache_dir=options.cache_dir,
-        flags=low_memory_flags() if name in FLAGGED and not options.plain else "",
+        flags=compiler_flags() if name in FLAGGED and not options.plain else "",
     )
     return Result(name, report_on(traced, [compiled], case.topology, {}), compiled)
 

@@ -655,11 +655,11 @@ def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
     own = f"{tpu_flags.ADDED[0].partition('=')[0]}=4 --other"
-    assert tpu_flags.low_memory_flags(own).split() == [*own.split(), *tpu_flags.ADDED[1:]]
-    assert tpu_flags.low_memory_flags().split() == list(tpu_flags.ADDED)
+    assert tpu_flags.compiler_flags(own).split() == [*own.split(), *tpu_flags.ADDED[1:]]
+    assert tpu_flags.compiler_flags().split() == list(tpu_flags.ADDED)
     for version in (None, "0.0.22"):  # it would end the process at a name that it does not know
         monkeypatch.setattr(tpu_flags, "_installed_version", lambda version=version: version)
-        assert tpu_flags.low_memory_flags(own) == own
+        assert tpu_flags.compiler_flags(own) == own
 
 
 def test_importing_the_launcher_does_not_import_torch() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from .cpu_ranks import Failure, Run, current_rank_thread
 from .stop_signals import Listening, listen
-from .tpu_flags import low_memory_flags
+from .tpu_flags import compiler_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 GRACE = 3.0
@@ -163,7 +163,7 @@ def _set_compiler_flags() -> None:
     """Read where a process first uses its TPU, in the ones that torch_xla starts."""
     if _device_type() == "TPU":
         name = "LIBTPU_INIT_ARGS"
-        os.environ[name] = low_memory_flags(os.environ.get(name, ""))
+        os.environ[name] = compiler_flags(os.environ.get(name, ""))
 
 
 def _needed_environment(num_ranks: int) -> dict[str, str]:

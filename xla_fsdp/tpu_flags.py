@@ -31,8 +31,8 @@ KNOWN_TO = "0.0.21"
 """The version of libtpu that torch_xla 2.9 uses, whose flags these are."""
 
 
-def low_memory_flags(given: str = "") -> str:
-    """``LIBTPU_INIT_ARGS`` for less memory.
+def compiler_flags(given: str = "") -> str:
+    """``LIBTPU_INIT_ARGS`` for sharded steps.
 
     Args:
         given: the variable's value so far; flags in it win.

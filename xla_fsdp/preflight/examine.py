@@ -25,7 +25,7 @@ from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
-from xla_fsdp.tpu_flags import low_memory_flags
+from xla_fsdp.tpu_flags import compiler_flags
 
 
 class PreflightWarning(UserWarning):
@@ -86,7 +86,7 @@ def preflight(
             slice_,
             max_host_mem=max_host_mem,
             cache_dir=None if cache_dir is None else Path(cache_dir),
-            flags=low_memory_flags(flags),
+            flags=compiler_flags(flags),
             progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
         )
         for program in traced.programs

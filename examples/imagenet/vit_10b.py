@@ -125,7 +125,7 @@ def shard_model(model: ViT, *, remat: bool = True, scan: bool = False, **options
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
     if scan:
-        scan_blocks(model.blocks)
+        scan_blocks(model.blocks, remat="full" if remat else "none")
     model.head = FSDP(model.head, **options)
     return FSDP(model, **options)
 

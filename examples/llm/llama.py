@@ -83,7 +83,7 @@ def shard_model(
     for index, layer in enumerate(inner.layers):
         inner.layers[index] = FSDP(checkpoint_module(layer) if remat else layer, **options)
     if scan:
-        scan_blocks(inner.layers)
+        scan_blocks(inner.layers, remat="full" if remat else "none")
     model.lm_head = FSDP(model.lm_head, **options)
     return FSDP(model, **options)
 

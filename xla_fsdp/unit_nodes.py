@@ -128,6 +128,7 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, number: int, full: Tensor) -> Tensor:
         ctx.call, ctx.number = call, number
+        ctx.set_materialize_grads(False)
         return full.detach()
 
     @staticmethod

@@ -116,17 +116,19 @@ class Recorder:
         pending = [tensor for tensor in _live_tensors() if xla_ops.is_pending(tensor)]
         if not pending:
             return
-        if self._discarding:
-            # One value for all: of their own shapes, full parameters would take host memory.
-            dummy = xla_ops.upload(torch.zeros(1))
-            for tensor in pending:
-                xla_ops.release(tensor, dummy)
-            return
-        if self._recording:
+        if self._recording and not self._discarding:
             self.programs.append(self._program(_distinct(pending)))
+        shapes = [tensor.shape for tensor in pending]
+        # All old values go before the first new one is made: of a large model there is memory for
+        # one set of shards. Where nothing is kept, full parameters would take memory, too.
+        dummy = xla_ops.upload(torch.zeros(1))
         for tensor in pending:
+            xla_ops.release(tensor, dummy)
+        if self._discarding:
+            return
+        for tensor, shape in zip(pending, shapes, strict=True):
             # Not in place, which torch_xla would trace as one more operation on the old value.
-            tensor.data = _zeros(tensor)
+            tensor.data = xla_ops.upload(torch.zeros(shape, dtype=tensor.dtype))
         xla_ops.forget_token()
         if self._recording:
             self._note_buffers()
@@ -173,10 +175,6 @@ def _live_tensors() -> list[Tensor]:
             if each is not None and each.device.type == "xla":
                 found[id(each)] = each
     return list(found.values())
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return xla_ops.upload(torch.zeros(like.shape, dtype=like.dtype))
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

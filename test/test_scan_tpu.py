@@ -34,3 +34,24 @@ def test_a_loop_sends_what_single_blocks_send() -> None:
     for found in at_depths().values():
         assert counts(found)["all-reduce"] == 0
         assert found["wire_bytes"] <= 1.1 * found["minimum_wire_bytes"]
+
+
+def test_large_gradients_of_a_loop_go_around_rings_that_compute_hides() -> None:
+    depth, width = 4, 1024
+    [found] = reports(
+        TARGET, "--set", "scan=on", "--set", f"width={width}", "--set", f"depth={depth}"
+    )
+    sent = {
+        overlapped: sum(
+            each["wire_bytes"]
+            for each in found["traffic"]
+            if each["kind"] == "collective-permute" and each["overlapped"] is overlapped
+        )
+        for overlapped in (True, False)
+    }
+    matrices = depth * 12 * width**2 * 2  # bytes of blocks' gradients in bf16
+    assert sent[True] >= 0.85 * matrices
+    assert sent[False] == 0
+    # What is left is the root's, which has nothing to hide under.
+    reduced = sum(e["wire_bytes"] for e in found["traffic"] if e["kind"] == "reduce-scatter")
+    assert reduced <= 0.1 * matrices

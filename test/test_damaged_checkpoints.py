@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from test.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, find_problems, open_shard
+from xla_fsdp.checkpoint.format import VERSION
 from xla_fsdp.checkpoint.step_directory import MARKER, Marker
 from xla_fsdp.consolidate_sharded_ckpts import main
 
@@ -127,8 +128,8 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "mixed worlds": (edit(lambda t, m: m.update(world_size=2)), ["mixed world sizes: 3 in"]),
     "newer version": (
-        edit(lambda t, m: m.update(version=3)),
-        ["BAD: format version 3 is not known", "missing ranks"],
+        edit(lambda t, m: m.update(version=VERSION + 1)),
+        [f"BAD: format version {VERSION + 1} is not known", "missing ranks"],
     ),
     "wrong dtype": (
         edit(lambda t, m: t.update({"model/half": torch.ones(128)})),

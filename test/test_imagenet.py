@@ -387,6 +387,21 @@ def test_a_damaged_picture_is_blank(pictures: Path, imagenet: SimpleNamespace) -
     assert batch.problems == (damaged.problem,)
 
 
+def test_crops_and_flips_follow_seed_and_epoch(
+    pictures: Path, imagenet: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imagenet.pictures, "get_worker_info", lambda: True)  # as in a worker
+
+    def pixels(seed: int, epoch: int) -> bytes:
+        flags = [f"--datadir={pictures}", "--img_size=28", f"--seed={seed}"]
+        train, _ = imagenet.pictures.load_pictures(imagenet.job.parse_options(flags))
+        return bytes(train[0, epoch].pixels.numpy().tobytes())
+
+    with torch.random.fork_rng(devices=[]):
+        assert pixels(0, 0) == pixels(0, 0)
+        assert len({pixels(seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
 def test_folders_that_are_missing_or_differ_are_named(
     tmp_path: Path, imagenet: SimpleNamespace
 ) -> None:

@@ -57,11 +57,12 @@ def test_building_one_rank_is_reported(script: str, sizes: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_llama_learns_python_s_reference_and_writes_a_few_lines() -> None:
+@pytest.mark.parametrize("more", ["", " --scan"])
+def test_a_llama_learns_python_s_reference_and_writes_a_few_lines(more: str) -> None:
     flags = (
         "--num_ranks=4 --mesh=replica=2,shard=2 --width=64 --blocks=2 --ffn=128 --length=64 "
         "--steps=150 --log_steps=50 --generate=40"
-    )
+    ) + more
     done = run_python("examples/llm/train.py", *flags.split(), "--prompt=The ", timeout=500)
     assert done.returncode == 0, done.stderr
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", done.stdout)]

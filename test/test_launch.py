@@ -420,6 +420,8 @@ def survive(how: str, **options: Any) -> tuple[Any, ...]:
         return ("returned", launcher.launch(failing, (how,), num_ranks=3, **options))
     except launcher.RankError as error:
         return (error.rank, str(error), repr(error.__cause__))
+    except SystemExit as error:
+        return ("ended", error.code)
     except RuntimeError as error:
         return ("refused", str(error))
 
@@ -473,8 +475,14 @@ def test_a_launch_after_a_failed_one_works() -> None:
 
 def test_exit_codes_of_ranks_count() -> None:
     report, _ = failures()
-    assert report["exit"] == [1, "rank 1 raised SystemExit: 7", "SystemExit(7)"]
+    assert report["exit"] == ["ended", 7]
     assert report["exit 0"] == ["returned", [None, None, None]]
+
+
+def test_a_plain_script_ends_with_the_exit_code_of_its_ranks() -> None:
+    code = "import sys, xla_fsdp; xla_fsdp.launch(lambda rank: sys.exit(75), num_ranks=2)"
+    done = run_python("-c", code)
+    assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
 
 
 @pytest.mark.parametrize(

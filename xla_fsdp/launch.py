@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from .launcher import INTERRUPTED_EXIT_CODE, RankError, exit_code_of, launch
+from .launcher import INTERRUPTED_EXIT_CODE, RankError, launch
 
 USAGE_EXIT_CODE = 2
 
@@ -42,7 +42,8 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a program on CPU ranks; returns its exit code, 2 for wrong usage."""
+    """Run a program on CPU ranks; returns its exit code, 2 for wrong usage. SystemExit, if that is
+    how the program ends, is passed on."""
     options = _parser().parse_args(argv)
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
     if device != "CPU":
@@ -112,7 +113,9 @@ def _run(program: Program, args: Sequence[str], run: Callable[[Program, _Namespa
         _print_cause(error, program)
         return 1
     except RankError as error:
-        return _report(error, program)
+        _print_cause(error, program)
+        print(f"xla_fsdp.launch: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     return 0
@@ -169,17 +172,6 @@ def _as_main(program: Program, args: Sequence[str], module: ModuleType) -> Itera
         yield
     finally:
         sys.argv, sys.path, sys.modules["__main__"] = argv, path, main_module
-
-
-def _report(error: RankError, program: Program) -> int:
-    cause = error.__cause__
-    if isinstance(cause, SystemExit):
-        if not isinstance(cause.code, int):
-            print(cause.code, file=sys.stderr)
-        return exit_code_of(cause)
-    _print_cause(error, program)
-    print(f"xla_fsdp.launch: {error}", file=sys.stderr)
-    return 1
 
 
 def _print_cause(error: Exception, program: Program) -> None:

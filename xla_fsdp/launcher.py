@@ -85,6 +85,8 @@ def launch(
         RuntimeError: torch_xla was started before, in a way that does not fit.
         RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
             error is printed and the process ends with a non-zero exit code.
+        SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
+            these a rank just ends); so it ends the program with that code, unless it is caught.
     """
     inside = current_rank_thread()
     if inside is not None:
@@ -297,6 +299,8 @@ def _end_failed(run: Run) -> NoReturn:
         _exit_blocked(failure, blocked)
     for other in run.failures:
         _forget_locals(other.error)
+    if isinstance(failure.error, SystemExit):
+        raise failure.error
     raise RankError(_with_others(run), failure.rank) from failure.error
 
 
@@ -313,7 +317,7 @@ def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
         f"xla_fsdp: {failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
         "collective that cannot complete any more): the process ends here."
     )
-    _exit_now(exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
+    _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
 
 
 def _end_interrupted(run: Run) -> None:
@@ -327,7 +331,7 @@ def _end_interrupted(run: Run) -> None:
         _exit_now(INTERRUPTED_EXIT_CODE)
 
 
-def exit_code_of(error: BaseException | None) -> int:
+def _exit_code_of(error: BaseException | None) -> int:
     """The exit code that Python would use if ``error`` ended the program."""
     if isinstance(error, SystemExit):
         code = error.code

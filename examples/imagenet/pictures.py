@@ -9,6 +9,7 @@ What picks a rank makes is left to ``batches``.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,9 @@ class Pictures(Dataset):
         return Picture(torch.zeros(3, size, size, dtype=torch.uint8), IGNORED, problem)
 
     def _seed_of(self, index: int, epoch: int) -> int:
-        return ((self._seed << 20) + epoch << 32) + index & (1 << 63) - 1
+        # Mixed into 32 bits: torch's CPU generator leaves out what lies above.
+        mixed = hashlib.blake2b(repr((self._seed, epoch, index)).encode(), digest_size=4)
+        return int.from_bytes(mixed.digest(), "big")
 
 
 class Noise(Dataset):

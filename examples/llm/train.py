@@ -2,6 +2,7 @@
 
     python examples/llm/train.py                                  # 8 CPU ranks, or all TPU devices
     python examples/llm/train.py --mesh replica=2,shard=4         # shards in groups of 4 ranks
+    python examples/llm/train.py --scan                           # the layers as one loop
     python examples/llm/train.py --text book.txt --steps 2000 --width 256 --blocks 8
 
 The text is Python's own reference, as ``help()`` shows it, which comes with Python; or any file.
@@ -44,6 +45,7 @@ class Options:
 
     num_ranks: int | None
     mesh: dict[str, int] | None
+    scan: bool
     sizes: Sizes
     text: Path | None
     length: int
@@ -67,6 +69,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere")
     add("--mesh", type=_mesh, help="as replica=2,shard=4: the last axis shards")
+    add("--scan", action="store_true", help="train the layers as one loop, a smaller program")
     small = {"width": 128, "blocks": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
     for name, size in small.items():
         add(f"--{name}", type=at_least(1), default=size)
@@ -167,7 +170,9 @@ def run_rank(index: int, options: Options, text: Tensor) -> None:
     place = this_place()
     mesh = options.mesh and init_mesh(tuple(options.mesh.values()), tuple(options.mesh))
     torch.manual_seed(options.seed)  # for the values, which wrapping draws, unit by unit
-    model = shard_model(build_model(options.sizes), mesh=mesh, compute_dtype=torch.float32)
+    model = shard_model(
+        build_model(options.sizes), scan=options.scan, mesh=mesh, compute_dtype=torch.float32
+    )
     train(model, text, place, options)
     if options.generate:
         written = write(model, place, options)

@@ -541,6 +541,29 @@ def test_state_dicts_are_those_of_the_plain_model() -> None:
     assert found[1]["state"] == {}
 
 
+@scenarios.add
+def left_unsharded(rank: int) -> float:
+    """The largest error of a state dict after a step that left full parameters in modules."""
+    from xla_fsdp import full_state_dict, fully_shard
+    from xla_fsdp.tensor_parallel import parallelize_module
+
+    mesh, plain = tensor_mesh(), make(FeedForward)
+    plan = {k.removeprefix("blocks.*.mlp."): s for k, s in plan_of("Llama").items() if "mlp" in k}
+    model = parallelize_module(copy.deepcopy(plain), mesh["tensor"], plan)
+    model = fully_shard(model, mesh=mesh["shard"])
+    model.set_reshard_after_backward(False)
+    for each, x in ((plain, given(2, WIDTH)), (model, on_device(given(2, WIDTH)))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(x).square().sum().backward()
+        optimizer.step()
+    state = full_state_dict(model)
+    return max(worst(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_state_dicts_hold_what_the_optimizer_stepped_also_of_unsharded_units() -> None:
+    assert [scenarios.result("left_unsharded", rank) < 1e-5 for rank in range(RANKS)] == [True] * 2
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -53,6 +53,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     Raises:
         RuntimeError: inside a forward, a backward or ``summon_full_params``.
     """
+    reshard_units(model)  # full parameters left in modules are of before the optimizer's step
     units = units_in(model)
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
     xla_ops.settle()  # buffers are read on ranks that are shown something only

@@ -576,6 +576,13 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
+class Scaled(nn.Embedding):
+    """An embedding that computes more than a look-up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
 @scenarios.add
 def refusals(rank: int) -> dict[str, str]:
     import torch_xla.core.xla_model as xm
@@ -609,9 +616,15 @@ def refusals(rank: int) -> dict[str, str]:
 
     tied, layer = make(Tied), make(lambda: nn.Linear(4, 4))
     odd = make(lambda: nn.Sequential(nn.Linear(4, 7), nn.Linear(5, 4)))
+    whole_ids = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+    prepared = parallelize_module(
+        make(lambda: nn.Embedding(8, 4)), mesh["tensor"], PrepareModuleInput(**whole_ids)
+    )
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
     return {
+        "scaled": plan(make(lambda: Scaled(8, 4)), row),
+        "prepared": plan(prepared, row),
         "uneven": plan(odd, {"0": col, "1": row}),
         "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
         "ways": plan(tied, {"a": col, "b": row}),
@@ -636,6 +649,8 @@ REFUSED = {
         "1.weight has shape (4, 5), and the 2 ranks of axis 'tensor' cannot share the 5 of dim 1",
         "build the model with 8",
     ],
+    "scaled": ["Scaled: is a Scaled with a forward of its own", "take ColwiseParallel"],
+    "prepared": ["has another style already; give it RowwiseParallel first"],
     "layer": [
         "drop: is a Dropout; ColwiseParallel cuts nn.Linear and nn.Embedding",
         "a: its output is Shard(dim=-1) and is to be Partial(sum)",

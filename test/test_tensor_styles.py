@@ -620,11 +620,16 @@ def refusals(rank: int) -> dict[str, str]:
     prepared = parallelize_module(
         make(lambda: nn.Embedding(8, 4)), mesh["tensor"], PrepareModuleInput(**whole_ids)
     )
+    cut_once = parallelize_module(make(Two), mesh["tensor"], {"first": col, "second": row})
+    shared = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
     return {
         "scaled": plan(make(lambda: Scaled(8, 4)), row),
         "prepared": plan(prepared, row),
+        "twice": plan(cut_once, {"first": col, "second": row}),
+        "patterns": plan(make(Two), {"first": col, "f*": col}),
+        "names": plan(shared, {"a": col, "b.0": col}),
         "uneven": plan(odd, {"0": col, "1": row}),
         "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
         "ways": plan(tied, {"a": col, "b": row}),
@@ -651,6 +656,12 @@ REFUSED = {
     ],
     "scaled": ["Scaled: is a Scaled with a forward of its own", "take ColwiseParallel"],
     "prepared": ["has another style already; give it RowwiseParallel first"],
+    "twice": [
+        "first.weight is parallelized already (along dim 0, over axis 'tensor')",
+        "second.bias is parallelized already (whole on every rank, over axis 'tensor')",
+    ],
+    "patterns": ["first.weight is given a style twice, also as first.weight"],
+    "names": ["b.0.weight is given a style twice, also as a.weight"],
     "layer": [
         "drop: is a Dropout; ColwiseParallel cuts nn.Linear and nn.Embedding",
         "a: its output is Shard(dim=-1) and is to be Partial(sum)",

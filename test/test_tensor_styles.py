@@ -86,6 +86,29 @@ def test_every_change_of_layout_has_the_values_and_gradients_of_the_whole() -> N
     assert max(max(errors) for each in found for errors in each.values()) < 1e-6
 
 
+@scenarios.add
+def changed_in_place(rank: int) -> tuple[float, float]:
+    """Errors of the gradients of what was gathered, and of what was then added to it in place."""
+    from xla_fsdp.mesh_axis import MeshAxis
+    from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
+    from xla_fsdp.tensor_parallel.layouts import changed, for_use
+
+    axis = MeshAxis(tensor_mesh()["tensor"])
+    whole, weight = given(4, 6), given(4, 6, seed=6)
+    cut = on_device(own(rank, whole, Shard(1))).requires_grad_()
+    shift = on_device(whole).requires_grad_()
+    x = changed(cut, Shard(1), Replicate(), axis, "x")
+    x.mul_(2).add_(shift)
+    y = for_use(x, Replicate(), axis, "x")
+    (y * on_device(own(rank, weight, Partial()))).sum().backward()  # as a cut layer's
+    return worst(cut.grad, 2 * own(rank, weight, Shard(1))), worst(shift.grad, weight)
+
+
+def test_what_is_changed_in_place_after_it_was_gathered_gets_its_gradients() -> None:
+    found = [scenarios.result("changed_in_place", rank) for rank in range(RANKS)]
+    assert max(max(errors) for errors in found) < 1e-6
+
+
 # ---------------------------------------------------------------- styles
 
 
@@ -235,6 +258,24 @@ def copies(rank: int) -> dict[str, Any]:
 
 def test_modules_are_copied_and_pickled_with_their_styles() -> None:
     assert scenarios.result("copies") == {"same": [True, True], "is_linear": True}
+
+
+@scenarios.add
+def autocast_dtypes(rank: int) -> list[str]:
+    """Of the outputs of row-parallel layers with a bias, in several layouts."""
+    from xla_fsdp.tensor_parallel import Replicate, RowwiseParallel, Shard, parallelize_module
+
+    found = []
+    for layout in (Replicate(), Shard(0), Shard(1)):
+        layer, style = make(lambda: nn.Linear(8, 8)), RowwiseParallel(output_layouts=layout)
+        layer = parallelize_module(layer, tensor_mesh()["tensor"], style).to("xla")
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            found.append(str(layer(on_device(given(2, 4))).dtype))
+    return found
+
+
+def test_outputs_under_autocast_have_its_dtype() -> None:
+    assert scenarios.result("autocast_dtypes") == ["torch.bfloat16"] * 3
 
 
 class Dropped(nn.Module):
@@ -625,6 +666,7 @@ def refusals(rank: int) -> dict[str, str]:
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
     return {
+        "max_norm": plan(make(lambda: nn.Embedding(8, 4, max_norm=1.0)), col),
         "scaled": plan(make(lambda: Scaled(8, 4)), row),
         "prepared": plan(prepared, row),
         "twice": plan(cut_once, {"first": col, "second": row}),
@@ -654,6 +696,7 @@ REFUSED = {
         "1.weight has shape (4, 5), and the 2 ranks of axis 'tensor' cannot share the 5 of dim 1",
         "build the model with 8",
     ],
+    "max_norm": ["Embedding: is an nn.Embedding with max_norm, which a rank cannot do"],
     "scaled": ["Scaled: is a Scaled with a forward of its own", "take ColwiseParallel"],
     "prepared": ["has another style already; give it RowwiseParallel first"],
     "twice": [

@@ -62,6 +62,8 @@ class ColwiseParallel(ParallelStyle):
         yield from _layer_problems(self, module)
         yield from change_problems(self.input_layouts[0], Replicate(), "its input")
         yield from change_problems(Shard(-1), self.output_layouts[0], "its output")
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            yield "is an nn.Embedding with max_norm, which a rank cannot do with its features alone"
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
         """See ``ParallelStyle``."""
@@ -197,7 +199,7 @@ class _RowwiseLinear:
         with computing_with(module, {} if bias is None else {"bias": None}):
             part = forward(x, *rest, **kwargs)
         out = changed(part, Partial(), self.new, self.axis, f"{self.name}: its output")
-        return out if bias is None else out + self._bias_like(out, bias)
+        return out if bias is None else out + self._bias_like(out, bias).to(out.dtype)
 
     def _bias_like(self, out: Tensor, bias: Tensor) -> Tensor:
         """The bias in the layout of the output. It is added once, so after the sum."""

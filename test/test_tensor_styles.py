@@ -629,7 +629,7 @@ def refusals(rank: int) -> dict[str, str]:
     import torch_xla.core.xla_model as xm
 
     from xla_fsdp import checkpoint_module
-    from xla_fsdp.optim import ZeroRedundancyOptimizer
+    from xla_fsdp.optim import PeriodicModelAverager, ZeroRedundancyOptimizer
     from xla_fsdp.tensor_parallel import (
         ColwiseParallel,
         Partial,
@@ -665,6 +665,8 @@ def refusals(rank: int) -> dict[str, str]:
     shared = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
+    whole[0].weight.grad = torch.zeros_like(whole[0].weight)
+    averager, apart = PeriodicModelAverager(2), PeriodicModelAverager(2, groups=[[0], [1]])
     return {
         "max_norm": plan(make(lambda: nn.Embedding(8, 4, max_norm=1.0)), col),
         "scaled": plan(make(lambda: Scaled(8, 4)), row),
@@ -686,6 +688,8 @@ def refusals(rank: int) -> dict[str, str]:
         "step": message(lambda: xm.reduce_gradients(torch.optim.SGD(whole.parameters()))),
         "clip": message(lambda: nn.utils.clip_grad_norm_(whole.parameters(), 1.0)),
         "zero": message(lambda: ZeroRedundancyOptimizer(whole.parameters(), torch.optim.SGD)),
+        "averager": message(lambda: averager.average_parameters(whole.parameters())),
+        "apart": message(lambda: apart.average_parameters(whole.parameters())),
         "pairs": message(lambda: PrepareModuleInput(input_layouts=(Shard(1), None))),
     }
 
@@ -724,6 +728,11 @@ REFUSED = {
         "a parameter of shape (4, 4) is a part of a tensor-parallel one, of which ranks [0, 1] "
         "hold others; give groups along another axis"
     ],
+    "averager": [
+        "average_parameters: a parameter of shape (4, 4) is a part of a tensor-parallel one, of "
+        "which ranks [0, 1] hold others; give groups along another axis"
+    ],
+    "apart": ["nothing was raised"],
     "pairs": ["input_layouts has 2 entries and desired_input_layouts none"],
 }
 

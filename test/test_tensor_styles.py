@@ -605,6 +605,41 @@ def test_state_dicts_hold_what_the_optimizer_stepped_also_of_unsharded_units() -
     assert [scenarios.result("left_unsharded", rank) < 1e-5 for rank in range(RANKS)] == [True] * 2
 
 
+@scenarios.add
+def ignored_parts(rank: int) -> dict[str, Any]:
+    """Of a model whose unit ignores a cut layer: its state dict, and what is refused."""
+    from xla_fsdp import full_state_dict, optim_state_dict
+    from xla_fsdp.tensor_parallel import parallelize_module
+
+    mesh, plain = tensor_mesh(), make(FeedForward).state_dict()
+    plan = {k.removeprefix("blocks.*.mlp."): s for k, s in plan_of("Llama").items() if "mlp" in k}
+    model = parallelize_module(make(FeedForward), mesh["tensor"], plan)
+    model.down.to("xla")
+    model = fsdp(model, mesh=mesh["shard"], ignored_modules=[model.down])
+    of_all, of_units = (
+        torch.optim.SGD([model.gate.weight, *more]) for more in ([model.down.weight], [])
+    )
+    with model.summon_full_params(model):
+        shown = message(model.get_shard_metadata)
+    return {
+        "whole": torch.equal(full_state_dict(model)["down.weight"], plain["down.weight"]),
+        "files": message(model.get_shard_metadata),
+        "shown": shown,
+        "optimizer": message(lambda: optim_state_dict(model, of_all)),
+        "of_units": message(lambda: optim_state_dict(model, of_units)),
+    }
+
+
+def test_cut_parameters_outside_of_units_are_not_taken_for_whole() -> None:
+    found = scenarios.result("ignored_parts")
+    assert found["whole"]
+    why = "cannot have parameters that tensor parallelism has cut and no FSDP unit shards"
+    for name in ("files", "shown", "optimizer"):
+        assert why in found[name]
+        assert "different parts: down.weight. Shard" in found[name]
+    assert found["of_units"] == "nothing was raised"
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -487,13 +487,14 @@ def initialized(rank: int) -> dict[str, bool]:
         for name, module in built.named_children()
     }
 
-    def wrapped() -> Any:
+    def wrapped(*ignored: str) -> Any:
         with one_rank_at_a_time(), torch.random.fork_rng():
             torch.manual_seed(3)
             with torch.device("meta"):
                 model = FeedForward()
             parallelize_module(model, mesh["tensor"], plan)
-            return fsdp(model, mesh=mesh["shard"])
+            left = [model.get_parameter(name) for name in ignored]
+            return fsdp(model, mesh=mesh["shard"], ignored_params=left)
 
     def in_place() -> Any:
         with torch.device("meta"):
@@ -518,6 +519,9 @@ def initialized(rank: int) -> dict[str, bool]:
     slices["file"] = all(torch.equal(loaded[name], value) for name, value in plain.items())
     state = full_state_dict(wrapped())
     slices["meta"] = all(torch.equal(state[name], value) for name, value in plain.items())
+    ignored = wrapped("down.weight").down.weight
+    down = placement_in(built.down, "weight").slice_of(plain["down.weight"], rank)
+    slices["ignored"] = torch.equal(ignored.cpu(), down)  # and no shard, which would be flat
     filled = full_state_dict(in_place())["down.weight"]
     slices["in place"] = (filled == 0.5).sum() == filled.numel() - 1 and filled[1, 2] == 7.0
     return {name: bool(value) for name, value in slices.items()}
@@ -526,7 +530,8 @@ def initialized(rank: int) -> dict[str, bool]:
 def test_a_sharded_initialization_is_that_of_the_plain_model() -> None:
     for rank in range(RANKS):
         found = scenarios.result("initialized", rank)
-        assert found == dict.fromkeys(("gate", "up", "down", "file", "meta", "in place"), True)
+        names = ("gate", "up", "down", "file", "meta", "ignored", "in place")
+        assert found == dict.fromkeys(names, True)
 
 
 @scenarios.add

@@ -19,6 +19,7 @@ from test.hlo import Program
 from test.scenarios import Scenarios, fsdp, make, message
 from test.tensor_models import VOCABULARY, WIDTH, FeedForward, Gpt, GptBlock, plan_of
 from xla_fsdp import init_mesh
+from xla_fsdp.mesh import mesh_of
 
 scenarios = Scenarios(__name__)
 RANKS = 2
@@ -702,6 +703,11 @@ def refusals(rank: int) -> dict[str, str]:
         make(lambda: nn.Embedding(8, 4)), mesh["tensor"], PrepareModuleInput(**whole_ids)
     )
     cut_once = parallelize_module(make(Two), mesh["tensor"], {"first": col, "second": row})
+    apart_mesh = mesh_of((1, 0), (1, RANKS), ("shard", "tensor"))  # the other way round
+    two_axes = parallelize_module(make(Two), mesh["tensor"], {"first": col})
+    two_axes = fsdp(
+        parallelize_module(two_axes, apart_mesh["tensor"], {"second": col}), mesh=mesh["shard"]
+    )
     shared = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
@@ -728,6 +734,7 @@ def refusals(rank: int) -> dict[str, str]:
         "step": message(lambda: xm.reduce_gradients(torch.optim.SGD(whole.parameters()))),
         "clip": message(lambda: nn.utils.clip_grad_norm_(whole.parameters(), 1.0)),
         "zero": message(lambda: ZeroRedundancyOptimizer(whole.parameters(), torch.optim.SGD)),
+        "two_axes": message(two_axes.get_shard_metadata),
         "averager": message(lambda: averager.average_parameters(whole.parameters())),
         "apart": message(lambda: apart.average_parameters(whole.parameters())),
         "pairs": message(lambda: PrepareModuleInput(input_layouts=(Shard(1), None))),
@@ -768,6 +775,7 @@ REFUSED = {
         "a parameter of shape (4, 4) is a part of a tensor-parallel one, of which ranks [0, 1] "
         "hold others; give groups along another axis"
     ],
+    "two_axes": ["parallelized over several: 'tensor' [[0, 1]], 'tensor' [[1, 0]]"],
     "averager": [
         "average_parameters: a parameter of shape (4, 4) is a part of a tensor-parallel one, of "
         "which ranks [0, 1] hold others; give groups along another axis"

@@ -36,6 +36,7 @@ class Case:
         loss: loss parallel, too.
         shard: how the model is sharded over the other axes: "" (not), "wrapped" or "in_place".
         options: of the wrapper.
+        scan: its blocks run as a loop; they are units.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Case:
     loss: bool = False
     shard: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    scan: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -130,10 +132,13 @@ def sharded(model: Any, case: Case, mesh: Any) -> Any:
 def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[str, Any]:
     """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own."""
     from xla_fsdp import full_state_dict, optim_state_dict
+    from xla_fsdp.scan import scan_blocks
 
     mesh, model = (case.make_mesh(), None) if made is None else made()
     if model is None:
         model = sharded(parallelized(case, mesh), case, mesh)
+    if case.scan:
+        scan_blocks(model.blocks)
     optimizer = make_optimizer(model.parameters())
     found = train_steps(model, optimizer, case, mesh)
     state = full_state_dict(model)

@@ -32,7 +32,7 @@ LOADED = {
     ("Llama", 4): Case("Llama", (("shard", 4), ("tensor", 1)), shard="in_place"),
     ("Llama", 8): Case("Llama", (("shard", 2), ("tensor", 4)), shard="in_place"),
 }
-STEP = "step_00000001"
+STEP, RANDOM = "step_00000001", 1000
 SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
@@ -41,16 +41,21 @@ SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 def save_all(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
     """Train, save, and load onto a mesh of another shape and onto the same; what was saved, whole,
-    and whether what was loaded is the same."""
+    whether what was loaded is the same, and the device's random state then."""
+    import torch_xla.core.xla_model as xm
+
     from xla_fsdp import save_checkpoint
 
     found = {}
     for name, case in ((name, SAVED[name]) for name in names):
         model, optimizer = trained(case)
+        xm.set_rng_state(RANDOM + rank)
         save_checkpoint(f"{folder}/{name}", model, optimizer, step=1, extra={"rank": rank})
         saved = everything(model, optimizer)
         others = (LOADED[case.model, case.num_ranks], case)
-        found[name] = {"saved": saved, "same": [load(folder, name, c, saved) for c in others]}
+        loaded = [load(folder, name, each, saved) for each in others]
+        same, random = zip(*loaded, strict=True)
+        found[name] = {"saved": saved, "same": same, "random": random}
     return found
 
 
@@ -62,14 +67,17 @@ def trained(case: Case) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def load(folder: str, name: str, case: Case, saved: dict[str, Any]) -> bool:
+def load(folder: str, name: str, case: Case, saved: dict[str, Any]) -> tuple[bool, int]:
+    import torch_xla.core.xla_model as xm
+
     from xla_fsdp import load_checkpoint
 
     mesh = case.make_mesh()
     model = sharded(parallelized(case, mesh, seed=4), case, mesh)
     optimizer = make_optimizer(model.parameters())
     load_checkpoint(f"{folder}/{name}", model, optimizer)
-    return same(everything(model, optimizer), saved)
+    random = xm.get_rng_state()
+    return same(everything(model, optimizer), saved), random
 
 
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -130,7 +138,14 @@ def saved(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [*QUICK, *SLOW_CASES])
 def test_any_mesh_loads_what_another_saved(name: str) -> None:
     for each in saved(name):
-        assert each["same"] == [True, True]
+        assert each["same"] == (True, True)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW_CASES])
+def test_random_states_are_taken_by_ranks_in_the_same_places_only(name: str) -> None:
+    for rank, each in enumerate(saved(name)):
+        other, same = each["random"]
+        assert same == RANDOM + rank != other
 
 
 @pytest.mark.parametrize("name", [*QUICK, *SLOW_CASES])

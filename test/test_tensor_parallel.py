@@ -30,8 +30,11 @@ def mesh(tensor: int, shard: int = 0, replica: int = 0) -> tuple[tuple[str, int]
 QUICK = {
     "Gpt sharded": Case("Gpt", mesh(2, 2), shard="wrapped", **ALL),
     README: Case("Llama", mesh(2, 2), shard="in_place", **ALL),
+    "scanned": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, **ALL),
 }
 SLOW = {
+    "scanned Gpt": Case("Gpt", mesh(2, 1), shard="wrapped", scan=True, **ALL),
+    "scanned, 2 ranks": Case("Llama", mesh(2, 1), shard="wrapped", scan=True),
     **{
         f"{model} {degree} {' '.join(options)}": Case(
             model, mesh(degree), **dict.fromkeys(options, True)

@@ -19,6 +19,7 @@ from test.hlo import Program
 from test.scenarios import Scenarios, fsdp, make, message
 from test.tensor_models import VOCABULARY, WIDTH, FeedForward, Gpt, GptBlock, plan_of
 from xla_fsdp import init_mesh
+from xla_fsdp.mesh import mesh_of
 
 scenarios = Scenarios(__name__)
 RANKS = 2
@@ -84,6 +85,29 @@ def test_every_change_of_layout_has_the_values_and_gradients_of_the_whole() -> N
     found = [scenarios.result("layouts", rank) for rank in range(RANKS)]
     assert len(found[0]) == 12
     assert max(max(errors) for each in found for errors in each.values()) < 1e-6
+
+
+@scenarios.add
+def changed_in_place(rank: int) -> tuple[float, float]:
+    """Errors of the gradients of what was gathered, and of what was then added to it in place."""
+    from xla_fsdp.mesh_axis import MeshAxis
+    from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
+    from xla_fsdp.tensor_parallel.layouts import changed, for_use
+
+    axis = MeshAxis(tensor_mesh()["tensor"])
+    whole, weight = given(4, 6), given(4, 6, seed=6)
+    cut = on_device(own(rank, whole, Shard(1))).requires_grad_()
+    shift = on_device(whole).requires_grad_()
+    x = changed(cut, Shard(1), Replicate(), axis, "x")
+    x.mul_(2).add_(shift)
+    y = for_use(x, Replicate(), axis, "x")
+    (y * on_device(own(rank, weight, Partial()))).sum().backward()  # as a cut layer's
+    return worst(cut.grad, 2 * own(rank, weight, Shard(1))), worst(shift.grad, weight)
+
+
+def test_what_is_changed_in_place_after_it_was_gathered_gets_its_gradients() -> None:
+    found = [scenarios.result("changed_in_place", rank) for rank in range(RANKS)]
+    assert max(max(errors) for errors in found) < 1e-6
 
 
 # ---------------------------------------------------------------- styles
@@ -235,6 +259,24 @@ def copies(rank: int) -> dict[str, Any]:
 
 def test_modules_are_copied_and_pickled_with_their_styles() -> None:
     assert scenarios.result("copies") == {"same": [True, True], "is_linear": True}
+
+
+@scenarios.add
+def autocast_dtypes(rank: int) -> list[str]:
+    """Of the outputs of row-parallel layers with a bias, in several layouts."""
+    from xla_fsdp.tensor_parallel import Replicate, RowwiseParallel, Shard, parallelize_module
+
+    found = []
+    for layout in (Replicate(), Shard(0), Shard(1)):
+        layer, style = make(lambda: nn.Linear(8, 8)), RowwiseParallel(output_layouts=layout)
+        layer = parallelize_module(layer, tensor_mesh()["tensor"], style).to("xla")
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            found.append(str(layer(on_device(given(2, 4))).dtype))
+    return found
+
+
+def test_outputs_under_autocast_have_its_dtype() -> None:
+    assert scenarios.result("autocast_dtypes") == ["torch.bfloat16"] * 3
 
 
 class Dropped(nn.Module):
@@ -446,13 +488,14 @@ def initialized(rank: int) -> dict[str, bool]:
         for name, module in built.named_children()
     }
 
-    def wrapped() -> Any:
+    def wrapped(*ignored: str) -> Any:
         with one_rank_at_a_time(), torch.random.fork_rng():
             torch.manual_seed(3)
             with torch.device("meta"):
                 model = FeedForward()
             parallelize_module(model, mesh["tensor"], plan)
-            return fsdp(model, mesh=mesh["shard"])
+            left = [model.get_parameter(name) for name in ignored]
+            return fsdp(model, mesh=mesh["shard"], ignored_params=left)
 
     def in_place() -> Any:
         with torch.device("meta"):
@@ -477,6 +520,9 @@ def initialized(rank: int) -> dict[str, bool]:
     slices["file"] = all(torch.equal(loaded[name], value) for name, value in plain.items())
     state = full_state_dict(wrapped())
     slices["meta"] = all(torch.equal(state[name], value) for name, value in plain.items())
+    ignored = wrapped("down.weight").down.weight
+    down = placement_in(built.down, "weight").slice_of(plain["down.weight"], rank)
+    slices["ignored"] = torch.equal(ignored.cpu(), down)  # and no shard, which would be flat
     filled = full_state_dict(in_place())["down.weight"]
     slices["in place"] = (filled == 0.5).sum() == filled.numel() - 1 and filled[1, 2] == 7.0
     return {name: bool(value) for name, value in slices.items()}
@@ -485,7 +531,8 @@ def initialized(rank: int) -> dict[str, bool]:
 def test_a_sharded_initialization_is_that_of_the_plain_model() -> None:
     for rank in range(RANKS):
         found = scenarios.result("initialized", rank)
-        assert found == dict.fromkeys(("gate", "up", "down", "file", "meta", "in place"), True)
+        names = ("gate", "up", "down", "file", "meta", "ignored", "in place")
+        assert found == dict.fromkeys(names, True)
 
 
 @scenarios.add
@@ -541,6 +588,64 @@ def test_state_dicts_are_those_of_the_plain_model() -> None:
     assert found[1]["state"] == {}
 
 
+@scenarios.add
+def left_unsharded(rank: int) -> float:
+    """The largest error of a state dict after a step that left full parameters in modules."""
+    from xla_fsdp import full_state_dict, fully_shard
+    from xla_fsdp.tensor_parallel import parallelize_module
+
+    mesh, plain = tensor_mesh(), make(FeedForward)
+    plan = {k.removeprefix("blocks.*.mlp."): s for k, s in plan_of("Llama").items() if "mlp" in k}
+    model = parallelize_module(copy.deepcopy(plain), mesh["tensor"], plan)
+    model = fully_shard(model, mesh=mesh["shard"])
+    model.set_reshard_after_backward(False)
+    for each, x in ((plain, given(2, WIDTH)), (model, on_device(given(2, WIDTH)))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(x).square().sum().backward()
+        optimizer.step()
+    state = full_state_dict(model)
+    return max(worst(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_state_dicts_hold_what_the_optimizer_stepped_also_of_unsharded_units() -> None:
+    assert [scenarios.result("left_unsharded", rank) < 1e-5 for rank in range(RANKS)] == [True] * 2
+
+
+@scenarios.add
+def ignored_parts(rank: int) -> dict[str, Any]:
+    """Of a model whose unit ignores a cut layer: its state dict, and what is refused."""
+    from xla_fsdp import full_state_dict, optim_state_dict
+    from xla_fsdp.tensor_parallel import parallelize_module
+
+    mesh, plain = tensor_mesh(), make(FeedForward).state_dict()
+    plan = {k.removeprefix("blocks.*.mlp."): s for k, s in plan_of("Llama").items() if "mlp" in k}
+    model = parallelize_module(make(FeedForward), mesh["tensor"], plan)
+    model.down.to("xla")
+    model = fsdp(model, mesh=mesh["shard"], ignored_modules=[model.down])
+    of_all, of_units = (
+        torch.optim.SGD([model.gate.weight, *more]) for more in ([model.down.weight], [])
+    )
+    with model.summon_full_params(model):
+        shown = message(model.get_shard_metadata)
+    return {
+        "whole": torch.equal(full_state_dict(model)["down.weight"], plain["down.weight"]),
+        "files": message(model.get_shard_metadata),
+        "shown": shown,
+        "optimizer": message(lambda: optim_state_dict(model, of_all)),
+        "of_units": message(lambda: optim_state_dict(model, of_units)),
+    }
+
+
+def test_cut_parameters_outside_of_units_are_not_taken_for_whole() -> None:
+    found = scenarios.result("ignored_parts")
+    assert found["whole"]
+    why = "cannot have parameters that tensor parallelism has cut and no FSDP unit shards"
+    for name in ("files", "shown", "optimizer"):
+        assert why in found[name]
+        assert "different parts: down.weight. Shard" in found[name]
+    assert found["of_units"] == "nothing was raised"
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -553,12 +658,19 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
+class Scaled(nn.Embedding):
+    """An embedding that computes more than a look-up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
 @scenarios.add
 def refusals(rank: int) -> dict[str, str]:
     import torch_xla.core.xla_model as xm
 
     from xla_fsdp import checkpoint_module
-    from xla_fsdp.optim import ZeroRedundancyOptimizer
+    from xla_fsdp.optim import PeriodicModelAverager, ZeroRedundancyOptimizer
     from xla_fsdp.tensor_parallel import (
         ColwiseParallel,
         Partial,
@@ -586,9 +698,28 @@ def refusals(rank: int) -> dict[str, str]:
 
     tied, layer = make(Tied), make(lambda: nn.Linear(4, 4))
     odd = make(lambda: nn.Sequential(nn.Linear(4, 7), nn.Linear(5, 4)))
+    whole_ids = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+    prepared = parallelize_module(
+        make(lambda: nn.Embedding(8, 4)), mesh["tensor"], PrepareModuleInput(**whole_ids)
+    )
+    cut_once = parallelize_module(make(Two), mesh["tensor"], {"first": col, "second": row})
+    apart_mesh = mesh_of((1, 0), (1, RANKS), ("shard", "tensor"))  # the other way round
+    two_axes = parallelize_module(make(Two), mesh["tensor"], {"first": col})
+    two_axes = fsdp(
+        parallelize_module(two_axes, apart_mesh["tensor"], {"second": col}), mesh=mesh["shard"]
+    )
+    shared = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     sharded = fsdp(make(lambda: nn.Linear(4, 4)))
     whole = cut(4).to("xla")
+    whole[0].weight.grad = torch.zeros_like(whole[0].weight)
+    averager, apart = PeriodicModelAverager(2), PeriodicModelAverager(2, groups=[[0], [1]])
     return {
+        "max_norm": plan(make(lambda: nn.Embedding(8, 4, max_norm=1.0)), col),
+        "scaled": plan(make(lambda: Scaled(8, 4)), row),
+        "prepared": plan(prepared, row),
+        "twice": plan(cut_once, {"first": col, "second": row}),
+        "patterns": plan(make(Two), {"first": col, "f*": col}),
+        "names": plan(shared, {"a": col, "b.0": col}),
         "uneven": plan(odd, {"0": col, "1": row}),
         "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
         "ways": plan(tied, {"a": col, "b": row}),
@@ -603,6 +734,9 @@ def refusals(rank: int) -> dict[str, str]:
         "step": message(lambda: xm.reduce_gradients(torch.optim.SGD(whole.parameters()))),
         "clip": message(lambda: nn.utils.clip_grad_norm_(whole.parameters(), 1.0)),
         "zero": message(lambda: ZeroRedundancyOptimizer(whole.parameters(), torch.optim.SGD)),
+        "two_axes": message(two_axes.get_shard_metadata),
+        "averager": message(lambda: averager.average_parameters(whole.parameters())),
+        "apart": message(lambda: apart.average_parameters(whole.parameters())),
         "pairs": message(lambda: PrepareModuleInput(input_layouts=(Shard(1), None))),
     }
 
@@ -613,6 +747,15 @@ REFUSED = {
         "1.weight has shape (4, 5), and the 2 ranks of axis 'tensor' cannot share the 5 of dim 1",
         "build the model with 8",
     ],
+    "max_norm": ["Embedding: is an nn.Embedding with max_norm, which a rank cannot do"],
+    "scaled": ["Scaled: is a Scaled with a forward of its own", "take ColwiseParallel"],
+    "prepared": ["has another style already; give it RowwiseParallel first"],
+    "twice": [
+        "first.weight is parallelized already (along dim 0, over axis 'tensor')",
+        "second.bias is parallelized already (whole on every rank, over axis 'tensor')",
+    ],
+    "patterns": ["first.weight is given a style twice, also as first.weight"],
+    "names": ["b.0.weight is given a style twice, also as a.weight"],
     "layer": [
         "drop: is a Dropout; ColwiseParallel cuts nn.Linear and nn.Embedding",
         "a: its output is Shard(dim=-1) and is to be Partial(sum)",
@@ -632,6 +775,12 @@ REFUSED = {
         "a parameter of shape (4, 4) is a part of a tensor-parallel one, of which ranks [0, 1] "
         "hold others; give groups along another axis"
     ],
+    "two_axes": ["parallelized over several: 'tensor' [[0, 1]], 'tensor' [[1, 0]]"],
+    "averager": [
+        "average_parameters: a parameter of shape (4, 4) is a part of a tensor-parallel one, of "
+        "which ranks [0, 1] hold others; give groups along another axis"
+    ],
+    "apart": ["nothing was raised"],
     "pairs": ["input_layouts has 2 entries and desired_input_layouts none"],
 }
 

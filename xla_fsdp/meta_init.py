@@ -66,7 +66,7 @@ class _Made:
                 if tensor is not None and tensor.is_meta:
                     placement = placement_in(owner, name)
                     registry[name] = self._replace(tensor, placement)
-                    if placement is not None and placement.dim is not None:
+                    if placement is not None and placement.parts > 1:
                         self._whole.append((owner, name, placement))
                     if known := known_shard(tensor):
                         self._tied.append((owner, name, known.shard))
@@ -80,10 +80,15 @@ class _Made:
             if whole.shape != placement.shape:  # ignored, and made by another unit
                 continue
             if id(whole) not in local:
-                part = own_part(whole.detach(), placement).clone()
-                local[id(whole)] = _param_like(part, whole)
-                self.origins[id(local[id(whole)])] = self.origins.pop(id(whole))
+                local[id(whole)] = self._part(whole, placement)
             owner._parameters[name] = local[id(whole)]
+
+    def _part(self, whole: nn.Parameter, placement: TensorPlacement) -> nn.Parameter:
+        local = _param_like(own_part(whole.detach(), placement).clone(), whole)
+        origin = self.origins[id(local)] = self.origins.pop(id(whole))
+        if self._ignored.has_param(whole):
+            self._ignore(local, origin)
+        return local
 
     def tie(self) -> None:
         """Once modules are initialized: what another unit has sharded already is its shard."""
@@ -97,9 +102,12 @@ class _Made:
             new = self._new[id(tensor)] = _like(tensor, shape) if known is None else known
             self.origins[id(new)] = tensor
             if isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor):
-                self._ignored.add(new)
-                remember_whole(tensor, new)
+                self._ignore(new, tensor)
         return self._new[id(tensor)]
+
+    def _ignore(self, new: Tensor, origin: Tensor) -> None:
+        self._ignored.add(new)
+        remember_whole(origin, new)
 
     def _made_elsewhere(self, tensor: Tensor) -> Tensor | None:
         """An ignored parameter that a module of another unit shares stays one."""

@@ -44,13 +44,15 @@ def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) ->
         communication: of its outermost unit.
 
     Raises:
-        ValueError: if tensor-parallel parameters are sharded over groups that are of no mesh.
+        ValueError: if tensor-parallel parameters are sharded over groups that are of no mesh, or
+            cut along several axes.
     """
     collectives = communication.shards
     placements = [m.placement for shard in shards for m in shard.param.members]
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
         return SharingRanks(collectives.rank, collectives.num_shards, communication.groups)
+    _refuse_several(meshes)
     mesh, tensor = shards[0].group.mesh, meshes[0]
     if mesh.layout != tensor.layout:
         raise ValueError(
@@ -61,6 +63,16 @@ def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) ->
     groups = joint.groups()
     rank = joint.place(xla_ops.rank())
     return SharingRanks(rank, joint.size(), groups if len(groups) > 1 else None, tensor.size())
+
+
+def _refuse_several(meshes: Sequence[Mesh]) -> None:
+    several = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
+    if len(several) > 1:
+        found = ", ".join(f"{name!r} {groups}" for groups, name in several.items())
+        raise ValueError(
+            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
+            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
 
 
 def describe(

@@ -20,6 +20,7 @@ from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.communication import Communication
 from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
+from xla_fsdp.outside_units import cut_outside_units, refuse_cut_outside
 from xla_fsdp.shard_metadata import describe, refuse_other_groups, sharing_ranks
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
@@ -201,8 +202,10 @@ class ShardedModule(UnitHost):
         the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``.
 
         Raises:
-            ValueError: if units have different meshes, or slices along other dims than the first.
+            ValueError: if units have different meshes, or slices along other dims than the first;
+                if tensor parallelism has cut parameters that no unit shards.
         """
+        refuse_cut_outside(cut_outside_units(self._fsdp_module()), "files of shards")
         refuse_other_groups(self._fsdp_communications())
         shards = list(self._fsdp_named_shards(remove_duplicate=False))
         ranks = sharing_ranks(shards, self._fsdp_attachment.communication)

@@ -31,10 +31,9 @@ from xla_fsdp.full_optim_state import (
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
 from xla_fsdp.optim_state import params_by_key, read_optimizer, torch_state_dict, write_optimizer
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.outside_units import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
-from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.tree import map_tensors
 from xla_fsdp.unit_host import named_hosts, named_shards, reshard_units, units_in
 from xla_fsdp.whole_params import joined
@@ -53,10 +52,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     Raises:
         RuntimeError: inside a forward, a backward or ``summon_full_params``.
     """
+    reshard_units(model)  # full parameters left in modules are of before the optimizer's step
     units = units_in(model)
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
     xla_ops.settle()  # buffers are read on ranks that are shown something only
-    whole = dict(_whole_outside_units(model))
+    outside = cut_outside_units(model)
+    whole = {name: joined(param.detach(), placement) for name, param, placement in outside}
     xla_ops.compute(list(whole.values()))
     with summoned(units, options):
         if not is_shown(units, options):
@@ -107,8 +108,10 @@ def optim_state_dict(
 
     Raises:
         ValueError: if the optimizer holds parameters that are not the model's, or state that is
-            neither cut like a shard nor one number (as Adafactor's factors of a shard).
+            neither cut like a shard nor one number (as Adafactor's factors of a shard); if it holds
+            parameters that tensor parallelism has cut and no unit shards.
     """
+    _refuse_cut_outside(model, optimizer)
     state = read_optimizer(optimizer, _params(model))
     xla_ops.settle()  # whole entries are read on ranks that are shown something only
     return to_full(state, _names(model), only=0 if rank0_only else None)
@@ -169,6 +172,12 @@ def load_sharded_optim_state_dict(
         write_optimizer(optimizer, params, from_shards(state, template))
 
 
+def _refuse_cut_outside(model: nn.Module, optimizer: Optimizer) -> None:
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    outside = [each for each in cut_outside_units(model) if id(each.param) in held]
+    refuse_cut_outside(outside, "optim_state_dict")
+
+
 def _params(model: nn.Module) -> dict[str, Tensor]:
     reshard_units(model)
     sharded = [(shard.key, shard.param.shard) for shard in _shards(model)]
@@ -201,16 +210,6 @@ def _names(model: nn.Module) -> ShardNames:
         for alias in aliases[id(shard.param.shard)]
     }
     return ShardNames({shard.key: shard for shard in shards}, members, canonical)
-
-
-def _whole_outside_units(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of parameters that tensor parallelism has cut, and no unit taken."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, param in module._parameters.items():
-            placement = placement_in(module, attribute)
-            is_cut = placement is not None and placement.dim is not None
-            if is_cut and param is not None and not is_sharded(param):
-                yield join_name(prefix, attribute), joined(param.detach(), placement)
 
 
 def _original_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:

@@ -69,10 +69,10 @@ def refuse_shown(params: Iterable[Tensor], function: str) -> None:
 
 
 def remember_whole(origin: Tensor, param: Tensor) -> None:
-    """``param``, which stays whole, is what became of the meta tensor ``origin``."""
+    """``param``, which no unit shards, is what became of the meta tensor ``origin``."""
     _whole_of[origin] = param
 
 
 def known_whole(origin: Tensor) -> Tensor | None:
-    """What became of the meta tensor ``origin``, if it is a parameter that stays whole."""
+    """What became of the meta tensor ``origin``, if it is a parameter that no unit shards."""
     return _whole_of.get(origin)

@@ -46,7 +46,8 @@ class LoadedStep:
         groups: of the optimizer.
         states: by key and name; tensors of kind ``SHARD`` are vectors.
         values: what was saved beside the tensors, by topic.
-        same_ranks: whether as many ranks share the model as when it was saved.
+        same_ranks: whether as many ranks share the model as when it was saved, in as many
+            tensor-parallel parts: ranks then have the places that they had.
     """
 
     model: dict[str, Tensor]
@@ -71,8 +72,8 @@ def load_step(
         CheckpointError: with every problem found.
     """
     marker = read_marker(storage, attempt)
-    same_ranks = marker.world_size == target.metadata.world_size
-    own = target.metadata.rank if same_ranks else 0
+    same_size = marker.world_size == target.metadata.world_size
+    own = target.metadata.rank if same_size else 0
     files = _open(storage, attempt, marker, own)
     shards = files.shards()
     plan = make_plan(shards[own].metadata, shards[own].state_dict)
@@ -83,6 +84,8 @@ def load_step(
         cut_optimizer(saved, target, target.groups, found, strict=strict)
     if found.problems:
         raise CheckpointError([f"{storage.where}/{attempt.folder}: {p}" for p in found.problems])
+    parts = shards[own].metadata.get("tensor_parts", 1)
+    same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
     return _read(found, typed(files.values(own), dict, "values"), threads, same_ranks)
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.optim.averaging import average_in_place
-from xla_fsdp.optim.rank_groups import Groups, check_groups, consecutive_groups
+from xla_fsdp.optim.rank_groups import (
+    Groups,
+    check_groups,
+    consecutive_groups,
+    find_part_problems,
+    own_group,
+)
 from xla_fsdp.sharded_param import is_sharded
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -63,7 +69,8 @@ class ModelAverager(ABC):
 
         Raises:
             ValueError: for shards, of which ranks hold different slices, unless the averager was
-                given ``groups``: of replicas of the same slices.
+                given ``groups``: of replicas of the same slices; for parts of tensor-parallel
+                parameters of which the ranks of a group hold different ones.
             TypeError: if ``params`` holds anything else.
         """
         groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
@@ -97,6 +104,7 @@ class ModelAverager(ABC):
                     f"that hold the same slices"
                 )
             elif each.grad is not None:
+                _refuse_other_parts(each, own_group(self.groups))
                 yield each
 
     @abstractmethod
@@ -171,6 +179,12 @@ class HierarchicalModelAverager(ModelAverager):
         """See ``ModelAverager``."""
         due = [period for period in self.period_groups if step % period == 0]
         return self.period_groups[max(due)] if due else None
+
+
+def _refuse_other_parts(param: Tensor, ranks: Sequence[int]) -> None:
+    what = f"average_parameters: a parameter of shape {tuple(param.shape)}"
+    for problem in find_part_problems(param, ranks, what):
+        raise ValueError(problem)
 
 
 def _hierarchy_problems(levels: Mapping[int, int], num_ranks: int) -> Iterator[str]:

@@ -7,10 +7,13 @@ and hold the caller. Communication itself is left to ``collectives``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.tensor_placement import known_placement
 
 Groups = list[list[int]]
 
@@ -42,11 +45,35 @@ def collectives_over(groups: Sequence[Sequence[int]] | None) -> Collectives:
     Raises:
         ValueError: see ``check_groups``.
     """
-    spelled, rank = check_groups(groups), xla_ops.rank()
-    own = next(group for group in spelled if rank in group)
+    spelled = check_groups(groups)
+    own = own_group(spelled)
     if len(own) == 1:
         return LocalCollectives()
-    return XlaCollectives(spelled if groups is not None else None, own.index(rank), len(own))
+    place = own.index(xla_ops.rank())
+    return XlaCollectives(spelled if groups is not None else None, place, len(own))
+
+
+def own_group(groups: Groups) -> list[int]:
+    """The group of the caller."""
+    rank = xla_ops.rank()
+    return next(group for group in groups if rank in group)
+
+
+def find_part_problems(param: Tensor, ranks: Sequence[int], what: str) -> Iterator[str]:
+    """Why a parameter that these ranks are to treat as one is not: a line, if they hold different
+    parts of a tensor-parallel one.
+
+    Args:
+        param: of the caller.
+        ranks: a group.
+        what: which parameter, for the message.
+    """
+    placement = known_placement(param)
+    if placement is not None and placement.parts > 1 and not placement.is_same_on(ranks):
+        yield (
+            f"{what} is a part of a tensor-parallel one, of which ranks {list(ranks)} hold others; "
+            f"give groups along another axis, as in groups=mesh['data'].groups()"
+        )
 
 
 def consecutive_groups(groups: Groups, size: int) -> Groups:

@@ -21,11 +21,15 @@ from xla_fsdp.grad_clip import Slices as GradSlices
 from xla_fsdp.grad_clip import clip_grads_by_norm_
 from xla_fsdp.optim import zero_state
 from xla_fsdp.optim.elementwise import is_elementwise
-from xla_fsdp.optim.rank_groups import check_groups, collectives_over
+from xla_fsdp.optim.rank_groups import (
+    check_groups,
+    collectives_over,
+    find_part_problems,
+    own_group,
+)
 from xla_fsdp.optim.slices import Slices
 from xla_fsdp.optim.stand_ins import StandInOptimizer
 from xla_fsdp.sharded_param import is_sharded
-from xla_fsdp.tensor_placement import known_placement
 
 
 class ZeroRedundancyOptimizer(StandInOptimizer):
@@ -95,7 +99,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
             _warn_about_whole(optimizer_class)
         self.is_sliced = known
         self.slices = Slices(collectives_over(groups))
-        [self._ranks] = [g for g in check_groups(groups) if xla_ops.rank() in g]
+        self._ranks = own_group(check_groups(groups))
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
@@ -334,12 +338,7 @@ def _problems(param: Any, ranks: Sequence[int]) -> list[str]:
         found.append(
             f"{what} is sharded by FSDP already, with its optimizer state; use the plain optimizer"
         )
-    placement = known_placement(tensor)
-    if placement is not None and placement.parts > 1 and not placement.is_same_on(ranks):
-        found.append(
-            f"{what} is a part of a tensor-parallel one, of which ranks {list(ranks)} hold others; "
-            f"give groups along another axis, as in groups=mesh['data'].groups()"
-        )
+    found += find_part_problems(tensor, ranks, what)
     if tensor.device.type != "xla":
         found.append(f"{what} is on {tensor.device}; move the model to the XLA device first")
     if not tensor.is_floating_point():

@@ -40,12 +40,18 @@ def find_cut_problems(
         cuts: with the names of the modules that were given the styles.
         axis: the ranks that share it.
     """
-    planned = {(id(cut.owner), cut.attribute) for _, cut in cuts}
     wanted: dict[int, dict[int | None, str]] = defaultdict(dict)
+    sites: dict[tuple[int, str], str] = {}
     for name, cut in cuts:
         param = cut.owner._parameters[cut.attribute]
         assert param is not None
         own = join_name(name, cut.attribute)
+        first = sites.setdefault((id(cut.owner), cut.attribute), own)
+        if first is not own:
+            yield (
+                f"{own} is given a style twice, also as {first}: names that match one module, or "
+                f"two names of it; give it one style, under one name"
+            )
         yield from _size_problems(own, cut, param, axis)
         wanted[id(param)].setdefault(cut.dim, own)
     for names in wanted.values():
@@ -54,7 +60,7 @@ def find_cut_problems(
             yield f"one parameter is to be cut in several ways: {ways}; give its owners one way"
     for prefix, module in root.named_modules():
         for attribute, param in module._parameters.items():
-            if id(param) in wanted and (id(module), attribute) not in planned:
+            if id(param) in wanted and (id(module), attribute) not in sites:
                 [first, *_] = wanted[id(param)].values()
                 yield (
                     f"{join_name(prefix, attribute)} is tied to {first}, but is not in the plan; "
@@ -72,8 +78,7 @@ def distribute(cuts: Sequence[ParamCut], axis: MeshAxis, src_data_rank: int | No
             own.
     """
     for cut in cuts:
-        if placement_in(cut.owner, cut.attribute) is None:
-            _make(cut, axis, src_data_rank)
+        _make(cut, axis, src_data_rank)
 
 
 def _make(cut: ParamCut, axis: MeshAxis, source: int | None) -> None:
@@ -113,8 +118,11 @@ def _of_source(whole: Tensor, axis: MeshAxis, source: int) -> Tensor:
 def _size_problems(name: str, cut: ParamCut, param: nn.Parameter, axis: MeshAxis) -> Iterator[str]:
     known = placement_in(cut.owner, cut.attribute)
     if known is not None:
-        if (known.dim, known.mesh) != (cut.dim, axis.mesh):
-            yield f"{name} is parallelized already, along dim {known.dim}; do it once"
+        how = "whole on every rank" if known.dim is None else f"along dim {known.dim}"
+        yield (
+            f"{name} is parallelized already ({how}, over axis {known.axis!r}), and a second style "
+            f"would communicate twice; do it once"
+        )
         return
     if is_sharded(param):
         yield f"{name} is sharded by FSDP already; parallelize modules first, then shard them"

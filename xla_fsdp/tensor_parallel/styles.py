@@ -25,9 +25,10 @@ from xla_fsdp.mesh_axis import MeshAxis
 from xla_fsdp.optim.noise import random_bits
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed, for_use
 from xla_fsdp.tensor_parallel.pairs import Copied, Cut
-from xla_fsdp.tensor_parallel.parallel_module import Forward, Step, computing_with
+from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelModule, Step, computing_with
 from xla_fsdp.tensor_parallel.style import ParallelStyle, ParamCut, own_cuts
 from xla_fsdp.tensor_parallel.vocabulary import remember_head
+from xla_fsdp.tensor_placement import placement_in
 
 LAYERS = (nn.Linear, nn.Embedding)
 IN_PLACE_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
@@ -61,6 +62,8 @@ class ColwiseParallel(ParallelStyle):
         yield from _layer_problems(self, module)
         yield from change_problems(self.input_layouts[0], Replicate(), "its input")
         yield from change_problems(Shard(-1), self.output_layouts[0], "its output")
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            yield "is an nn.Embedding with max_norm, which a rank cannot do with its features alone"
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
         """See ``ParallelStyle``."""
@@ -113,6 +116,7 @@ class RowwiseParallel(ParallelStyle):
                 for option in IN_PLACE_OPTIONS
                 if getattr(module, option)
             )
+            yield from _look_up_problems(module)
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
         """See ``ParallelStyle``."""
@@ -195,7 +199,7 @@ class _RowwiseLinear:
         with computing_with(module, {} if bias is None else {"bias": None}):
             part = forward(x, *rest, **kwargs)
         out = changed(part, Partial(), self.new, self.axis, f"{self.name}: its output")
-        return out if bias is None else out + self._bias_like(out, bias)
+        return out if bias is None else out + self._bias_like(out, bias).to(out.dtype)
 
     def _bias_like(self, out: Tensor, bias: Tensor) -> Tensor:
         """The bias in the layout of the output. It is added once, so after the sum."""
@@ -273,6 +277,18 @@ def _layer_problems(style: ParallelStyle, module: nn.Module) -> Iterator[str]:
     if not isinstance(module, LAYERS):
         yield (
             f"is a {type(module).__name__}; {type(style).__name__} cuts nn.Linear and nn.Embedding"
+        )
+
+
+def _look_up_problems(module: nn.Embedding) -> Iterator[str]:
+    """A look-up in a rank's rows takes the place of the forward, and of what is around it."""
+    if isinstance(module, ParallelModule):
+        if placement_in(module, "weight") is None:
+            yield "has another style already; give it RowwiseParallel first"
+    elif type(module).forward is not nn.Embedding.forward:
+        yield (
+            f"is a {type(module).__name__} with a forward of its own, in whose place "
+            f"RowwiseParallel looks up the rows that a rank has; take ColwiseParallel"
         )
 
 

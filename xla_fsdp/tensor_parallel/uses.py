@@ -29,8 +29,8 @@ def use_replicated(x: Tensor, axis: MeshAxis) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     if x in _origins:
-        cut, dim, of = _origins[x]
-        if of == axis.key:
+        cut, dim, of, version = _origins[x]
+        if (of, version) == (axis.key, x._version):
             return _once(x, (axis.key, "regathered"), lambda: _regathered(cut, x, axis, dim))
     return _once(x, (axis.key, "copied"), lambda: _apply(Copied, x, axis))
 
@@ -43,7 +43,7 @@ def use_cut(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 def remember_origin(gathered: Tensor, cut: Tensor, axis: MeshAxis, dim: int) -> None:
     """``gathered`` is ``cut``, gathered along ``dim``."""
     if torch.is_grad_enabled() and cut.requires_grad:
-        _origins[gathered] = (cut, dim, axis.key)
+        _origins[gathered] = (cut, dim, axis.key, gathered._version)
 
 
 def _once(x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:

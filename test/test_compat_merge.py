@@ -15,6 +15,7 @@ from test.shard_maker import FullModel, bits, every_kind
 from xla_fsdp.checkpoint import CheckpointError
 from xla_fsdp.compat_merge import SavedByJob, consolidate_sharded_model_checkpoints
 from xla_fsdp.cpu_ranks import Run
+from xla_fsdp.save_numbers import numbered
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -84,6 +85,39 @@ def test_nor_what_was_merged_before(tmp_path: Path) -> None:
 
     _wait(tmp_path, [save], job)
     assert done
+
+
+def _save(model: FullModel, path: Path, rank: int, number: int) -> None:
+    """As a rank whose saves are numbered."""
+    shard = model.shard(rank, 2)
+    shard["shard_metadata"]["save_number"] = number
+    torch.save(shard, path)
+
+
+def test_nor_what_this_job_saved_before_and_did_not_merge(tmp_path: Path) -> None:
+    paths = every_kind().save(tmp_path, 2)
+    _save(_other_values(), paths[0], 0, number=2)
+    _save(every_kind(), paths[1], 1, number=1)
+    done: list[str] = []
+
+    def save() -> None:
+        _save(_other_values(), paths[1], 1, number=2)
+        done.append("saved")
+
+    _wait(tmp_path, [save])
+    assert done
+
+
+def test_saves_have_no_numbers_unless_compat_asks_for_them() -> None:
+    assert numbered({"rank": 0}) == {"rank": 0}
+
+
+def test_saves_that_stay_different_are_refused(tmp_path: Path) -> None:
+    paths = every_kind().save(tmp_path, 2)
+    for rank, path in enumerate(paths):
+        _save(every_kind(), path, rank, number=3 - rank)
+    with pytest.raises(CheckpointError, match=r"00001-of-00000002.pth.* 2 times, but .* 3 times"):
+        _wait(tmp_path, [], patience=0.05)
 
 
 def test_files_of_an_earlier_job_alone_are_merged_or_refused_at_once(tmp_path: Path) -> None:

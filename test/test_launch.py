@@ -3,7 +3,7 @@
 Ranks are started once per number of ranks; every case of that launch returns host values, which
 the tests then compare with numpy. The functions that run in a child are module-level, as
 ``test.ranks`` needs them. Failures that a launch survives share one child, which also shows that
-the next launch of the process still works.
+the next launch of the process still works. At the end, the processes that tests start (``ranks``).
 """
 
 from __future__ import annotations
@@ -895,3 +895,47 @@ def test_models_that_differ_between_ranks_are_refused() -> None:
     with pytest.raises(ChildError, match="seed and build under one_rank_at_a_time") as caught:
         run_on_ranks(models_that_differ, 2)
     assert "sharding of weight with checksum" in caught.value.stderr
+
+
+# ---------------------------------------------------------------- the tests' own processes
+
+
+def _program(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    program = _program(tmp_path, "import sys, time; print('on', file=sys.stderr); time.sleep(60)")
+    with pytest.raises(ChildError, match=r"killed after 0\.5 s"):
+        run_warm(program, timeout=0.5)
+    done = run_warm(_program(tmp_path, "import sys; print('next'); sys.exit(3)"))
+    assert (done.stdout, done.returncode) == ("next\n", 3)
+
+
+def test_an_interrupted_call_leaves_no_process_and_no_answer_behind(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    text = f"import os, time\nopen({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not (noted.exists() and noted.read_text()):
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_warm(_program(tmp_path, text), timeout=50)
+    done = run_warm(_program(tmp_path, "import sys; print('next'); sys.exit(3)"))
+    assert (done.stdout, done.returncode) == ("next\n", 3)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+
+
+def test_processes_do_not_draw_the_same_numbers(tmp_path: Path) -> None:
+    text = "import random, numpy; print(random.random(), numpy.random.rand())"
+    program = _program(tmp_path, text)
+    first, second = (run_warm(program).stdout.split() for _ in range(2))
+    assert len({*first, *second}) == 4

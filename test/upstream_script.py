@@ -2,9 +2,10 @@
 
     python -m xla_fsdp.launch --compat --num_ranks 2 test/upstream_script.py --out out.json ...
 
-Wraps by policy or by hand with rematerialization, trains on torch_xla's fake data, tests between
-epochs, saves shards by ``xm.save``, merges them on the master right after that, loads the result
-into the plain model, and writes what it saw.
+Wraps by policy or by hand with rematerialization, trains on torch_xla's fake data, tests and saves
+shards by ``xm.save`` to the same files after every epoch, merges them on the master right after the
+last save, with which other ranks are late, loads the result into the plain model, and writes what
+it saw.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,7 @@ from torch_xla.distributed.fsdp.wrap import (
 )
 
 ROWS, STEPS, EPOCHS = 8, 3, 2
+LATE = 0.5  # seconds
 POLICIES = {
     "size": partial(size_based_auto_wrap_policy, min_num_params=100),
     "type": partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}),
@@ -84,10 +87,13 @@ def train(flags: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     losses: list[float] = []
     accuracies = []
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         train_epoch(model, optimizer, loader, losses)
         accuracies.append(accuracy(model, loader))
-    save_and_merge(flags, model, optimizer)
+        if epoch == EPOCHS - 1 and not xm.is_master_ordinal(local=False):
+            time.sleep(LATE)
+        save(flags, model, optimizer)
+    merge(flags)
     compare(flags, model, images.to(device), {"losses": losses, "accuracies": accuracies})
 
 
@@ -115,7 +121,7 @@ def accuracy(model: nn.Module, loader: Any) -> float:
     return xm.mesh_reduce("accuracy", 100.0 * correct.item() / total, np.mean)
 
 
-def save_and_merge(flags: argparse.Namespace, model: Any, optimizer: Any) -> None:
+def save(flags: argparse.Namespace, model: Any, optimizer: Any) -> None:
     rank, world = xr.global_ordinal(), xr.world_size()
     ckpt = {
         "model": model.state_dict(),
@@ -123,6 +129,9 @@ def save_and_merge(flags: argparse.Namespace, model: Any, optimizer: Any) -> Non
         "optimizer": optimizer.state_dict(),
     }
     xm.save(ckpt, f"{flags.ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth", master_only=False)
+
+
+def merge(flags: argparse.Namespace) -> None:
     if xm.is_master_ordinal(local=False):
         consolidate_sharded_model_checkpoints(flags.ckpt_prefix, "_rank-*-of-*.pth")
     xm.rendezvous("merged")

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from xla_fsdp import save_numbers
+
 THEIRS = "torch_xla.distributed.fsdp"
 _Module = TypeVar("_Module")
 _CLASS = {"XlaFullyShardedDataParallel": "xla_fsdp.fully_sharded"}
@@ -59,6 +61,7 @@ def install() -> None:
     for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
         del sys.modules[name]
     importlib.import_module("xla_fsdp.compat_merge")  # so that it knows when the job began
+    save_numbers.begin()
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
         sys.modules[THEIRS + suffix] = _Alias(THEIRS + suffix, homes)

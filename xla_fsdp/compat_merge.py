@@ -2,8 +2,9 @@
 
 They merge on one rank right after ``xm.save``, which does not wait for the other ranks, and they
 run again with the same paths. Words: a file is *fresh* if it was written since the job began, and
-since the job last merged it.
-Always true: fresh shards are not mixed with older ones; files none of which is fresh are merged, or
+since the job last merged it; a shard is *stale* if it is not, or of an earlier save of the job than
+others (see ``save_numbers``), while others are fresh.
+Always true: fresh shards are not mixed with stale ones; files none of which is fresh are merged, or
 refused, at once. An earlier output is replaced, as torch_xla's own merge does.
 Merging itself is left to ``checkpoint.consolidate``.
 """
@@ -13,14 +14,15 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xla_fsdp.checkpoint import consolidate
-from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, find_files
+from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, find_files
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.cpu_ranks import Unwind, current_rank_thread
+from xla_fsdp.save_numbers import number_of
 
 CLOCKS_DIFFER = 2.0
 """Seconds by which a file system's clock may be behind the host's."""
@@ -66,7 +68,7 @@ class SavedByJob:
     def wait(
         self, ckpt_prefix: str, ckpt_suffix: str, output: str, patience: float = PATIENCE
     ) -> None:
-        """Return when the shards are complete and all fresh, or no file is.
+        """Return when the shards are complete, all fresh and of one save, or no file is fresh.
 
         What does not become complete is left to the merge to report.
 
@@ -77,7 +79,7 @@ class SavedByJob:
             patience: see ``PATIENCE``.
 
         Raises:
-            CheckpointError: if shards stay a mixture of fresh and older ones.
+            CheckpointError: if shards stay a mixture of fresh and stale ones.
         """
         seen: dict[str, _Stamp] | None = None
         changed = time.monotonic()
@@ -98,20 +100,14 @@ class SavedByJob:
     def _unsaved(
         self, ckpt_prefix: str, ckpt_suffix: str, output: str, found: dict[str, _Stamp]
     ) -> tuple[list[str], list[str]]:
-        """What keeps the merge from beginning: problems of the files; shards that are not fresh,
-        while others are."""
+        """What keeps the merge from beginning: problems of the files; stale shards."""
         fresh = {path for path, stamp in found.items() if self.is_fresh(path, stamp)}
         if not fresh:
             return [], []
         shards, problems = consolidate.look_at_shards(
             ckpt_prefix, ckpt_suffix, output, optimizer=False
         )
-        stale = [
-            f"{shard.source}: an earlier save's, but this job has saved other shards since; save "
-            f"those of all ranks, or narrow ckpt_suffix if the file does not belong to them"
-            for shard in shards
-            if shard.source not in fresh
-        ]
+        stale = _stale(shards, fresh)
         return problems, stale if len(stale) < len(shards) else []
 
 
@@ -144,6 +140,28 @@ def consolidate_sharded_model_checkpoints(
     _THIS_JOB.wait(ckpt_prefix, ckpt_suffix, output)
     return consolidate.consolidate_sharded_model_checkpoints(
         ckpt_prefix, ckpt_suffix, save_path, save_model, overwrite=True
+    )
+
+
+def _stale(shards: Sequence[Shard], fresh: Collection[str]) -> list[str]:
+    """One line for each shard that is not fresh, or whose save is not the last."""
+    numbers = {shard.source: number_of(shard.metadata) for shard in shards if shard.source in fresh}
+    last = max((number for number in numbers.values() if number is not None), default=None)
+    return [
+        f"{shard.source}: an earlier save's, but this job has saved other shards since; save "
+        f"those of all ranks, or narrow ckpt_suffix if the file does not belong to them"
+        + _counts(numbers.get(shard.source), last)
+        for shard in shards
+        if shard.source not in fresh or numbers[shard.source] != last
+    ]
+
+
+def _counts(number: int | None, last: int | None) -> str:
+    if number is None:
+        return ""
+    return (
+        f". (When it was saved, its rank had called get_shard_metadata() {number} times, but one "
+        f"that saved another {last} times: every rank has to call it as often)"
     )
 
 

@@ -21,6 +21,7 @@ from xla_fsdp.communication import Communication
 from xla_fsdp.grad_clip import clip_grads, clip_grads_by_value_
 from xla_fsdp.names import join_name
 from xla_fsdp.outside_units import cut_outside_units, refuse_cut_outside
+from xla_fsdp.save_numbers import numbered
 from xla_fsdp.shard_metadata import describe, refuse_other_groups, sharing_ranks
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
@@ -199,7 +200,8 @@ class ShardedModule(UnitHost):
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """What is needed to merge this model's shards; save it along with ``state_dict()`` under
-        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``.
+        the key ``shard_metadata``. A plain dict, see ``xla_fsdp.checkpoint.format``; with
+        ``xla_fsdp.compat`` installed it also numbers the saves, see ``xla_fsdp.save_numbers``.
 
         Raises:
             ValueError: if units have different meshes, or slices along other dims than the first;
@@ -209,7 +211,7 @@ class ShardedModule(UnitHost):
         refuse_other_groups(self._fsdp_communications())
         shards = list(self._fsdp_named_shards(remove_duplicate=False))
         ranks = sharing_ranks(shards, self._fsdp_attachment.communication)
-        return describe(shards, self._fsdp_cast_buffers(), ranks).to_dict()
+        return numbered(describe(shards, self._fsdp_cast_buffers(), ranks).to_dict())
 
     def _fsdp_communications(self) -> list[tuple[str, Communication]]:
         """Of this unit, and of all others that have parameters."""

@@ -80,13 +80,12 @@ class Programs:
         weights: BlockWeights,
         length: int,
         inputs: Inputs,
-        trains: bool,
+        needs: Sequence[bool] | None,
     ) -> ForwardProgram:
         """See ``program.forward_program``."""
-        policy = self._policy if trains else None
         return self._kept(
-            ("forward", trains, key),
-            lambda: forward_program(template, weights, inputs, length, policy),
+            ("forward", needs, key),
+            lambda: forward_program(template, weights, inputs, length, self._policy, needs),
         )
 
     def backward(

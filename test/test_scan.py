@@ -231,6 +231,22 @@ class Closing(Block):
         return super().forward(x) + self.tables[0].to(x.device)
 
 
+class Averaging(Block):
+    """Changes a buffer by assigning another tensor."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.shift = 0.9 * self.shift + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+class Noting(Block):
+    """Leaves a tensor for whoever asks."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.drop.aux_loss = x.square().mean()
+        return super().forward(x)
+
+
 class Branching(Block):
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         return super().forward(x) if (x > 0).any() else x
@@ -325,8 +341,14 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
     for change in (set_scale, set_dropout, add_hook):
         found[change.__name__] = message(partial(scanned(change), batch()))
-    for block in (Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom):
-        found[block.__name__] = message(partial(scanned(block=block), batch()))
+    for block in (
+        Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
+        Noting,
+    ):  # fmt: skip
+        misused = scanned(block=block)
+        found[block.__name__] = message(partial(misused, batch()))
+        left = (misused.blocks[0].shift.sum().item(), hasattr(misused.blocks[0].drop, "aux_loss"))
+        found["left by " + block.__name__] = str(left)
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
     return found
@@ -356,6 +378,10 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
         ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
         ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
+        ("Averaging", ["assigns a tensor to its shift;", "lost"]),
+        ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("left by Averaging", ["(0.0, False)"]),
+        ("left by Noting", ["(0.0, False)"]),
         ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
         ("afterwards", ["(4, 16)"]),
     ],

@@ -3,7 +3,8 @@
 Words: a block's *tensors* are its buffers and the tensors that are attributes of its modules; its
 *settings* are numbers, texts and the like there (an epsilon, a dropout rate, whether it trains).
 Always true: tensors go into a loop as inputs, so their values may change from step to step; where
-settings change, the loop is traced again.
+settings change, the loop is traced again. A block that is traced assigns no tensors, or says so:
+they would have no values.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class BlockState:
     settings: tuple[Any, ...]
     hooked: tuple[str, ...]
     _places: tuple[tuple[dict[str, Any], str], ...]
+    _holders: tuple[tuple[str, dict[str, Any]], ...]
 
     @classmethod
     def of(cls, block: nn.Module) -> BlockState:
@@ -37,34 +39,69 @@ class BlockState:
         places: list[tuple[dict[str, Any], str]] = []
         settings: list[Any] = []
         hooked: list[str] = []
+        holders: list[tuple[str, dict[str, Any]]] = []
         for prefix, module in block.named_modules():
             fields = vars(module)
             if any(fields[kind] for kind in _HOOKS):
                 hooked.append(prefix or type(module).__name__)
             for holder in (module._buffers, fields):
+                holders.append((prefix, holder))
                 for key, value in holder.items():
                     if isinstance(value, PLAIN):
                         settings.append((prefix, key, value))
                     elif isinstance(value, Tensor):
-                        names.append(f"{prefix}.{key}" if prefix else key)
+                        names.append(_joined(prefix, key))
                         places.append((holder, key))
         tensors = tuple(holder[key] for holder, key in places)
-        return cls(tuple(names), tensors, tuple(settings), tuple(hooked), tuple(places))
+        return cls(
+            tuple(names),
+            tensors,
+            tuple(settings),
+            tuple(hooked),
+            tuple(places),
+            tuple(holders),
+        )
 
     def without_tensors(self) -> BlockState:
         """The same names and settings, without keeping anything alive."""
-        return replace(self, tensors=(), _places=())
+        return replace(self, tensors=(), _places=(), _holders=())
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the block hold these instead of its own."""
+        """Let the block hold these instead of its own.
+
+        Raises:
+            ValueError: if it holds others in the end.
+        """
+        original = [dict(holder) for _, holder in self._holders]
         for (holder, key), tensor in zip(self._places, tensors, strict=True):
             holder[key] = tensor
+        lent = [dict(holder) for _, holder in self._holders]
         try:
             yield
+            if assigned := [_joined(prefix, key) for prefix, _, key, _ in self._assigned(lent)]:
+                raise ValueError(
+                    f"a scanned block assigns a tensor to its {', '.join(assigned)}; it would be "
+                    f"lost, as blocks run as one loop. Return it as a part of what goes from "
+                    f"block to block, or do not scan these blocks"
+                )
         finally:
-            for (holder, key), tensor in zip(self._places, self.tensors, strict=True):
-                holder[key] = tensor
+            for _, holder, key, at in list(self._assigned(original)):
+                if key in original[at]:
+                    holder[key] = original[at][key]
+                else:
+                    del holder[key]
+
+    def _assigned(
+        self, before: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[str, dict[str, Any], str, int]]:
+        """Where a tensor has come or gone since holders had these items: the module's name, the
+        holder, the key and the holder's number."""
+        for at, ((prefix, holder), items) in enumerate(zip(self._holders, before, strict=True)):
+            for key in [*items, *(key for key in holder if key not in items)]:
+                then, now = items.get(key), holder.get(key)
+                if then is not now and (isinstance(then, Tensor) or isinstance(now, Tensor)):
+                    yield prefix, holder, key, at
 
 
 COMPARISONS = 4
@@ -90,6 +127,10 @@ class SharedTensors:
             self._seen = now
             self._left = max(0, self._left - 1)
         return self._shared
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
 def _version(tensor: Tensor) -> int:

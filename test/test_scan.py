@@ -33,6 +33,9 @@ class Block(nn.Module):
         self.scale = 0.5
         self.register_buffer("shift", torch.zeros(WIDTH))
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self.lin(x).square()
+
     def forward(self, x: Tensor, *others: Any) -> Any:
         hidden = name_activation(torch.tanh(self.lin(self.drop(x))), "hidden")
         return x + hidden * self.scale + self.shift
@@ -498,6 +501,49 @@ def test_what_blocks_hold_may_change_between_steps() -> None:
         assert looped == pytest.approx(plain, rel=1e-6), name
     losses = [found[name][0] for name in list(found)[:4]]
     assert len(set(losses)) == 4  # the changes matter
+
+
+@scenarios.add
+def methods(rank: int) -> list[dict[str, Tensor]]:
+    """What a further method gives, and its gradients, after a forward: block by block and scanned,
+    wrapped and in place."""
+    import torch_xla
+
+    from xla_fsdp import fully_shard, register_fsdp_forward_method, scan_blocks
+
+    found = []
+    for in_place in (False, True):
+        for scan in (False, True):
+            model = make(Net) if in_place else wrapped()
+            if in_place:
+                for each in (*model.blocks, model):
+                    fully_shard(each)
+            for block in model.blocks:
+                register_fsdp_forward_method(block, "encode")
+            if scan:
+                scan_blocks(model.blocks)
+            output = model(batch())
+            x = model.blocks[1].encode(model.blocks[2].encode(output))
+            x.sum().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            values = {"output": x.detach(), **grads}
+            found.append(
+                {
+                    n: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v.cpu()
+                    for n, v in values.items()
+                    if v is not None
+                }
+            )
+    return found
+
+
+def test_other_methods_of_scanned_blocks_run_by_themselves() -> None:
+    wrapped_apart, wrapped_looped, apart, looped = result("methods")
+    for plain, found in ((wrapped_apart, wrapped_looped), (apart, looped)):
+        assert plain.keys() == found.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def add_comm_hook(model: Any) -> None:

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ class Block(nn.Module):
         self.lin = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.0)
         self.scale = 0.5
+        self.factors = {"default": [1.0], "other": [2.0]}
+        self.config = SimpleNamespace(power=1, names=["lin"])
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def encode(self, x: Tensor) -> Tensor:
@@ -38,7 +41,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *others: Any) -> Any:
         hidden = name_activation(torch.tanh(self.lin(self.drop(x))), "hidden")
-        return x + hidden * self.scale + self.shift
+        factor = self.factors["default"][0] ** self.config.power
+        return x + hidden * (self.scale * factor) + self.shift
 
 
 class Net(nn.Module):
@@ -269,6 +273,10 @@ def set_scale(model: Any) -> None:
     model.blocks[2].scale = 0.25
 
 
+def set_factor(model: Any) -> None:
+    model.blocks[1].factors["default"] = [0.5]
+
+
 def set_dropout(model: Any) -> None:
     model.blocks[1].drop.p = 0.5
 
@@ -342,7 +350,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
-    for change in (set_scale, set_dropout, add_hook):
+    for change in (set_scale, set_factor, set_dropout, add_hook):
         found[change.__name__] = message(partial(scanned(change), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
@@ -371,6 +379,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
         ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
         ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),
+        ("set_factor", ["block 1 differs from block 0", "factors.default.0 is 0.5, not 1.0"]),
         ("set_dropout", ["block 1 differs from block 0", "drop.p is 0.5, not 0.0"]),
         ("add_hook", ["lin in a scanned block has hooks"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
@@ -467,6 +476,10 @@ def changes(rank: int) -> dict[str, Any]:
     compare("at first")
     change(lambda block, index: setattr(block.module, "scale", 0.9))
     compare("a number of all blocks")
+    change(lambda block, index: block.factors.update(default=[0.6]))
+    compare("a number in a list in a dict")
+    change(lambda block, index: setattr(block.config, "power", 3))
+    compare("a number of a config")
     change(lambda block, index: block.shift.add_(index + 1))
     compare("buffers in place")
     change(lambda block, index: setattr(block.module, "shift", block.shift * 0.5))
@@ -496,11 +509,11 @@ def _input_gradient(model: Any) -> float:
 
 def test_what_blocks_hold_may_change_between_steps() -> None:
     found = result("changes")
-    assert len(found) == 11
+    assert len(found) == 13
     for name, (plain, looped) in found.items():
         assert looped == pytest.approx(plain, rel=1e-6), name
-    losses = [found[name][0] for name in list(found)[:4]]
-    assert len(set(losses)) == 4  # the changes matter
+    losses = [found[name][0] for name in list(found)[:6]]
+    assert len(set(losses)) == 6  # the changes matter
 
 
 @scenarios.add

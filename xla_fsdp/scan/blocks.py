@@ -29,7 +29,7 @@ from xla_fsdp.scan.arguments import Arguments
 from xla_fsdp.scan.identical import refuse_hooks
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
-from xla_fsdp.scan.state import BlockState, SharedTensors
+from xla_fsdp.scan.state import BlockState, SharedTensors, settings_of
 from xla_fsdp.scan.template import Template
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.scan_xla_ops import Like
@@ -238,7 +238,7 @@ def _key(template: Template, states: Sequence[BlockState]) -> Any:
     return (
         template.arguments.key,
         (*template.likes, *map(Like.of, template.state.tensors)),
-        tuple(state.settings for state in states),
+        settings_of(states),
         template.shared,
         template.trained,
         (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),

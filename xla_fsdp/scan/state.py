@@ -1,7 +1,8 @@
 """What besides parameters and arguments decides what a block computes: buffers, and plain settings.
 
 Words: a block's *tensors* are its buffers and the tensors that are attributes of its modules; its
-*settings* are numbers, texts and the like there (an epsilon, a dropout rate, whether it trains).
+*settings* are numbers, texts and the like there (an epsilon, a dropout rate, whether it trains),
+also in lists and dicts; *configs* are objects there that hold nothing else.
 Always true: tensors go into a loop as inputs, so their values may change from step to step; where
 settings change, the loop is traced again. A block that is traced assigns no tensors, or says so:
 they would have no values.
@@ -10,14 +11,16 @@ they would have no values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
+from xla_fsdp.scan.arguments import PLAIN
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -29,6 +32,7 @@ class BlockState:
     tensors: tuple[Tensor, ...]
     settings: tuple[Any, ...]
     hooked: tuple[str, ...]
+    _objects: tuple[Any, ...]
     _places: tuple[tuple[dict[str, Any], str], ...]
     _holders: tuple[tuple[str, dict[str, Any]], ...]
 
@@ -39,6 +43,7 @@ class BlockState:
         places: list[tuple[dict[str, Any], str]] = []
         settings: list[Any] = []
         hooked: list[str] = []
+        objects: list[Any] = []
         holders: list[tuple[str, dict[str, Any]]] = []
         for prefix, module in block.named_modules():
             fields = vars(module)
@@ -47,24 +52,27 @@ class BlockState:
             for holder in (module._buffers, fields):
                 holders.append((prefix, holder))
                 for key, value in holder.items():
-                    if isinstance(value, PLAIN):
-                        settings.append((prefix, key, value))
-                    elif isinstance(value, Tensor):
+                    if isinstance(value, Tensor):
                         names.append(_joined(prefix, key))
                         places.append((holder, key))
+                    elif key not in _OF_ANY_MODULE:
+                        settings += ((prefix, *each) for each in _plain(key, value))
+                        if hasattr(value, "__dict__") and not callable(value):
+                            objects.append(value)
         tensors = tuple(holder[key] for holder, key in places)
         return cls(
             tuple(names),
             tensors,
             tuple(settings),
             tuple(hooked),
+            tuple(objects),
             tuple(places),
             tuple(holders),
         )
 
     def without_tensors(self) -> BlockState:
         """The same names and settings, without keeping anything alive."""
-        return replace(self, tensors=(), _places=(), _holders=())
+        return replace(self, tensors=(), _objects=(), _places=(), _holders=())
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -102,6 +110,40 @@ class BlockState:
                 then, now = items.get(key), holder.get(key)
                 if then is not now and (isinstance(then, Tensor) or isinstance(now, Tensor)):
                     yield prefix, holder, key, at
+
+
+def settings_of(states: Sequence[BlockState]) -> Any:
+    """Settings and configs of blocks; equal where these are."""
+    objects = {id(each): each for state in states for each in state._objects}
+    configs = (vars(each) for each in objects.values() if _is_plain(vars(each)))
+    return (
+        tuple(state.settings for state in states),
+        tuple(tuple(_plain("", config)) for config in configs),
+    )
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Plain values in ``value``, with their names."""
+    if isinstance(value, PLAIN):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, each in _items(value):
+            yield from _plain(_joined(name, str(key)), each)
+    elif isinstance(value, set | frozenset) and _is_plain(list(value)):
+        yield name, frozenset(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds plain values only."""
+    if isinstance(value, dict | list | tuple):
+        return all(_is_plain(each) for _, each in _items(value))
+    return isinstance(value, PLAIN) or (
+        isinstance(value, set | frozenset) and _is_plain(list(value))
+    )
+
+
+def _items(value: dict[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value)
 
 
 COMPARISONS = 4

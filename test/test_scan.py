@@ -117,6 +117,15 @@ def step(model: Any, optimizer: Any, seed: int = 1, **kwargs: Any) -> Tensor:
 # ---------------------------------------------------------------- refused when scanned
 
 
+class WithScalar(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * self.strength
+
+
 def widen(model: Any) -> None:
     model.blocks[1].lin = nn.Linear(WIDTH, 2 * WIDTH)
 
@@ -150,6 +159,10 @@ def refused(rank: int) -> dict[str, str]:
         blocks[1].lin = fsdp(blocks[1].lin)
         scan_blocks([fsdp(block) for block in blocks])
 
+    def ignoring() -> None:
+        blocks = [make(WithScalar) for _ in range(2)]
+        scan_blocks([fsdp(block, ignored_params=[block.strength]) for block in blocks])
+
     def same_block() -> None:
         blocks = wrapped().blocks
         scan_blocks([blocks[0], blocks[0]])
@@ -171,6 +184,7 @@ def refused(rank: int) -> dict[str, str]:
         "outside": message(lambda: outside(wrapped())),
         "twice": message(twice),
         "same": message(same_block),
+        "ignoring": message(ignoring),
         "options": message(other_options),
         "remat": message(partial(scanned, remat="some")),
         "no_container": message(no_container),
@@ -189,6 +203,7 @@ def refused(rank: int) -> dict[str, str]:
         ("outside", ["block 0 is rematerialized around its unit"]),
         ("twice", ["block 0 is scanned already"]),
         ("same", ["a block appears twice"]),
+        ("ignoring", ["block 0 has parameters that its unit ignores (strength)"]),
         ("options", ["block 1 differs from block 0: its options are"]),
         ("remat", ["remat is 'some'", '"full"', '"none"']),
         ("no_container", ["scan_layers found no container layers"]),

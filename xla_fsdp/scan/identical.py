@@ -38,6 +38,13 @@ def _own_problems(at: int, block: Any) -> list[str]:
         problems.append(
             f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
         )
+    shards = {id(shard) for shard in block._fsdp_unit.group.shards}
+    whole = [name for name, param in block.named_parameters() if id(param) not in shards]
+    if whole and not inner:
+        problems.append(
+            f"block {at} has parameters that its unit ignores ({', '.join(whole)}); a loop gives "
+            f"gradients to those of the units alone. Let the unit shard them"
+        )
     if block._fsdp_unit.parts > 1:
         problems.append(f"block {at} shares its unit with other modules; give it one of its own")
     wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,6 +286,18 @@ class HostRandom(Block):
         return super().forward(x) * torch.rand(()).item()
 
 
+class Skipping(Block):
+    """Is left out now and then."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if random.random() < 2 else x
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if np.random.rand() < 2 else x
+
+
 def set_scale(model: Any) -> None:
     model.blocks[2].scale = 0.25
 
@@ -369,7 +383,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         found[change.__name__] = message(partial(scanned(change), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting,
+        Noting, Skipping, Noisy,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -405,6 +419,8 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
         ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
         ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
+        ("Skipping", ["draws random numbers on the host (by random)"]),
+        ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
         ("Averaging", ["assigns a tensor to its shift;", "lost"]),
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
         ("left by Averaging", ["(0.0, False)"]),

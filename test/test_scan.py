@@ -306,6 +306,11 @@ def set_factor(model: Any) -> None:
     model.blocks[1].factors["default"] = [0.5]
 
 
+def add_host_tensor(model: Any) -> None:
+    for block in model.blocks:
+        block.lin.table = torch.ones(WIDTH)
+
+
 def set_dropout(model: Any) -> None:
     model.blocks[1].drop.p = 0.5
 
@@ -379,7 +384,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
-    for change in (set_scale, set_factor, set_dropout, add_hook):
+    for change in (set_scale, set_factor, set_dropout, add_hook, add_host_tensor):
         found[change.__name__] = message(partial(scanned(change), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
@@ -411,6 +416,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("set_factor", ["block 1 differs from block 0", "factors.default.0 is 0.5, not 1.0"]),
         ("set_dropout", ["block 1 differs from block 0", "drop.p is 0.5, not 0.0"]),
         ("add_hook", ["lin in a scanned block has hooks"]),
+        ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
         ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
         ("Pair", ["must return one tensor", "returned"]),

@@ -26,7 +26,7 @@ from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
 from xla_fsdp.scan.arguments import Arguments
-from xla_fsdp.scan.identical import refuse_hooks
+from xla_fsdp.scan.identical import refuse_hooks, refuse_host_tensors
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
 from xla_fsdp.scan.state import BlockState, SharedTensors, settings_of
@@ -127,6 +127,7 @@ class BlockScan:
         states = [BlockState.of(block) for block in blocks]
         for state in states:
             refuse_hooks(state)
+            refuse_host_tensors(state)
         cast = [units[0].cast_input(tensor) for tensor in given.tensors]
         template = Template(
             units[0],

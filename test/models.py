@@ -135,7 +135,7 @@ class ScanBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 255), nn.Linear(255, width, bias=False)
 
     def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        query, key, value = self.qkv(self.norm(x * gain)).chunk(3, dim=-1)
         scores = query @ key.t() * 128**-0.5
         x = x + (scores if mask is None else scores + mask).softmax(-1) @ value
         return x + self.down(F.gelu(self.up(x))) * gain

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,11 +34,17 @@ class Block(nn.Module):
         self.lin = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.0)
         self.scale = 0.5
+        self.factors = {"default": [1.0], "other": [2.0]}
+        self.config = SimpleNamespace(power=1, names=["lin"])
         self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.lin(x).square()
 
     def forward(self, x: Tensor, *others: Any) -> Any:
         hidden = name_activation(torch.tanh(self.lin(self.drop(x))), "hidden")
-        return x + hidden * self.scale + self.shift
+        factor = self.factors["default"][0] ** self.config.power
+        return x + hidden * (self.scale * factor) + self.shift
 
 
 class Net(nn.Module):
@@ -110,6 +119,15 @@ def step(model: Any, optimizer: Any, seed: int = 1, **kwargs: Any) -> Tensor:
 # ---------------------------------------------------------------- refused when scanned
 
 
+class WithScalar(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * self.strength
+
+
 def widen(model: Any) -> None:
     model.blocks[1].lin = nn.Linear(WIDTH, 2 * WIDTH)
 
@@ -143,6 +161,10 @@ def refused(rank: int) -> dict[str, str]:
         blocks[1].lin = fsdp(blocks[1].lin)
         scan_blocks([fsdp(block) for block in blocks])
 
+    def ignoring() -> None:
+        blocks = [make(WithScalar) for _ in range(2)]
+        scan_blocks([fsdp(block, ignored_params=[block.strength]) for block in blocks])
+
     def same_block() -> None:
         blocks = wrapped().blocks
         scan_blocks([blocks[0], blocks[0]])
@@ -164,6 +186,7 @@ def refused(rank: int) -> dict[str, str]:
         "outside": message(lambda: outside(wrapped())),
         "twice": message(twice),
         "same": message(same_block),
+        "ignoring": message(ignoring),
         "options": message(other_options),
         "remat": message(partial(scanned, remat="some")),
         "no_container": message(no_container),
@@ -182,6 +205,7 @@ def refused(rank: int) -> dict[str, str]:
         ("outside", ["block 0 is rematerialized around its unit"]),
         ("twice", ["block 0 is scanned already"]),
         ("same", ["a block appears twice"]),
+        ("ignoring", ["block 0 has parameters that its unit ignores (strength)"]),
         ("options", ["block 1 differs from block 0: its options are"]),
         ("remat", ["remat is 'some'", '"full"', '"none"']),
         ("no_container", ["scan_layers found no container layers"]),
@@ -231,6 +255,22 @@ class Closing(Block):
         return super().forward(x) + self.tables[0].to(x.device)
 
 
+class Averaging(Block):
+    """Changes a buffer by assigning another tensor."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.shift = 0.9 * self.shift + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+class Noting(Block):
+    """Leaves a tensor for whoever asks."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.drop.aux_loss = x.square().mean()
+        return super().forward(x)
+
+
 class Branching(Block):
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         return super().forward(x) if (x > 0).any() else x
@@ -246,8 +286,29 @@ class HostRandom(Block):
         return super().forward(x) * torch.rand(()).item()
 
 
+class Skipping(Block):
+    """Is left out now and then."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if random.random() < 2 else x
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if np.random.rand() < 2 else x
+
+
 def set_scale(model: Any) -> None:
     model.blocks[2].scale = 0.25
+
+
+def set_factor(model: Any) -> None:
+    model.blocks[1].factors["default"] = [0.5]
+
+
+def add_host_tensor(model: Any) -> None:
+    for block in model.blocks:
+        block.lin.table = torch.ones(WIDTH)
 
 
 def set_dropout(model: Any) -> None:
@@ -323,10 +384,16 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
-    for change in (set_scale, set_dropout, add_hook):
+    for change in (set_scale, set_factor, set_dropout, add_hook, add_host_tensor):
         found[change.__name__] = message(partial(scanned(change), batch()))
-    for block in (Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom):
-        found[block.__name__] = message(partial(scanned(block=block), batch()))
+    for block in (
+        Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
+        Noting, Skipping, Noisy,
+    ):  # fmt: skip
+        misused = scanned(block=block)
+        found[block.__name__] = message(partial(misused, batch()))
+        left = (misused.blocks[0].shift.sum().item(), hasattr(misused.blocks[0].drop, "aux_loss"))
+        found["left by " + block.__name__] = str(left)
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
     return found
@@ -346,8 +413,10 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
         ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
         ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),
+        ("set_factor", ["block 1 differs from block 0", "factors.default.0 is 0.5, not 1.0"]),
         ("set_dropout", ["block 1 differs from block 0", "drop.p is 0.5, not 0.0"]),
         ("add_hook", ["lin in a scanned block has hooks"]),
+        ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
         ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
         ("Pair", ["must return one tensor", "returned"]),
@@ -356,6 +425,12 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
         ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
         ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
+        ("Skipping", ["draws random numbers on the host (by random)"]),
+        ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
+        ("Averaging", ["assigns a tensor to its shift;", "lost"]),
+        ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("left by Averaging", ["(0.0, False)"]),
+        ("left by Noting", ["(0.0, False)"]),
         ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
         ("afterwards", ["(4, 16)"]),
     ],
@@ -438,6 +513,10 @@ def changes(rank: int) -> dict[str, Any]:
     compare("at first")
     change(lambda block, index: setattr(block.module, "scale", 0.9))
     compare("a number of all blocks")
+    change(lambda block, index: block.factors.update(default=[0.6]))
+    compare("a number in a list in a dict")
+    change(lambda block, index: setattr(block.config, "power", 3))
+    compare("a number of a config")
     change(lambda block, index: block.shift.add_(index + 1))
     compare("buffers in place")
     change(lambda block, index: setattr(block.module, "shift", block.shift * 0.5))
@@ -467,11 +546,54 @@ def _input_gradient(model: Any) -> float:
 
 def test_what_blocks_hold_may_change_between_steps() -> None:
     found = result("changes")
-    assert len(found) == 11
+    assert len(found) == 13
     for name, (plain, looped) in found.items():
         assert looped == pytest.approx(plain, rel=1e-6), name
-    losses = [found[name][0] for name in list(found)[:4]]
-    assert len(set(losses)) == 4  # the changes matter
+    losses = [found[name][0] for name in list(found)[:6]]
+    assert len(set(losses)) == 6  # the changes matter
+
+
+@scenarios.add
+def methods(rank: int) -> list[dict[str, Tensor]]:
+    """What a further method gives, and its gradients, after a forward: block by block and scanned,
+    wrapped and in place."""
+    import torch_xla
+
+    from xla_fsdp import fully_shard, register_fsdp_forward_method, scan_blocks
+
+    found = []
+    for in_place in (False, True):
+        for scan in (False, True):
+            model = make(Net) if in_place else wrapped()
+            if in_place:
+                for each in (*model.blocks, model):
+                    fully_shard(each)
+            for block in model.blocks:
+                register_fsdp_forward_method(block, "encode")
+            if scan:
+                scan_blocks(model.blocks)
+            output = model(batch())
+            x = model.blocks[1].encode(model.blocks[2].encode(output))
+            x.sum().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            values = {"output": x.detach(), **grads}
+            found.append(
+                {
+                    n: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v.cpu()
+                    for n, v in values.items()
+                    if v is not None
+                }
+            )
+    return found
+
+
+def test_other_methods_of_scanned_blocks_run_by_themselves() -> None:
+    wrapped_apart, wrapped_looped, apart, looped = result("methods")
+    for plain, found in ((wrapped_apart, wrapped_looped), (apart, looped)):
+        assert plain.keys() == found.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def add_comm_hook(model: Any) -> None:

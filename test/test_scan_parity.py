@@ -53,7 +53,7 @@ CASES = {
     "hybrid_2x4_bf16": Case("ScanNet", scan={}, mesh=(2, 4), options=BF16, tolerance=0.05),
 }  # fmt: skip
 QUICK = (
-    (3, "plain"), (3, "no_sync"), (3, "adapters"), (3, "auto_by_name"),
+    (3, "plain"), (3, "no_sync"), (3, "no_remat"), (3, "adapters"), (3, "auto_by_name"),
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 OTHERS = [run for run in ALL if run not in QUICK]

@@ -251,14 +251,14 @@ def _running(original: type[nn.Module], name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp_run(functools.partial(method, self), args, kwargs)
+        return self._fsdp_run_alone(functools.partial(method, self), args, kwargs)
 
     return run
 
 
 def _run_kept(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For a method that is an attribute of the object."""
-    return module._fsdp_run(method, args, kwargs)
+    return module._fsdp_run_alone(method, args, kwargs)
 
 
 def _remade(original: Any, methods: frozenset[str]) -> Any:

@@ -65,10 +65,15 @@ class UnitHost:
         return self._fsdp_attachment.unit
 
     def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        refuse_dynamo()
         if (runner := self._fsdp_attachment.runner) is not None:
+            refuse_dynamo()
             return runner.run(self._fsdp_unit, forward, args, kwargs)
-        return self._fsdp_unit.run(forward, args, kwargs, part=self._fsdp_attachment.part)
+        return self._fsdp_run_alone(forward, args, kwargs)
+
+    def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """For methods other than the forward: runners know that alone."""
+        refuse_dynamo()
+        return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_attachment.part)
 
     def _fsdp_units(self) -> list[Unit]:
         return units_in(self._fsdp_module())

@@ -109,7 +109,7 @@ class UnitModule(UnitHost, nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp_run(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+        return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
     def _fsdp_register_method(self, name: str) -> None:
         if not callable(getattr(self.module, name, None)):

@@ -26,10 +26,10 @@ from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
 from xla_fsdp.scan.arguments import Arguments
-from xla_fsdp.scan.identical import refuse_hooks
+from xla_fsdp.scan.identical import refuse_hooks, refuse_host_tensors
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
-from xla_fsdp.scan.state import BlockState, SharedTensors
+from xla_fsdp.scan.state import BlockState, SharedTensors, settings_of
 from xla_fsdp.scan.template import Template
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.scan_xla_ops import Like
@@ -127,6 +127,7 @@ class BlockScan:
         states = [BlockState.of(block) for block in blocks]
         for state in states:
             refuse_hooks(state)
+            refuse_host_tensors(state)
         cast = [units[0].cast_input(tensor) for tensor in given.tensors]
         template = Template(
             units[0],
@@ -238,7 +239,7 @@ def _key(template: Template, states: Sequence[BlockState]) -> Any:
     return (
         template.arguments.key,
         (*template.likes, *map(Like.of, template.state.tensors)),
-        tuple(state.settings for state in states),
+        settings_of(states),
         template.shared,
         template.trained,
         (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),

@@ -7,11 +7,21 @@ error that says what to do instead.
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 _READS = frozenset(
     {
@@ -52,12 +62,63 @@ class TraceGuard(TorchFunctionMode):
             )
         result = func(*args, **kwargs)
         if name in _DRAWS and isinstance(result, Tensor) and result.device.type == "cpu":
-            raise ValueError(
-                f"a scanned block draws random numbers on the host (by {name}); they would be the "
-                f"same in every block and step, as its loop is traced once. Draw them on the "
-                f"device: device=x.device"
-            )
+            raise _draws(name)
         return result
+
+
+def refusing_host_draws(trace: Callable[[], T]) -> T:
+    """What ``trace`` returns. Where random numbers of Python or numpy were drawn meanwhile, which
+    other threads may have done (one that loads data, say), it is called once more to find out.
+
+    Raises:
+        ValueError: if it draws such numbers.
+    """
+    before, before_numpy = random.getstate(), _numpy_state()
+    result = trace()
+    if random.getstate() != before and _draws_in_python(trace):
+        raise _draws("random")
+    if _numpy_state() != before_numpy and _draws_in_numpy(trace):
+        raise _draws("numpy.random")
+    return result
+
+
+def _draws_in_python(trace: Callable[[], Any]) -> bool:
+    """Whether this thread draws from a generator of the module ``random``."""
+    found = False
+    profile = sys.getprofile()
+
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal found
+        found |= event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random)
+
+    sys.setprofile(note)
+    try:
+        trace()
+    finally:
+        sys.setprofile(profile)
+    return found
+
+
+def _draws_in_numpy(trace: Callable[[], Any]) -> bool:
+    """Whether this thread draws from numpy's global generator. The others wait meanwhile, where the
+    generator's lock lets a thread in again."""
+    lock = np.random.mtrand.get_bit_generator().lock
+    with lock if isinstance(lock, type(threading.RLock())) else contextlib.nullcontext():
+        before = _numpy_state()
+        trace()
+        return _numpy_state() != before
+
+
+def _numpy_state() -> bytes:
+    return pickle.dumps(np.random.mtrand.get_bit_generator().state)
+
+
+def _draws(name: str) -> ValueError:
+    return ValueError(
+        f"a scanned block draws random numbers on the host (by {name}); they would be the "
+        f"same in every block and step, as its loop is traced once. Draw them on the "
+        f"device: device=x.device"
+    )
 
 
 def _wants_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan.state import BlockState
 from xla_fsdp.scan_xla_ops import Body
 from xla_fsdp.unit import Unit
@@ -37,6 +38,13 @@ def _own_problems(at: int, block: Any) -> list[str]:
     if inner:
         problems.append(
             f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
+        )
+    shards = {id(shard) for shard in block._fsdp_unit.group.shards}
+    whole = [name for name, param in block.named_parameters() if id(param) not in shards]
+    if whole and not inner:
+        problems.append(
+            f"block {at} has parameters that its unit ignores ({', '.join(whole)}); a loop gives "
+            f"gradients to those of the units alone. Let the unit shard them"
         )
     if block._fsdp_unit.parts > 1:
         problems.append(f"block {at} shares its unit with other modules; give it one of its own")
@@ -114,6 +122,18 @@ def captured_problem(body: Body) -> str | None:
 
 def _value(tensor: torch.Tensor) -> Any:
     return tensor.item() if tensor.numel() == 1 else f"other values of shape {list(tensor.shape)}"
+
+
+def refuse_host_tensors(state: BlockState) -> None:
+    """Raise ValueError for tensors in host memory: a loop takes them from the device."""
+    pairs = zip(state.names, state.tensors, strict=True)
+    on_host = [name for name, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise ValueError(
+            f"{', '.join(on_host[:5])} of a scanned block is in host memory, and a loop takes "
+            f"tensors from the device. Register it as a buffer before the block is sharded, move "
+            f"it to the XLA device, or, if it is a constant, make it a number"
+        )
 
 
 def refuse_hooks(state: BlockState) -> None:

@@ -30,13 +30,14 @@ class Job:
     Args:
         units: the blocks', in order.
         weights: how parameters travel.
-        forward: returns the forward loop for these inputs, with or without what backward needs.
+        forward: returns the forward loop for these inputs, and for which of the other arguments
+            need gradients; None where there will be no backward.
         backward: returns the backward loop.
     """
 
     units: list[Unit]
     weights: BlockWeights
-    forward: Callable[[Inputs, bool], ForwardProgram]
+    forward: Callable[[Inputs, Sequence[bool] | None], ForwardProgram]
     backward: Callable[..., BackwardProgram]
 
     @property
@@ -71,7 +72,7 @@ def run(job: Job, stream: Tensor, others: Sequence[Tensor], held: Held) -> Tenso
     tensors = (stream, *others, *shards)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Blocks.apply(job, held, len(others), stream, *others, *shards)
-    return _forward(job, held, stream, others, trains=False)[0]
+    return _forward(job, held, stream, others, None)[0]
 
 
 class _Blocks(torch.autograd.Function):
@@ -82,8 +83,10 @@ class _Blocks(torch.autograd.Function):
         ctx: Any, job: Job, held: Held, num_others: int, stream: Tensor, *tensors: Tensor
     ) -> Tensor:
         others = tensors[:num_others]
-        output, inputs, seeds, collected, program = _forward(job, held, stream, others, trains=True)
-        ctx.job, ctx.num_others, ctx.program = job, num_others, program
+        # Backward may be asked for less, and yet what it runs again is to be what forward ran.
+        ctx.needs = tuple(ctx.needs_input_grad[4 : 4 + num_others])
+        output, inputs, seeds, collected, program = _forward(job, held, stream, others, ctx.needs)
+        ctx.job, ctx.program = job, program
         # What is sent of large parameters is stacked again in backward. Kept, it would take as much
         # memory as all shards in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
@@ -107,7 +110,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _forward(
-    job: Job, held: Held, stream: Tensor, others: Sequence[Tensor], *, trains: bool
+    job: Job, held: Held, stream: Tensor, others: Sequence[Tensor], needs: Sequence[bool] | None
 ) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
@@ -121,7 +124,7 @@ def _forward(
         inputs = Inputs(
             [stacks[at] for at in weights.large], small, held.own, list(others), held.shared
         )
-        program = job.forward(inputs, trains)
+        program = job.forward(inputs, needs)
         ahead = _first_ahead(weights, inputs, 0)
         seeds = _seeds(program, len(job.units), stream.device)
         results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
@@ -135,7 +138,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     unit.backward.watch()
     grad, sent = _gated(job, grad, ctx.versions)
     inputs, collected, seeds = _restored(ctx, sent)
-    needs = ctx.needs_input_grad[4 : 4 + ctx.num_others]
+    needs = ctx.needs
     reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
     ahead = _first_ahead(weights, inputs, len(job.units) - 1)

@@ -110,7 +110,8 @@ def forward_program(
     weights: BlockWeights,
     inputs: Inputs,
     length: int,
-    policy: Policy | None,
+    policy: Policy,
+    needs: Sequence[bool] | None,
 ) -> ForwardProgram:
     """Trace a round of the forward loop.
 
@@ -119,7 +120,8 @@ def forward_program(
         weights: how its parameters travel.
         inputs: what the loop will take.
         length: number of blocks.
-        policy: what to keep for backward; None where there will be none.
+        policy: what to keep for backward.
+        needs: which of the other arguments need gradients; None where there will be no backward.
     """
     result: dict[str, Any] = {}
     stream = template.likes[0]
@@ -130,15 +132,18 @@ def forward_program(
         own, _ = inputs.of_round(values[1 + len(ahead) :])
         full, following = _gathered(weights, given, own)
 
+        others = own.others
+
         def run() -> Tensor:
-            returned = template.run(full, _tensors(template, own), [x, *own.others])
+            returned = template.run(full, _tensors(template, own), [x, *others])
             return only_tensor(returned, x)
 
-        if policy is None:
+        if needs is None:
             return [run(), *following]
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             full = _leaves(full, template)
+            others = _asked(others, needs)
         recorded = policy.record(run, template.module, x)
         result["replay"] = recorded.replay
         return [recorded.output, *following, values[0], *recorded.kept]
@@ -226,10 +231,7 @@ def _differentiated(
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         full = _leaves(full, template)
-        others = [
-            each.clone().requires_grad_() if need else each
-            for each, need in zip(own.others, needs, strict=True)
-        ]
+        others = _asked(own.others, needs)
 
         def run() -> Tensor:
             returned = template.run(list(full), _tensors(template, own), [x, *others])
@@ -268,6 +270,12 @@ def _leaves(full: list[Tensor], template: Template) -> list[Tensor]:
     pairs = zip(template.unit.group.params, template.trained, strict=True)
     needs = [need for param, need in pairs for _ in param.members]
     return [each.clone().requires_grad_(need) for each, need in zip(full, needs, strict=True)]
+
+
+def _asked(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """Other arguments, as leaves of a graph of their own where they need gradients."""
+    pairs = zip(others, needs, strict=True)
+    return [each.clone().requires_grad_() if need else each for each, need in pairs]
 
 
 def _split(values: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tensor]]:

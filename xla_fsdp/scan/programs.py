@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xla_fsdp.scan.activations import Policy
 from xla_fsdp.scan.arguments import Arguments
+from xla_fsdp.scan.guard import refusing_host_draws
 from xla_fsdp.scan.identical import (
     ADVICE,
     captured_problem,
@@ -58,7 +59,7 @@ class Programs:
             ValueError: if it differs, or cannot run in a loop.
         """
         if not self.is_checked(number, key):
-            found = trace_alone(template)
+            found = refusing_host_draws(lambda: trace_alone(template))
             first, state = self._first.setdefault(key, (found, template.state.without_tensors()))
             problem = captured_problem(found.body)
             difference = difference_of_bodies(first.body, found.body)
@@ -80,13 +81,12 @@ class Programs:
         weights: BlockWeights,
         length: int,
         inputs: Inputs,
-        trains: bool,
+        needs: Sequence[bool] | None,
     ) -> ForwardProgram:
         """See ``program.forward_program``."""
-        policy = self._policy if trains else None
         return self._kept(
-            ("forward", trains, key),
-            lambda: forward_program(template, weights, inputs, length, policy),
+            ("forward", needs, key),
+            lambda: forward_program(template, weights, inputs, length, self._policy, needs),
         )
 
     def backward(

@@ -67,7 +67,7 @@ def run_warm(
     *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """As ``run_python``, of a module (``-m``) or a file, with torch and torch_xla imported."""
-    warm = _warm_python()
+    warm = warm_python()
     if not warm.fits(environment(env)):
         return run_python(*arguments, timeout=timeout, env=env)
     with _killed_in_time(arguments, timeout):
@@ -75,7 +75,8 @@ def run_warm(
 
 
 @functools.cache
-def _warm_python() -> WarmPython:
+def warm_python() -> WarmPython:
+    """The one of all tests."""
     return WarmPython(ROOT, environment())
 
 

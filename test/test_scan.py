@@ -620,12 +620,20 @@ def checkpointed_around(model: Any) -> Tensor:
     return checkpoint_module(model)(batch())
 
 
+def one_by_one_checkpointed(model: Any) -> Tensor:
+    from xla_fsdp.scan import blocks_one_by_one
+
+    with blocks_one_by_one():
+        return checkpointed_around(model)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "bf16 shards": {"before": lambda model: model.bfloat16()},
     "autocast": {"forward": under_autocast},
     "no_sync, sharded": {"forward": sharded_no_sync},
     "a hook instead of the reduction": {"after": add_comm_hook},
     "recomputed around all blocks": {"forward": checkpointed_around},
+    "recomputed around blocks that run one by one": {"forward": one_by_one_checkpointed},
     "a larger loss of one rank": {"weight": True},
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.backward import running_units
+from xla_fsdp.backward import current_pass, running_units
 from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
@@ -82,6 +82,7 @@ class BlockScan:
         """See ``__getstate__``."""
         self._blocks, self._options = state
         self._pass: _Pass | None = None
+        self._one_by_one = False
         self._programs = Programs(policy_of(self._options.remat))
         self._shared = SharedTensors()
 
@@ -103,7 +104,10 @@ class BlockScan:
         blocks = [reference() for reference in self._blocks]
         if None in blocks:  # a copy of a block without the others
             return unit.run(forward, args, kwargs)
-        if _how.one_by_one or (given.opaque and not torch.is_grad_enabled()):
+        if current_pass() == -1:
+            self._one_by_one = _how.one_by_one
+        # Else a forward runs again in backward, by a thread of autograd's, as it ran at first.
+        if self._one_by_one or (given.opaque and not torch.is_grad_enabled()):
             return unit.run(forward, args, kwargs)
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
         current, self._pass = self._pass, None  # a pass that raises is over
@@ -203,7 +207,8 @@ _how = _How()
 
 @contextlib.contextmanager
 def blocks_one_by_one() -> Iterator[None]:
-    """Inside, no blocks run as loops: for whoever wants to see what each of them computes."""
+    """Inside, no blocks run as loops, nor when these forwards run again in backward: for whoever
+    wants to see what each of them computes."""
     before, _how.one_by_one = _how.one_by_one, True
     try:
         yield

@@ -104,13 +104,11 @@ class ParamGroup:
         return sum(len(param.members) for param in self.params)
 
     def divide_by(self, divisor: float) -> None:
-        """Divide sums of gradients by ``divisor``, usually the number of ranks; half of it ahead of
-        the sum where that may overflow, as in fp16."""
-        dtypes = {
-            self._config.gradient_dtype or p.compute_dtype or p.shard.dtype for p in self.params
-        }
-        split = split_divisor(divisor) if torch.float16 in dtypes else (1.0, float(divisor))
-        self.predivide, self.postdivide = split
+        """Divide sums of gradients by ``divisor``, usually the number of ranks."""
+        # Part of it ahead of the sum also where nothing can overflow: without an operation between
+        # them the TPU compiler gives the product that makes a gradient the shape in which it
+        # travels, and copies an operand as large as the logits for that.
+        self.predivide, self.postdivide = split_divisor(divisor)
 
     def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
         """Add gradient shards to the shard parameters' gradients, where they are needed."""

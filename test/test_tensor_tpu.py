@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 
 from test.tpu_reports import reports
-from test.tpu_tensor_steps import LENGTH, ROWS, VOCABULARY
+from test.tpu_tensor_steps import LENGTH, ROWS, VOCABULARY, WIDTH
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow
 
-DEGREE = 4
+DEGREE, DEPTH = 4, 4
 MESH = ("--topology", "v5e:2x4", "--mesh", f"shard=2,tensor={DEGREE}")
 LOGITS = 2 * ROWS * LENGTH * VOCABULARY  # bytes of all of them, in bf16
+STREAM = 2 * ROWS * LENGTH * WIDTH  # of what goes from block to block
 
 
-def report(*, loss: bool = True) -> dict[str, Any]:
-    """Of one block."""
-    chosen = ("--set", "depth=1", "--set", f"loss={'on' if loss else 'off'}")
+def report(*, depth: int = 1, **switches: bool) -> dict[str, Any]:
+    texts = [f"{name}={'on' if on else 'off'}" for name, on in switches.items()]
+    chosen = [word for text in (f"depth={depth}", *texts) for word in ("--set", text)]
     [found] = reports("test.tpu_tensor_steps:build", *MESH, *chosen)
     return found
 
@@ -39,6 +40,18 @@ def test_loss_parallel_never_holds_all_logits() -> None:
     largest = max(each["nbytes"] for each in parallel["largest"])
     assert largest <= 2 * LOGITS / DEGREE  # a slice, in fp32
     assert max(each["nbytes"] for each in whole["largest"]) >= LOGITS
+
+
+def test_activations_between_blocks_shrink_by_the_degree() -> None:
+    """Of rematerialized blocks, their inputs are kept (as results of the program, where a tensor
+    that nobody needs any more has not been collected yet)."""
+    cut, whole = (report(depth=DEPTH, sequence=on) for on in (True, False))
+
+    def kept(found: dict[str, Any]) -> int:
+        return held(found) + found["memory"]["outputs"]
+
+    saved = DEPTH * (STREAM - STREAM / DEGREE)
+    assert kept(whole) - kept(cut) == pytest.approx(saved, rel=0.25)
 
 
 def test_what_travels_along_the_sequence_is_gathered_and_reduce_scattered() -> None:

@@ -46,15 +46,21 @@ def simple_step(model: Any) -> Any:
 def compiled(rank: int) -> dict[str, Any]:
     import torch_xla
 
+    from xla_fsdp import xla_ops
+
     plain, model = nested(make()), nested(make())
     inner = nn.Sequential(nn.Tanh(), fsdp(make(lambda: nn.Linear(FEATURES, 2))))
-    return {
+    found = {
         "expected": train(plain, simple_step(plain)),
         "found": train(model, torch_xla.compile(simple_step(model))),
         "model": message(lambda: torch.compile(model, backend="openxla")(rows())),
         "inside": message(lambda: torch.compile(inner.to("xla"), backend="openxla")(rows())),
         "afterwards": message(lambda: model(rows())),
     }
+    # Dynamo restores the host's random numbers, which ranks share: not while a peer draws its next
+    # model.
+    xla_ops.exchange(b"")
+    return found
 
 
 def test_torch_xla_compile_around_the_step() -> None:

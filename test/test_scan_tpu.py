@@ -30,6 +30,7 @@ def test_collectives_do_not_grow_with_depth_and_code_by_the_optimizer_alone() ->
     assert code[-1] - code[0] <= 1.2 * MIB * (DEPTHS[-1] - DEPTHS[0])
     programs = {depth: len(found[depth]["timeline"]["spans"]) for depth in DEPTHS}
     assert len(set(programs.values())) == 1, programs
+    assert all(counts(each)["all-reduce"] == 0 for each in found.values())
 
 
 @cached_outcome

@@ -71,11 +71,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), *targets)
 
 
 def ours(shape: Shape) -> Callable[[], None]:
@@ -88,13 +88,29 @@ def ours(shape: Shape) -> Callable[[], None]:
 def scan(shape: Shape) -> Callable[[], None]:
     """The same with all blocks as one loop, and with embedding and head as units of their own, so
     that neither is held while the loop runs. The head's backward follows at once."""
+    return _scanned(shape, stacked=False)
+
+
+def stacked(shape: Shape) -> Callable[[], None]:
+    """The same with the parameters of all blocks in stacks."""
+    return _scanned(shape, stacked=True)
+
+
+def streamed(shape: Shape) -> Callable[[], None]:
+    """``stacked`` with a head that computes the loss, piece by piece."""
+    return _scanned(shape, stacked=True, streamed=True)
+
+
+def _scanned(shape: Shape, *, stacked: bool, streamed: bool = False) -> Callable[[], None]:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
     ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": False}}
     rows = {"shard_param_on_dim_0": True}
-    model: Any = _wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends)
-    scan_blocks(model.blocks)
-    return _step(model, shape)
+    model: Any = _wrapped(
+        shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends, streamed=streamed
+    )
+    scan_blocks(model.blocks, stacked=stacked)
+    return _step(model, shape, model if streamed else None)
 
 
 def upstream(shape: Shape) -> Callable[[], None]:
@@ -112,10 +128,16 @@ def _wrapped(
     rematerialize: Any,
     options: dict[str, Any],
     ends: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    *,
+    streamed: bool = False,
 ) -> nn.Module:
     """Values do not matter, and memory that nothing was written to takes none."""
     with torch.device("meta"):
         model: Any = GPT(shape)
+    if streamed:
+        from xla_fsdp import LinearCrossEntropy
+
+        model.head = LinearCrossEntropy.from_linear(model.head)
     model.to_empty(device="cpu")
     options = {"compute_dtype": torch.bfloat16, **options}
     for index, block in enumerate(model.blocks):
@@ -125,8 +147,14 @@ def _wrapped(
     return wrap(model, **options)
 
 
-def _step(model: nn.Module, shape: Shape) -> Callable[[], None]:
+def _step(
+    model: nn.Module, shape: Shape, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Callable[[], None]:
+    """One step; ``loss`` of tokens and targets, if the model does not return logits."""
     import torch_xla
+
+    def of_logits(tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     size = (shape.batch, shape.length)
@@ -134,7 +162,7 @@ def _step(model: nn.Module, shape: Shape) -> Callable[[], None]:
 
     def step() -> None:
         # No name for the logits: one that lives until the sync would be a result of the program.
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        (loss or of_logits)(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()

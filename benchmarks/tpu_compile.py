@@ -2,7 +2,9 @@
 
     python benchmarks/tpu_compile.py --models 1024x4,1024x24,2048x24 --topology v5e:4x4
 
-``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``upstream`` is
+``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``stacked`` that with the
+parameters of all blocks in stacks, ``streamed`` that with a head that computes the loss piece by
+piece, ``upstream`` is
 ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers under ``jit``
 (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with fp32 state, bf16
 compute, rematerialized blocks, in the steady state.
@@ -39,9 +41,9 @@ from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
-PROGRAMS = ("ours", "scan", "upstream", "jax")
-FLAGGED = ("ours", "scan")
-TRACED_EVERY_STEP = ("ours", "scan", "upstream")
+PROGRAMS = ("ours", "scan", "stacked", "streamed", "upstream", "jax")
+FLAGGED = ("ours", "scan", "stacked", "streamed")
+TRACED_EVERY_STEP = (*FLAGGED, "upstream")
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ def apply_fsdp(
 
 def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, Any]:
     """Meta init, ``apply_fsdp``, ``to_empty``, ``init_weights``, a few steps with accumulation."""
-    from xla_fsdp import full_state_dict, init_mesh, xla_ops
+    from xla_fsdp import full_state_dict, init_mesh, program_xla_ops
 
     args, device = ModelArgs(layers=2), torch_xla.device()
     with torch.device("meta"):
@@ -326,7 +326,7 @@ def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, An
             step_loss += loss.detach()
         clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizer.step()
-        gathers.append(xla_ops.lowered_hlo(list(model.parameters())).count(" all-gather("))
+        gathers.append(program_xla_ops.lowered_hlo(list(model.parameters())).count(" all-gather("))
         torch_xla.sync()
         losses.append(step_loss.item())
     return {"start": start, "losses": losses, "gathers": gathers[0], "end": full_state_dict(model)}

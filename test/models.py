@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp import LinearCrossEntropy
+
 WIDTH = 11
 CLASSES = 7
 FEATURES = 5
@@ -187,6 +189,63 @@ class AdapterNet(ScanNet):
         super().__init__(block=_Adapted)
         self.blocks[0].requires_grad_(False)
         self.gain.requires_grad_(False)
+
+
+class AllAdaptersNet(ScanNet):
+    """Adapters in all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(block=_Adapted)
+        self.gain.requires_grad_(False)
+
+
+class HeadNet(nn.Module):
+    """With a head that computes the loss, in pieces; it has more classes than the labels of
+    ``parity``."""
+
+    def __init__(
+        self, width: int = WIDTH, classes: int = 37, bias: bool = True, **options: Any
+    ) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width)])
+        self.head = LinearCrossEntropy(width, classes, bias, **{"pieces": 3, **options})
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        x = torch.tanh(self.inp(x))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x) if target is None else self.head(x, target)
+
+
+class SmoothHeadNet(HeadNet):
+    """With smoothed labels, and pieces of which some are padding."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.2, pieces=5)
+
+
+class WideHeadNet(HeadNet):
+    """With shards that travel in rows, cut into tiles."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 700, bias=False)
+
+
+class TiedHeadNet(HeadNet):
+    """Whose head is tied to a block."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=WIDTH, pieces=2)
+        self.head.weight = self.blocks[0].weight
+
+
+class FrozenHeadNet(HeadNet):
+    """Of whose head the bias alone is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(pieces=2)
+        self.head.weight.requires_grad_(False)
 
 
 class TwiceNet(nn.Module):

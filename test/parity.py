@@ -59,6 +59,7 @@ class Case:
         ignored: name of a module whose parameters it leaves alone.
         evaluate: run forwards between the steps, with and without grad mode.
         scan: run ``model.blocks`` as one loop, with these options.
+        computes_loss: the model takes targets and returns the loss.
         tolerance: largest error allowed, relative to the largest value of a tensor.
     """
 
@@ -82,6 +83,7 @@ class Case:
     ignored: str = ""
     evaluate: bool = False
     scan: dict[str, Any] | None = None
+    computes_loss: bool = False
     tolerance: float = 2e-5
 
     def fits(self, num_ranks: int) -> bool:
@@ -139,8 +141,10 @@ def reference(case: Case, num_ranks: int) -> Outcome:
         losses = []
         for micro in range(case.micro_batches):
             parts = [
-                F.cross_entropy(
-                    torch.func.functional_call(model, buffers[r], (x[step, micro, r],)),
+                loss_of(
+                    partial(torch.func.functional_call, model, buffers[r]),
+                    case,
+                    x[step, micro, r],
                     y[step, micro, r],
                 )
                 for r in range(num_ranks)
@@ -195,8 +199,8 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
         loss = forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
         if case.groups_of:
             _average_between_groups(model, case.groups_of, num_ranks)
-        grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
-        grads = {n: g.clone() for n, g in grads.items() if g is not None}
+        named = model.named_parameters(remove_duplicate=False)
+        grads = {n: g for name, p in named for n, g in _grads_of_shards(name, p)}
         if case.clip:
             norms.append(model.clip_grad_norm_(*case.clip))
         optimizer.step()
@@ -207,11 +211,24 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     return {
         "losses": [loss.item() for loss in losses],
         "norms": [norm.item() for norm in norms],
-        "grads": {n: g.cpu() for n, g in (_whole(model, grads) if case.dim else grads).items()},
+        "grads": {n: g.cpu() for n, g in (whole(model, grads) if case.dim else grads).items()},
         "state": {n: t.cpu() for n, t in _state(model, case).items()},
         "names": [n for n, _ in model.named_parameters()],
         "metadata": None if case.dim else model.get_shard_metadata(),
     }
+
+
+def _grads_of_shards(name: str, param: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """Copies; a stack of ``model.blocks`` has one for each of them."""
+    from xla_fsdp.shard_stacks import is_stack
+
+    if param.grad is None:
+        return []
+    if not is_stack(param):
+        return [(name, param.grad.clone())]
+    assert name.startswith("blocks.0.")
+    of_blocks = enumerate(param.grad.unbind())
+    return [(name.replace(".0.", f".{at}.", 1), grad.clone()) for at, grad in of_blocks]
 
 
 def _state(model: nn.Module, case: Case) -> dict[str, Any]:
@@ -220,15 +237,16 @@ def _state(model: nn.Module, case: Case) -> dict[str, Any]:
     return full_state_dict(model) if case.dim else model.state_dict()
 
 
-def _whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full tensors of what is cut like the model's shards, or not cut at all."""
     from xla_fsdp.ties import known_group, known_shard
 
     params = dict(model.named_parameters(remove_duplicate=False))
+    params.update(model.get_original_names_and_sharded_parameters())  # not stacks, their slices
     found = {}
     for name, tensor in tensors.items():
         param, group = known_shard(params[name]), known_group(params[name])
-        found[name] = group.gather_as_stored([param], [tensor])[0] if group else tensor
+        found[name] = group.gather.as_stored([param], [tensor])[0] if group else tensor
     return found
 
 
@@ -239,15 +257,24 @@ def forward_backward(model: Any, case: Case, x: Tensor, y: Tensor) -> Tensor:
         last = micro == case.micro_batches - 1
         no_sync = case.no_sync and not last
         with model.no_sync() if no_sync else contextlib.nullcontext():
-            logits = model(x[micro]).float()
-            loss = F.cross_entropy(logits, y[micro].to(x.device)) / case.micro_batches
-            losses.append(loss)
+            target = y[micro].to(x.device)
+            loss = loss_of(lambda given: model(*given), case, x[micro], target)
+            losses.append(loss / case.micro_batches)
             if not case.joint_backward:
-                loss.backward()
+                losses[-1].backward()
     total = torch.stack(losses).sum()
     if case.joint_backward:
         total.backward()
     return total.detach()
+
+
+def loss_of(
+    call: Callable[[tuple[Tensor, ...]], Tensor], case: Case, x: Tensor, y: Tensor
+) -> Tensor:
+    """Of one micro batch; ``call`` runs the model's forward on these arguments."""
+    if case.computes_loss:
+        return call((x, y))
+    return F.cross_entropy(call((x,)).float(), y)
 
 
 def _average_between_groups(model: nn.Module, size: int, num_ranks: int) -> None:

@@ -37,6 +37,7 @@ class Case:
         shard: how the model is sharded over the other axes: "" (not), "wrapped" or "in_place".
         options: of the wrapper.
         scan: its blocks run as a loop; they are units.
+        stacked: and their parameters are stacked.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Case:
     shard: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     scan: bool = False
+    stacked: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -138,7 +140,7 @@ def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[
     if model is None:
         model = sharded(parallelized(case, mesh), case, mesh)
     if case.scan:
-        scan_blocks(model.blocks)
+        scan_blocks(model.blocks, stacked=case.stacked)
     optimizer = make_optimizer(model.parameters())
     found = train_steps(model, optimizer, case, mesh)
     state = full_state_dict(model)

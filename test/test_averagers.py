@@ -48,11 +48,11 @@ def _compiled() -> int:
     """Programs compiled in this process so far; all ranks wait for each other to read it."""
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops
 
-    xla_ops.exchange(b"")
+    host_xla_ops.exchange(b"")
     count = metrics.counter_value("UncachedCompile") or 0
-    xla_ops.exchange(b"")
+    host_xla_ops.exchange(b"")
     return count
 
 

@@ -83,7 +83,7 @@ def test_without_replicas_no_gradient_waits_for_them() -> None:
 
 @scenarios.add
 def unshard(rank: int) -> dict[str, Any]:
-    from xla_fsdp import MixedPrecisionPolicy, xla_ops
+    from xla_fsdp import MixedPrecisionPolicy, host_xla_ops
 
     plain = make()
     model = in_place(make(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -104,7 +104,7 @@ def unshard(rank: int) -> dict[str, Any]:
     found["after wait"] = tuple(block.up.weight.shape)
     (block.up.weight.float().sum() * 3).backward()
     block.reshard()
-    found["gradient"] = xla_ops.to_host([block.up.weight.grad])[0].unique().tolist()
+    found["gradient"] = host_xla_ops.to_host([block.up.weight.grad])[0].unique().tolist()
     return found
 
 
@@ -130,10 +130,10 @@ def shown(rank: int) -> dict[str, Any]:
 
     from xla_fsdp import (
         clip_grad_norm_,
+        host_xla_ops,
         load_optim_state_dict,
         optim_state_dict,
         save_checkpoint,
-        xla_ops,
     )
 
     found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def shown(rank: int) -> dict[str, Any]:
     load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
     found["states"].append(states(model))
     model.blocks[0].unshard()
-    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
     found["saved"] = message(lambda: save_checkpoint(folder, model, optimizer, step=1))
     return found
 
@@ -233,7 +233,7 @@ def precision(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from test.hlo import Program
-    from xla_fsdp import MixedPrecisionPolicy, fully_shard, xla_ops
+    from xla_fsdp import MixedPrecisionPolicy, fully_shard, program_xla_ops
 
     def look(**policy: Any) -> dict[str, Any]:
         seen = []
@@ -246,7 +246,7 @@ def precision(rank: int) -> dict[str, Any]:
         out = model(x)
         out.float().sum().backward()
         shards = list(model.parameters())
-        program = Program(xla_ops.lowered_hlo([shard.grad for shard in shards]))
+        program = Program(program_xla_ops.lowered_hlo([shard.grad for shard in shards]))
         return {
             "input": seen[0],
             "output": out.dtype,
@@ -494,7 +494,8 @@ def copied_prefetch(rank: int) -> dict[str, Any]:
         "pickle": pickle.loads(pickle.dumps(model)),
     }.items():
         units = [block._fsdp_unit for block in copied.blocks]
-        named = [(*u.forward_prefetch, *u.backward_prefetch) for u in reversed(units)]
+        told = [unit.settings for unit in reversed(units)]
+        named = [(*each.forward_prefetch, *each.backward_prefetch) for each in told]
         found[how] = (
             [{id(ref()) for ref in refs} for refs in named] == [{id(unit)} for unit in units],
             most_apart(expected, step(copied)),
@@ -508,7 +509,7 @@ def test_copies_prefetch_their_own_units() -> None:
 
 @scenarios.add
 def several_modules(rank: int) -> dict[str, Any]:
-    from xla_fsdp import full_state_dict, fully_shard, xla_ops
+    from xla_fsdp import full_state_dict, fully_shard, program_xla_ops
 
     plain, model = make(), make()
     listed = [model.mid, model.mid2, model.head]
@@ -517,7 +518,7 @@ def several_modules(rank: int) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     loss_of(model).backward()
     shards = [each.param.shard for each in model._fsdp_named_shards()]
-    text = xla_ops.lowered_hlo([shard.grad for shard in shards])
+    text = program_xla_ops.lowered_hlo([shard.grad for shard in shards])
     found = {
         "returned": returned is listed,
         "names": names == [name for name, _ in plain.named_parameters()],
@@ -609,10 +610,10 @@ def checkpoints(rank: int) -> dict[str, Any]:
         XlaFullyShardedDataParallel,
         full_state_dict,
         fully_shard,
+        host_xla_ops,
         load_checkpoint,
         optim_state_dict,
         save_checkpoint,
-        xla_ops,
     )
 
     def listed() -> Any:
@@ -628,7 +629,7 @@ def checkpoints(rank: int) -> dict[str, Any]:
         torch_xla.sync()
         return optimizer
 
-    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
     model = listed()
     optimizer = train(model)
     save_checkpoint(folder, model, optimizer, step=1)

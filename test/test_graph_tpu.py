@@ -113,6 +113,12 @@ def test_without_barriers_and_torus_the_difference_shows() -> None:
     assert counts(found)["all-reduce"] > 0
 
 
+def test_equal_blocks_share_their_code() -> None:
+    wide = ("--set", "width=1024", "--sweep", "depth=2,4")
+    small, large = (each["memory"]["code"] for each in reports(TARGET, *wide))
+    assert large - small <= 2 * 3 * 2**20  # a block's own takes 12 MiB
+
+
 MESH = ("--mesh", "replica=2,shard=8")
 
 

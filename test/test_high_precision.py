@@ -273,7 +273,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import optim_state_dict, xla_ops
+    from xla_fsdp import host_xla_ops, optim_state_dict
     from xla_fsdp.optim import ZeroRedundancyOptimizer
 
     found: dict[str, Any] = {}
@@ -307,11 +307,11 @@ def on_ranks(rank: int) -> dict[str, Any]:
             found[f"{name} rng"] = xm.get_rng_state() == before
             torch_xla.sync()
             if step == 2:
-                xla_ops.exchange(b"")
+                host_xla_ops.exchange(b"")
                 compiled = metrics.counter_value("UncachedCompile")
-        xla_ops.exchange(b"")
+        host_xla_ops.exchange(b"")
         found[f"{name} compiled"] = metrics.counter_value("UncachedCompile") - compiled
-        xla_ops.exchange(b"")
+        host_xla_ops.exchange(b"")
         found[name] = [param.detach().cpu() for param in model.parameters()]
     found["sharded state"] = optim_state_dict(mastered, jobs["mastered"][1])
     found["sliced state"] = jobs["sliced"][1].consolidate_state_dict()

@@ -96,7 +96,8 @@ def command(pictures: Path, folder: Path, *more: str) -> list[str]:
         "ckpt_dir": folder / "checkpoints",
         "loss_log": folder / "losses.jsonl",
     }
-    return [TRAIN, *(f"--{name}={value}" for name, value in options.items()), *more]
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [TRAIN, *flags, "--use_gradient_checkpointing", *more]
 
 
 def losses(folder: Path) -> dict[tuple[int, int], float]:
@@ -276,6 +277,19 @@ def test_defaults_are_those_of_torch_xlas_script(imagenet: SimpleNamespace) -> N
     assert imagenet.job.parse_options(["--model=vit_b_16"]).lr == 0.1
     assert imagenet.job.parse_options(["--model=inception_v3"]).img_size == 299
     assert options.notices == ()
+
+
+def test_the_published_recipe_is_one_command(imagenet: SimpleNamespace) -> None:
+    text = (IMAGENET / "README.md").read_text()
+    first = re.sub(r"\\\n", " ", text.split("```")[1])
+    [line] = first.strip().splitlines()
+    assert line.split()[:2] == ["python", TRAIN]
+    options = imagenet.job.parse_options(line.split()[2:])
+    found = (options.model, options.batch_size, options.num_epochs, options.lr)
+    assert found == ("resnet50", 128, 100, 0.4)
+    divided = (options.lr_scheduler_divide_every_n_epochs, options.lr_scheduler_divisor)
+    assert (*divided, options.num_warmup_epochs) == (30, 10, 5)
+    assert (options.use_nested_fsdp, options.notices) == (True, ())
 
 
 def test_learning_rate(imagenet: SimpleNamespace) -> None:

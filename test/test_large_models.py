@@ -50,10 +50,12 @@ def test_a_step_for_preflight_runs(module: str, sizes: dict[str, int]) -> None:
 def test_building_one_rank_is_reported(script: str, sizes: str) -> None:
     both = {**SMALL_VIT, **SMALL_LLAMA}
     flags = [f"--{name}={both[name]}" for name in sizes.split()]
+    start = r"rank 0 of 8: [\d.]+ million elements in its shards, built in .* "
+    size = r"[\d.]+ GiB of "
     done = run_python(f"examples/{script}", "--ranks=8", *flags)
-    assert re.match(r"rank 0 of 8: [\d.]+ million elements .* GiB of host memory$", done.stdout), (
-        done.stderr
-    )
+    assert re.match(rf"{start}{size}memory, {size}it shards in fp32$", done.stdout), done.stderr
+    more = run_python(f"examples/{script}", "--ranks=8", "--quick", "--optimizer", *flags)
+    assert "GiB of it shards and two moments in fp32\n" in more.stdout, more.stderr
 
 
 @pytest.mark.slow

@@ -173,7 +173,8 @@ class CodesPair(Pair):
 @scenario
 def wide_and_whole(rank: int) -> dict[str, Any]:
     """State in a wider dtype than the parameter's, and a parameter that is not sharded."""
-    from xla_fsdp.optim_state import Place, read_optimizer, write_optimizer
+    from xla_fsdp.optim_entries import Place
+    from xla_fsdp.optim_state import read_optimizer, write_optimizer
 
     model = fsdp(make(CodesPair).to(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,9 +12,15 @@ from xla_fsdp.mesh import init_mesh
 from xla_fsdp.preflight import CompileError, preflight, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.compiler import compile_program
+from xla_fsdp.preflight.estimate import estimate
 from xla_fsdp.preflight.examine import noted_options
-from xla_fsdp.preflight.findings import about_bytes, about_dtypes, about_reductions
-from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.findings import (
+    about_bytes,
+    about_dtypes,
+    about_estimates,
+    about_reductions,
+)
+from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
 from xla_fsdp.preflight.report import Memory
@@ -151,6 +157,17 @@ def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(
 def test_what_a_loop_holds_counts_for_every_trip(found: list[Collective]) -> None:
     [permute] = [each for each in found if each.kind == "collective-permute"]
     assert (permute.times, permute.total_bytes) == (5, 5 * SHARD)
+
+
+def test_what_the_compiler_cannot_estimate_counts_nothing_and_is_told() -> None:
+    known = '"estimated_cycles":"1500000"'
+    unknown = Module(OPTIMIZED.replace(known, f'"estimated_cycles":"{NO_ESTIMATE}"'))
+    slice_ = find_topology("v5e:2x2")
+    assert estimate([Module(OPTIMIZED)], [], 0, slice_).compute == pytest.approx(1e-3)
+    assert estimate([unknown], [], 0, slice_).compute == 0
+    [told] = about_estimates([unknown])
+    assert told.startswith("the compiler cannot say how long 1 instruction(s) take (computed)")
+    assert not list(about_estimates([Module(OPTIMIZED)]))
 
 
 RENDEZVOUS = '_xla_host_transfer_rendezvous="all-reduce.7_1",_xla_megascale_target="{1,2}x{0:7}"'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,6 +172,7 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     loss.backward()
     results["second backward"] = torch.allclose(retained.lin.weight.grad.cpu(), 2 * once)
 
+    results["inputs are gone"] = _inputs_are_gone(checkpoint_module(copy.deepcopy(plain)), x)
     results["selective"] = _selective(device, x)
     results["gathers"] = {
         name: _gathers(wrap_block, wrap_all, device)
@@ -200,6 +203,37 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.lin(x))
         return x if self.inner is None else x + self.inner(x)
+
+
+class _Recording:
+    """The engine of torch; its callbacks stay, as where a thread is late with giving them up."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.callbacks = engine, []  # type: ignore[var-annotated]
+
+    def queue_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+        self.engine.queue_callback(callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def _inputs_are_gone(module: nn.Module, x: Tensor) -> bool:
+    """Whether callbacks of a backward pass that is over keep no inputs: alive when a step ends,
+    they would be outputs of its program."""
+    from torch.autograd import Variable
+
+    engine = _Recording(Variable._execution_engine)
+    with mock.patch.object(Variable, "_execution_engine", engine):
+        given = x * 2
+        kept = weakref.ref(given)
+        loss = module(given)["out"].square().sum()
+        del given
+        before = kept() is not None
+        loss.backward()
+        del loss
+    return before and len(engine.callbacks) > 0 and kept() is None
 
 
 def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
@@ -281,9 +315,9 @@ def _gathers(wrap_inner: Any, wrap_outer: Any, device: torch.device) -> list[int
             super().__init__(0, 2)
             self.gathers = 0
 
-        def all_gather(self, shards: Any) -> Any:
+        def all_gather(self, operand: Tensor) -> Tensor:
             self.gathers += 1
-            return super().all_gather(shards)
+            return super().all_gather(operand)
 
     counted = [Counting() for _ in range(3)]
     model = Deep()
@@ -322,6 +356,7 @@ def result() -> dict[str, Any]:
         "host state",
         "autocast",
         "second backward",
+        "inputs are gone",
     ],
 )
 def test_same_as_without(what: str) -> None:

@@ -45,8 +45,9 @@ def on_ranks(rank: int) -> dict[str, Any]:
         stack = stack_of(rank, len(ring)).to(device)
         found[name] = Rings(groups, place).reduce_scatter(stack)
     two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
-    stacks = [stack_of(rank, RANKS).to(device), torch.ones(RANKS, 5, device=device) * rank]
-    found["large"], found["small"] = two_steps.reduce_scatter(stacks)
+    stack = stack_of(rank, RANKS).to(device)
+    found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))
+    found["small"] = two_steps.reduce_scatter(torch.ones(RANKS, 5, device=device) * rank)
     torch_xla.sync()
     return {name: value.cpu() for name, value in found.items()}
 
@@ -68,4 +69,4 @@ def test_steps_along_two_axes_of_a_torus_leave_the_rank_its_chunk() -> None:
     for rank, found in enumerate(outcomes()):
         expected = sum(stack_of(member, RANKS)[rank] for member in range(RANKS))
         torch.testing.assert_close(found["large"], expected)
-        torch.testing.assert_close(found["small"], torch.full((5,), 6.0))
+        torch.testing.assert_close(found["small"], torch.full((1, 5), 6.0))

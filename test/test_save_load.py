@@ -285,7 +285,7 @@ def make_steps_fail() -> None:
 
 def asynchronous(directory: Path) -> dict[str, Any]:
     """A save that fails says so at the next one, or when it is waited for."""
-    from xla_fsdp import latest_step, load_checkpoint, save_checkpoint, xla_ops
+    from xla_fsdp import host_xla_ops, latest_step, load_checkpoint, save_checkpoint
 
     make_steps_fail()
     model = fsdp(make(TiedNet))
@@ -306,7 +306,7 @@ def asynchronous(directory: Path) -> dict[str, Any]:
             param.zero_()  # what is saved has been copied
     meanwhile = model(rows()).abs().sum().item()
     unfinished = latest_step(directory)
-    xla_ops.exchange(b"")  # until all have looked
+    host_xla_ops.exchange(b"")  # until all have looked
     may_write.set()
     pending.wait()
     load = message(lambda: load_checkpoint(directory, model))

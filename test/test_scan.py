@@ -697,10 +697,10 @@ def make_kind(kind: int, seed: int = 3) -> tuple[Any, Any]:
 
 
 def shared_folder(rank: int) -> str:
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops
 
     made = tempfile.mkdtemp() if rank == 0 else ""
-    return xla_ops.exchange(made.encode())[0].decode()
+    return host_xla_ops.exchange(made.encode())[0].decode()
 
 
 def test_checkpoints_move_between_loops_and_single_blocks() -> None:
@@ -752,11 +752,11 @@ def operations(model: Any) -> dict[str, int]:
     """How often some operations are in the program of a step's gradients."""
     import torch_xla
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp import program_xla_ops
 
     torch_xla.sync()  # nothing of what came before
     model(batch()).square().mean().backward()
-    text = xla_ops.lowered_hlo([param.grad for param in model.parameters()])
+    text = program_xla_ops.lowered_hlo([param.grad for param in model.parameters()])
     torch_xla.sync()
     kinds = ("while", "all-gather", "reduce-scatter", "dot", "tanh")
     return {kind: text.count(f" {kind}(") for kind in kinds}
@@ -793,7 +793,7 @@ def steady(rank: int) -> dict[str, Any]:
     """What a step with dropout before, in and after the loop compiles and keeps."""
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops
 
     def with_dropout(model: Any) -> None:
         for block in model.blocks:
@@ -804,10 +804,10 @@ def steady(rank: int) -> dict[str, Any]:
     counts, alive = [], []
     for seed in range(4):
         step(model, optimizer, seed, loop=_with_dropout_around)
-        xla_ops.exchange(b"")  # so that neither rank is inside a step
+        host_xla_ops.exchange(b"")  # so that neither rank is inside a step
         counts.append(met.metric_data("CompileTime")[0])
         alive.append(met.counter_value("CreateXlaTensor") - met.counter_value("DestroyXlaTensor"))
-        xla_ops.exchange(b"")
+        host_xla_ops.exchange(b"")
     return {"compilations": counts, "alive": alive}
 
 

@@ -35,6 +35,8 @@ QUICK = {
 SLOW = {
     "scanned Gpt": Case("Gpt", mesh(2, 1), shard="wrapped", scan=True, **ALL),
     "scanned, 2 ranks": Case("Llama", mesh(2, 1), shard="wrapped", scan=True),
+    "stacked": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, stacked=True, **ALL),
+    "stacked in place": Case("Gpt", mesh(2, 1), shard="in_place", scan=True, stacked=True, **ALL),
     **{
         f"{model} {degree} {' '.join(options)}": Case(
             model, mesh(degree), **dict.fromkeys(options, True)

@@ -398,7 +398,7 @@ def test_loss_parallel_leaves_other_losses_alone() -> None:
 
 def step_of(rank: int, *, sequence: bool) -> str:
     """The program of a forward and backward of one block."""
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops, program_xla_ops
     from xla_fsdp.tensor_parallel import parallelize_module
 
     plan = plan_of("Gpt", sequence=sequence)
@@ -407,10 +407,10 @@ def step_of(rank: int, *, sequence: bool) -> str:
     }
     block = parallelize_module(make(GptBlock), tensor_mesh()["tensor"], own_plan).to("xla")
     x = on_device(given(2, 4 if sequence else 8, WIDTH)).requires_grad_()
-    xla_ops.settle()
+    host_xla_ops.settle()
     block(x).square().sum().backward()
-    text = xla_ops.lowered_hlo([x.grad, *(param.grad for param in block.parameters())])
-    xla_ops.settle()
+    text = program_xla_ops.lowered_hlo([x.grad, *(param.grad for param in block.parameters())])
+    host_xla_ops.settle()
     return text
 
 
@@ -438,7 +438,7 @@ def test_ranks_run_one_program() -> None:
 def sizes_of_logits(rank: int) -> dict[bool, bool]:
     """Whether anything in the program of a step has as many elements along a dim as there are
     classes, with ``loss_parallel`` and without."""
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops, program_xla_ops
     from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
 
     found = {}
@@ -448,12 +448,12 @@ def sizes_of_logits(rank: int) -> dict[bool, bool]:
         parallelize_module(head, tensor_mesh()["tensor"], plan).to("xla")
         x = on_device(given(4, WIDTH)).requires_grad_()
         target = on_device(torch.arange(4))
-        xla_ops.settle()
+        host_xla_ops.settle()
         with loss_parallel(tensor_mesh()["tensor"]) if cut else contextlib.nullcontext():
             F.cross_entropy(head["head"](x), target).backward()
-        program = Program(xla_ops.lowered_hlo([x.grad, head["head"].weight.grad]))
+        program = Program(program_xla_ops.lowered_hlo([x.grad, head["head"].weight.grad]))
         found[cut] = any(VOCABULARY in each.shape for each in program.instructions.values())
-        xla_ops.settle()
+        host_xla_ops.settle()
     return found
 
 

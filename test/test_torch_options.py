@@ -530,14 +530,14 @@ def saved_whatever_the_type(rank: int) -> bool:
     from xla_fsdp import (
         XlaFullyShardedDataParallel,
         full_state_dict,
+        host_xla_ops,
         load_checkpoint,
         save_checkpoint,
-        xla_ops,
     )
 
     model = nested(make())
     XlaFullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    folder = xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
     save_checkpoint(folder, model, step=1)
     before = full_state_dict(model)
     with XlaFullyShardedDataParallel.summon_full_params(model), torch.no_grad():

@@ -492,11 +492,11 @@ def test_integer_parameters_stay_whole() -> None:
 @scenario
 def without_communication(rank: int) -> dict[str, Any]:
     from test.hlo import Program
-    from xla_fsdp import LocalCollectives, xla_ops
+    from xla_fsdp import LocalCollectives, program_xla_ops
 
     model = fsdp(make(Peeking), collectives=LocalCollectives(rank, 2))
     model(rows()).sum().backward()
-    program = Program(xla_ops.lowered_hlo([p.grad for p in model.parameters()]))
+    program = Program(program_xla_ops.lowered_hlo([p.grad for p in model.parameters()]))
     return {
         "collectives": len(program.all("all-gather", "reduce-scatter", "all-reduce")),
         "shapes": all(p.grad.shape == p.shape for p in model.parameters()),
@@ -536,13 +536,13 @@ def live_tensors() -> int:
 
     from torch_xla.debug import metrics
 
-    from xla_fsdp import one_rank_at_a_time, xla_ops
+    from xla_fsdp import host_xla_ops, one_rank_at_a_time
 
     with one_rank_at_a_time():  # a collection does nothing while another thread's runs
         gc.collect()
-    xla_ops.exchange(b"")  # until the garbage of all is gone
+    host_xla_ops.exchange(b"")  # until the garbage of all is gone
     count = metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
-    xla_ops.exchange(b"")  # until all have counted
+    host_xla_ops.exchange(b"")  # until all have counted
     return count
 
 

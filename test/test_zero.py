@@ -217,7 +217,7 @@ def programs(rank: int) -> dict[str, Any]:
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp import host_xla_ops, program_xla_ops
 
     found: dict[str, Any] = {}
     for name, options in (("local", {}), ("averaged", {"gradients_are_averaged": True})):
@@ -228,15 +228,15 @@ def programs(rank: int) -> dict[str, Any]:
                 param.grad = torch.full_like(param, 0.25)
             optimizer.step()
             if step == 2:
-                found[name] = xla_ops.lowered_hlo(list(model.parameters()))
+                found[name] = program_xla_ops.lowered_hlo(list(model.parameters()))
             optimizer.zero_grad()
             torch_xla.sync()
             if step == 2:
-                xla_ops.exchange(b"")
+                host_xla_ops.exchange(b"")
                 before = metrics.counter_value("UncachedCompile")
-        xla_ops.exchange(b"")
+        host_xla_ops.exchange(b"")
         found[f"{name} compiled"] = metrics.counter_value("UncachedCompile") - before
-        xla_ops.exchange(b"")
+        host_xla_ops.exchange(b"")
     return found
 
 

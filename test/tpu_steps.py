@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp import LinearCrossEntropy
 from xla_fsdp.mesh import Mesh
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 128, 2, 512, 128
@@ -108,6 +109,53 @@ def build(
         if fails == "step":
             raise ValueError("the batch does not fit the mask")
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    return step
+
+
+class Classifier(nn.Module):
+    """A small embedding and one block, before a head of many classes."""
+
+    def __init__(self, width: int, classes: int, pieces: int | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.block = Block(width)
+        self.head = LinearCrossEntropy(width, classes, pieces=pieces)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(x)), target)
+
+
+def build_streamed(
+    pieces: int = 0, width: int = 512, classes: int = 65536, rows: int = 1024
+) -> Callable[[], Any]:
+    """A step of a model whose head computes the loss, in bf16.
+
+    Args:
+        pieces: in how many the head streams; 0 for as many as it thinks best.
+        width: of the model.
+        classes: of the head.
+        rows: with a target each.
+    """
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "shard_param_on_dim_0": True}
+    model: Any = Classifier(width, classes, pieces or None)
+    model.block = XlaFullyShardedDataParallel(checkpoint_module(model.block), **options)
+    model.head = XlaFullyShardedDataParallel(model.head, **options)
+    model = XlaFullyShardedDataParallel(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(rows // LENGTH, LENGTH, dtype=torch.long).to(torch_xla.device())
+
+    def step() -> float:
+        loss = model(tokens, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

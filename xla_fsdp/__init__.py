@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         load_sharded_state_dict,
         optim_state_dict,
     )
+    from xla_fsdp.streamed_head import LinearCrossEntropy
     from xla_fsdp.sync_batch_norm import SyncBatchNorm
     from xla_fsdp.torch_names import (
         BackwardPrefetch,
@@ -74,6 +75,7 @@ __all__ = [
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "LinearCrossEntropy",
     "LocalCollectives",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -133,6 +135,7 @@ _HOMES = {
     "FSDPModule": "fsdp_module",
     "FullOptimStateDictConfig": "torch_names",
     "FullStateDictConfig": "torch_names",
+    "LinearCrossEntropy": "streamed_head",
     "LocalCollectives": "collectives",
     "LocalOptimStateDictConfig": "torch_names",
     "LocalStateDictConfig": "torch_names",

@@ -7,14 +7,14 @@ dtypes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops
 from xla_fsdp.collectives import Collectives, LocalCollectives
+from xla_fsdp.operands import operands_for
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element: sums of integers and zeros change no bit, also those of NaN and -0."""
@@ -26,18 +26,14 @@ def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.devi
     communication every rank is taken to hold them already."""
     if isinstance(among, LocalCollectives):
         return
-    by_width: dict[torch.dtype, list[int]] = defaultdict(list)
     host = [tensor.detach().cpu().contiguous() for tensor in tensors]
     bits = [_as_integers(tensor) for tensor in host]
-    for index, each in enumerate(bits):
-        by_width[each.dtype].append(index)
-    for indices in by_width.values():
-        own = [bits[index] for index in indices]
-        sent = [(each if among.rank == 0 else torch.zeros_like(each)).to(device) for each in own]
-        for index, received in zip(
-            indices, xla_ops.to_host(among.all_reduce_shards(sent)), strict=True
-        ):
-            tensors[index].copy_(received.view(host[index].dtype).reshape(host[index].shape))
+    for operand in operands_for(dict(enumerate(bits))):
+        joined = operand.join(bits)
+        sent = (joined if among.rank == 0 else torch.zeros_like(joined)).to(device)
+        [received] = host_xla_ops.to_host([among.all_reduce_operand(sent)])
+        for at, own in zip(operand.numbers, operand.apart(received), strict=True):
+            tensors[at].copy_(own.view(host[at].dtype).reshape(host[at].shape))
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

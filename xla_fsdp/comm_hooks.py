@@ -8,7 +8,7 @@ Always true: a hook does all that happens to gradients between ranks, division i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.collectives import Collectives, LocalCollectives
-from xla_fsdp.layout import offsets
+from xla_fsdp.operands import Operand
 
 Hook = Callable[[Any, Tensor, Tensor], Tensor | None]
 
@@ -30,7 +30,9 @@ class DefaultState:
     def reduce_scatter(self, grad: Tensor) -> Tensor:
         """This rank's part of the sum of ``grad`` over the ranks."""
         stack = grad.reshape(self.collectives.num_shards, -1)
-        return self.collectives.reduce_scatter([stack])[0].reshape(-1)
+        operand = Operand((0,), ((stack.shape[1],),), grad.dtype)
+        [shard] = operand.apart(self.collectives.reduce_scatter(operand.join_stacks({0: stack})))
+        return shard
 
 
 def reduce_scatter_hook(state: DefaultState, grad: Tensor, shard: Tensor) -> None:
@@ -69,22 +71,15 @@ class CommHook:
         self._state = state
         self._hook = hook
 
-    def __call__(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Stacks [num_shards, *s_i] of one dtype to this rank's shards [*s_i] of their average."""
-        num_shards = stacks[0].shape[0]
-        parts = [stack.reshape(num_shards, -1) for stack in stacks]
-        widths = [part.shape[1] for part in parts]
-        grad = torch.cat(parts, dim=1).reshape(-1)
-        shard = torch.zeros(sum(widths), dtype=grad.dtype, device=grad.device)
+    def __call__(self, stack: Tensor) -> Tensor:
+        """[num_shards, n] to this rank's [n] of the average."""
+        grad = stack.reshape(-1)
+        shard = grad.new_zeros(stack.shape[1])
         result = self._hook(self._state, grad, shard)
         found = shard if result is None else result
-        if found.numel() != sum(widths):
+        if found.numel() != shard.numel():
             raise ValueError(
                 f"the communication hook returned {found.numel()} elements for a shard of "
-                f"{sum(widths)}; return this rank's part, or fill the one that is given"
+                f"{shard.numel()}; return this rank's part, or fill the one that is given"
             )
-        flat = found.reshape(-1)
-        return [
-            flat[start : start + width].reshape(stack.shape[1:])
-            for stack, width, start in zip(stacks, widths, offsets(widths), strict=True)
-        ]
+        return found.reshape(-1)

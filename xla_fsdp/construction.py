@@ -25,24 +25,27 @@ from xla_fsdp.meta_init import materialize
 from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
+from xla_fsdp.streamed_head.runner import runner_for
 from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.unit import Unit
-from xla_fsdp.unit_host import Attachment, is_unit
+from xla_fsdp.unit_host import Attachment, Runner, is_unit
 from xla_fsdp.wrap import has_forward, wrap_children
 
 
 @dataclass(frozen=True)
 class BuiltUnit:
-    """A new unit and the original dtypes of the buffers it cast."""
+    """A new unit, the original dtypes of the buffers it cast, and what runs it otherwise."""
 
     unit: Unit
     communication: Communication
     cast_buffers: dict[str, torch.dtype]
+    runner: Runner | None
 
     def attachment(self, part: int = 0) -> Attachment:
         """For the host of one of the unit's modules; the first one's names the buffers."""
-        return Attachment(self.unit, self.communication, part, {} if part else self.cast_buffers)
+        cast = {} if part else self.cast_buffers
+        return Attachment(self.unit, self.communication, part, cast, runner=self.runner)
 
 
 Placement = Callable[[nn.Parameter], int]
@@ -151,7 +154,8 @@ def build_unit(
     guards.install()
     group = ParamGroup(params, communication.shards, config, communication.replicas, smaller)
     unit = Unit(group, config, device, len(parts))
-    return BuiltUnit(unit, communication, cast_buffers)
+    runner = runner_for(unit, parts[0]) if len(parts) == 1 else None
+    return BuiltUnit(unit, communication, cast_buffers, runner)
 
 
 def _refuse_other_parts(scope: Scope, config: FSDPConfig) -> None:

@@ -22,7 +22,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from . import xla_ops
+from . import host_xla_ops, xla_ops
 from .cpu_ranks import Run, RunSlot, current_rank_thread
 from .xla_ops import Groups, index_of
 
@@ -133,9 +133,9 @@ def _install_reads(slot: RunSlot) -> None:
 
         return read
 
-    for name, for_host in xla_ops.READS.items():
+    for name, for_host in host_xla_ops.READS.items():
         setattr(Tensor, name, meets(getattr(Tensor, name), for_host))
-    for name in xla_ops.HOST_COPIES:
+    for name in host_xla_ops.HOST_COPIES:
         original = getattr(torch_xla._XLAC, name)
         setattr(torch_xla._XLAC, name, meets(original, lambda *args, **kwargs: True))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops, xla_ops
 from xla_fsdp.broadcast import broadcast_
 from xla_fsdp.communication import all_ranks
 from xla_fsdp.state_dicts import (
@@ -206,4 +206,4 @@ def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
     buffer = io.BytesIO()
     if xla_ops.rank() == 0:
         torch.save(dict(state), buffer)
-    return torch.load(io.BytesIO(xla_ops.exchange(buffer.getvalue())[0]), weights_only=True)
+    return torch.load(io.BytesIO(host_xla_ops.exchange(buffer.getvalue())[0]), weights_only=True)

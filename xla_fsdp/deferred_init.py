@@ -23,7 +23,7 @@ from xla_fsdp.ties import known_group, known_shard
 from xla_fsdp.whole_params import all_joined, own_parts
 
 if TYPE_CHECKING:
-    from xla_fsdp.sharded_param import UninitializedShard
+    from xla_fsdp.shard_parameter import UninitializedShard
 
 _OF_THE_SHARD = {"requires_grad_", "register_hook", "__repr__"}
 _ATTRIBUTES_OF_THE_SHARD = {
@@ -89,10 +89,10 @@ def _opened(shard: UninitializedShard) -> nn.Parameter:
 @torch.no_grad()
 def _full(shard: UninitializedShard) -> nn.Parameter:
     param, group = known_shard(shard), known_group(shard)
-    assert param is not None
-    assert group is not None
+    if param is None or group is None:
+        raise RuntimeError("a shard without values was initialized after its model was gone")
     if shard.was_open:
-        [value] = all_joined(group.gather_as_stored([param], [shard]), param.members)
+        [value] = all_joined(group.gather.as_stored([param], [shard]), param.members)
         xla_ops.compute([value])
     else:
         value = torch.zeros(param.members[0].whole_shape, dtype=shard.dtype, device=shard.device)

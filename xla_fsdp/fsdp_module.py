@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.prefetch import UnitRef
 from xla_fsdp.sharded_module import ShardedModule
-from xla_fsdp.unit import Unit, UnitRef
+from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import close_failed_passes
 
 NO_MEANING = (
@@ -125,8 +126,8 @@ class FSDPModule(ShardedModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}, not a bool")
         for unit in self._fsdp_own_units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.keeps_on_root = unit.keeps_larger = False
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.settings.keeps_on_root = unit.settings.keeps_larger = False
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -134,12 +135,12 @@ class FSDPModule(ShardedModule):
         """Whether to free full parameters after backward; otherwise the next forward needs no
         gather, unless the shards have changed by then."""
         for unit in self._fsdp_own_units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether to gather for backward. Without it parameters are only gathered if something that
         backward computes asks for them (nothing does of an embedding)."""
-        self._fsdp_unit.unshard_in_backward = unshard_in_backward
+        self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     # ------------------------------------------------------------ gradients
 
@@ -149,7 +150,7 @@ class FSDPModule(ShardedModule):
         """Whether backward reduces gradients. If not, full gradients are kept on this rank, and
         added to those of the first backward that does: ``no_sync`` as a setting."""
         for unit in self._fsdp_own_units(recurse):
-            unit.sync_gradients = requires_gradient_sync
+            unit.settings.sync_gradients = requires_gradient_sync
             unit.group.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -171,8 +172,7 @@ class FSDPModule(ShardedModule):
         """
         if not factor > 0:
             raise ValueError(f"the gradient divide factor is {factor}; give a positive number")
-        group = self._fsdp_unit.group
-        group.divide_by(factor)
+        self._fsdp_unit.group.reduction.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of ``set_gradient_divide_factor``."""
@@ -190,7 +190,7 @@ class FSDPModule(ShardedModule):
         """
         if stream is not None:
             _warn("set_all_reduce_hook(stream=...)")
-        self._fsdp_unit.group.all_reduce_hook = hook
+        self._fsdp_unit.group.reduction.all_reduce_hook = hook
 
     # ------------------------------------------------------------ order of gathers
 
@@ -201,7 +201,7 @@ class FSDPModule(ShardedModule):
         Raises:
             ValueError: if one of them is not sharded.
         """
-        self._fsdp_unit.forward_prefetch = _units_of(modules)
+        self._fsdp_unit.settings.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The same in backward.
@@ -209,7 +209,7 @@ class FSDPModule(ShardedModule):
         Raises:
             ValueError: if one of them is not sharded.
         """
-        self._fsdp_unit.backward_prefetch = _units_of(modules)
+        self._fsdp_unit.settings.backward_prefetch = _units_of(modules)
 
     # ------------------------------------------------------------ without a meaning
 

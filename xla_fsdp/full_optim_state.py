@@ -1,6 +1,6 @@
 """Optimizer state of shards to that of the plain model, and back.
 
-Words: see ``optim_state``; a flat shard's state is that of its *members* joined end to end, and
+Words: see ``optim_entries``; a flat shard's state is that of its *members* joined end to end, and
 whole entries (step counters) are the same for all of them.
 Always true: state goes by names of the plain model; gathering is one collective for each unit and
 state name; all that does not fit is raised as one ``ValueError``.
@@ -21,15 +21,13 @@ from torch.optim import Optimizer
 from xla_fsdp import xla_ops
 from xla_fsdp.grad_scaler import takes_found_inf
 from xla_fsdp.named_shards import NamedShard
+from xla_fsdp.optim_entries import Entry, GroupState, OptimizerState, Place
 from xla_fsdp.optim_state import (
-    Entry,
-    GroupState,
-    OptimizerState,
-    Place,
     create_state,
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.stacked_entries import Holding
 from xla_fsdp.whole_params import all_joined, own_parts
 
 
@@ -157,7 +155,7 @@ def state_made(
 ) -> Iterator[OptimizerState]:
     """The optimizer's state, made where there was none, for ``given`` to be loaded. What was made
     goes again if the block raises, or in any case to ``restore``."""
-    without = [param for param in params.values() if not optimizer.state.get(param)]
+    without = [leaf for leaf in Holding(params).leaves if not optimizer.state.get(leaf)]
     _create_for(given, optimizer, without)
     failed = True
     try:
@@ -212,7 +210,7 @@ def _gathered(
     for entry_name in sorted({n for shard in shards for n in state.entries.get(shard.key, ())}):
         entries = [(shard, state.entries.get(shard.key, {}).get(entry_name)) for shard in shards]
         cut = [(s, entry.value) for s, entry in entries if entry and entry.place is Place.SHARD]
-        whole = group.gather_as_stored([s.param for s, _ in cut], [value for _, value in cut])
+        whole = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
         whole = all_joined(whole, [member for s, _ in cut for member in s.param.members])
         # Ranks that are not shown the result run the same program as those that are.
         xla_ops.compute(whole)

@@ -83,8 +83,8 @@ def fully_shard(
         for number, part in enumerate(parts):
             part.__class__ = class_for(part.__class__)
             attach(part, built.attachment(number))
-            view_state_dicts(part)
             mark_state_dicts(part)
+            view_state_dicts(part)
         finish_unit(config)
     return module
 

@@ -78,6 +78,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         scan_layers: run containers of identical units inside as one loop each (see
             ``scan_blocks``, which has options): True for all that hold two or more units and
             nothing else, or names of containers.
+        scan_stacked: keep the parameters of these in stacks, one for all blocks (``stacked`` of
+            ``scan_blocks``).
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
             ``torch_options.TorchOptions``.
 
@@ -116,6 +118,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         scan_layers: bool | str | Iterable[str] = False,
+        scan_stacked: bool = False,
         **torch_options: Any,
     ) -> None:
         check_wrappable(module)
@@ -141,6 +144,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         theirs = TorchOptions(**torch_options)
         options = translate(theirs, upstream)
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
+        if scan_stacked and not scan_layers:
+            raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
         with own_random_numbers():
@@ -155,7 +160,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
                 }
                 wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
             if scan_layers:
-                scan_containers(module, scan_layers)
+                scan_containers(module, scan_layers, stacked=scan_stacked)
             built = build_unit(
                 [module],
                 options,

@@ -10,6 +10,7 @@ name before that are not guarded.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 from typing import Any
@@ -20,8 +21,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from xla_fsdp import xla_ops
-from xla_fsdp.sharded_param import ShardedParam, is_sharded
+from xla_fsdp import gradient_xla_ops
+from xla_fsdp.elementwise import steps_elementwise
+from xla_fsdp.shard_parameter import is_sharded
+from xla_fsdp.shard_stacks import is_stack
+from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.tensor_placement import known_placement
 from xla_fsdp.ties import known_shard, refuse_shown
 
@@ -31,7 +35,7 @@ _installing = Lock()
 def install() -> None:
     """Put the guards in place, unless they are; from now on they know of a new unit."""
     with _installing:
-        xla_ops.refuse_reduce_gradients_of(_is_part)
+        gradient_xla_ops.refuse_reduce_gradients_of(_is_part)
         guard = getattr(clip_grad.clip_grad_norm_, "optimizers", None)
         if guard is not None:
             guard.forget()
@@ -65,7 +69,7 @@ def _is_part(param: Tensor) -> bool:
     if known is None:
         placement = known_placement(param)
         return placement is not None and placement.parts > 1
-    return known.layout.num_shards > 1 or any(
+    return known.cut.layout.num_shards > 1 or any(
         member.placement is not None and member.placement.parts > 1 for member in known.members
     )
 
@@ -89,15 +93,17 @@ class _OptimizerGuard:
             for param in group["params"]:
                 _refuse_replaced(optimizer, param)
         _refuse_empty_groups(optimizer)
+        _warn_about_stacks(optimizer)
         self._passed[optimizer] = count
 
 
 def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
     known = known_shard(param)
-    if known is not None and known.shard is not param:
+    if known is not None and known.leaf is not param:
+        now = "shard" if known.places.part is None else "stack of shards of scanned blocks"
         raise ValueError(
             f"{type(optimizer).__name__} holds {_names(known)} as it was before wrapping; FSDP "
-            f"trains the shard that replaced it, which this optimizer would never change. Create "
+            f"trains the {now} that replaced it, which this optimizer would never change. Create "
             f"the optimizer after wrapping, from model.parameters()"
         )
 
@@ -113,6 +119,19 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
             f"{names}: with flatten_parameters=True an optimizer only sees whole units, so its "
             f"groups cannot tell their parameters apart. Set flatten_parameters=False to have "
             f"groups by parameter, or make one group"
+        )
+
+
+def _warn_about_stacks(optimizer: Optimizer) -> None:
+    """The slices of a stack are several parameters, which is the same for what is elementwise."""
+    stacks = [p for group in optimizer.param_groups for p in group["params"] if is_stack(p)]
+    if stacks and not steps_elementwise(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__} is not known to treat every element of a parameter by "
+            f"itself, and was given stacks, each of one parameter of {len(stacks[0])} blocks. Its "
+            f"steps may differ from those of single blocks; scan these without stacked, or say by "
+            f"a static method is_elementwise(options) of its class that they do not",
+            stacklevel=4,
         )
 
 

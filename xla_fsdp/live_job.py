@@ -24,16 +24,18 @@ from xla_fsdp.checkpoint.rank_file import RankContent
 from xla_fsdp.checkpoint.reshard import Target
 from xla_fsdp.checkpoint.validate import CheckpointError
 from xla_fsdp.cpu_ranks import current_rank_thread
+from xla_fsdp.optim_entries import OptimizerState
 from xla_fsdp.optim_records import record_of, state_from, tensors_of
 from xla_fsdp.optim_state import (
-    OptimizerState,
     find_problems,
     find_write_problems,
     params_by_key,
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.shard_stacks import to_host
 from xla_fsdp.sharded_module import ShardedModule
+from xla_fsdp.stacked_entries import Holding
 from xla_fsdp.state_dict_types import unchosen
 from xla_fsdp.unit_host import reshard_units
 
@@ -101,7 +103,7 @@ class LiveJob:
         values = self._values(extra)
         names = [(key, name) for key, each in states.items() for name in each]
         live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
-        copies = iter(xla_ops.to_host(live))
+        copies = iter(to_host(live))
         model = {key: next(copies) for key in model}
         for key, name in names:
             states[key][name] = next(copies)
@@ -152,8 +154,8 @@ class LiveJob:
             return Target(self.metadata, whole)
         if problems := find_problems(self.optimizer, self.params):
             raise CheckpointError(problems)
-        keys = {id(param): key for key, param in self.params.items()}
-        groups = [[keys[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        holding = Holding(self.params)
+        groups = [holding.all_keys(group["params"]) for group in self.optimizer.param_groups]
         return Target(self.metadata, whole, groups)
 
     def find_load_problems(self, loaded: LoadedStep) -> list[str]:

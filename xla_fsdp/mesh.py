@@ -236,7 +236,7 @@ class Mesh:
 
 
 def _running_world_size() -> int:
-    from xla_fsdp import xla_ops  # a mesh of given ranks needs no torch_xla
+    from xla_fsdp import xla_ops
 
     return xla_ops.world_size()
 

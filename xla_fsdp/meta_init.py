@@ -69,15 +69,14 @@ class _Made:
                     if placement is not None and placement.parts > 1:
                         self._whole.append((owner, name, placement))
                     if known := known_shard(tensor):
-                        self._tied.append((owner, name, known.shard))
+                        self._tied.append((owner, name, known.leaf))
 
     def cut(self) -> None:
         """Once modules are initialized: of whole parameters, this rank's part is left."""
         local: dict[int, nn.Parameter] = {}
         for owner, name, placement in self._whole:
             whole = owner._parameters[name]
-            assert whole is not None
-            if whole.shape != placement.shape:  # ignored, and made by another unit
+            if whole is None or whole.shape != placement.shape:  # ignored, and made by another unit
                 continue
             if id(whole) not in local:
                 local[id(whole)] = self._part(whole, placement)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xla_fsdp.members import Member
 from xla_fsdp.names import join_name
 from xla_fsdp.param_group import ParamGroup
-from xla_fsdp.sharded_param import Member, ShardedParam
+from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.whole_params import is_first
 
 

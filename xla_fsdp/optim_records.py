@@ -1,6 +1,6 @@
 """An optimizer's state in the words of the checkpoint format, and back.
 
-Words: see ``optim_state`` for places and entries, ``checkpoint.optimizer_format`` for records.
+Words: see ``optim_entries`` for places and entries, ``checkpoint.optimizer_format`` for records.
 Always true: converting there and back changes nothing. Reading and writing an optimizer is
 ``optim_state``'s business, cutting state anew for other ranks ``checkpoint.reshard``'s.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.reshard import CutState
-from xla_fsdp.optim_state import Entry, GroupState, OptimizerState, Place
+from xla_fsdp.optim_entries import Entry, GroupState, OptimizerState, Place
 
 
 def record_of(state: OptimizerState) -> OptimizerRecord:

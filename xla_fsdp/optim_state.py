@@ -1,12 +1,11 @@
 """An optimizer's state by the names of the parameters it belongs to, out of torch and back into it.
 
-Words: a *key* names a parameter in the state dict (of a flattened unit, ``flat_param_0``); an
-*entry* is one value that the optimizer keeps for one parameter; its *place* says what it is: cut
-like the parameter (``SHARD``), or whole, on the device or on the host.
+Words: see ``optim_entries``.
 Always true: everything is checked before anything is changed, and all problems are raised as one
 ``ValueError``; entries come back with the dtype, shape and place that they had (torch's own
 ``load_state_dict`` casts them to the parameter's dtype). Hyperparameters come from what is
-written, as in torch.
+written, as in torch. What an optimizer keeps for a stack is taken apart when it is read, and
+stacked when it is written (``stacked_entries``): entries are those of single parameters.
 Cutting entries anew for other ranks is ``checkpoint.reshard``'s business, files are
 ``checkpoint``'s.
 """
@@ -16,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -25,52 +22,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xla_fsdp.grad_scaler import takes_found_inf
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.optim_entries import Entry, GroupState, OptimizerState, Place, is_number
+from xla_fsdp.shard_parameter import is_sharded
+from xla_fsdp.shard_stacks import is_stack
+from xla_fsdp.stacked_entries import (
+    Holding,
+    find_stack_mismatches,
+    find_stack_problems,
+    part_of_entries,
+    stacked,
+)
 
 PLAIN = (bool, int, float, str, type(None))
 NOT_OPTIONS = ("params", "param_names")
 SET_BY_SCHEDULERS = "initial_lr"
-
-
-class Place(Enum):
-    """Where an entry lives, and whether other ranks hold other parts of it."""
-
-    SHARD = "shard"
-    """A tensor of the shard's shape, cut like the parameter."""
-    DEVICE = "device"
-    """A whole tensor on the parameter's device."""
-    HOST = "host"
-    """A tensor in host memory, or a plain value."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One value of an optimizer for one parameter: a tensor or a plain value."""
-
-    place: Place
-    value: Any
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """One parameter group: hyperparameters as plain values, and the keys of its parameters."""
-
-    options: dict[str, Any]
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """All that an optimizer holds.
-
-    Args:
-        groups: in the optimizer's order.
-        entries: key, then name of the state (``exp_avg``, ``step``), to its entry. Parameters
-            without state, as all are before the first step, are left out.
-    """
-
-    groups: tuple[GroupState, ...]
-    entries: dict[str, dict[str, Entry]]
 
 
 def params_by_key(
@@ -85,31 +50,39 @@ def params_by_key(
     """
     keys: dict[int, tuple[str, Tensor]] = {}
     for name, param in (*sharded, *named):
-        keys.setdefault(id(param), (name, param))
+        if not is_stack(param):  # its slices are there
+            keys.setdefault(id(param), (name, param))
     return dict(keys.values())
 
 
 def find_problems(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[str]:
     """Why this optimizer's state cannot be read or written, one line each."""
-    known = {id(param) for param in params.values()}
+    holding = Holding(params)
     problems = [
         f"group {index} of {type(optimizer).__name__} has a parameter of shape "
         f"{tuple(param.shape)} that is not in the model. Create the optimizer after wrapping, from "
         f"model.parameters()"
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
-        if id(param) not in known
+        if not holding.keys(param)
     ]
-    for key, param in params.items():
-        for name, value in optimizer.state.get(param, {}).items():
-            if not isinstance(value, (Tensor, *PLAIN)):
-                problems.append(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r} of "
-                    f"{key}; expected tensors and plain values only"
-                )
+    for leaf in holding.leaves:
+        problems += _state_problems(optimizer, leaf, holding.keys(leaf)[0])
     for index, group in enumerate(optimizer.param_groups):
         problems += _option_problems(index, group)
     return problems
+
+
+def _state_problems(optimizer: Optimizer, leaf: Tensor, key: str) -> Iterator[str]:
+    state = optimizer.state.get(leaf, {})
+    for name, value in state.items():
+        if not isinstance(value, (Tensor, *PLAIN)):
+            yield (
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r} of "
+                f"{key}; expected tensors and plain values only"
+            )
+    if is_stack(leaf):
+        yield from find_stack_problems(type(optimizer).__name__, key, leaf, _entries(leaf, state))
 
 
 def find_write_problems(
@@ -131,15 +104,20 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
         ValueError: with every line of ``find_problems``.
     """
     _raise_if(find_problems(optimizer, params))
-    keys = {id(param): key for key, param in params.items()}
+    holding = Holding(params)
     groups = tuple(
-        GroupState(_options(group), tuple(keys[id(param)] for param in group["params"]))
+        GroupState(_options(group), tuple(holding.all_keys(group["params"])))
         for group in optimizer.param_groups
     )
+    by_leaf = {
+        id(leaf): _entries(leaf, state)
+        for leaf in holding.leaves
+        if (state := optimizer.state.get(leaf))
+    }
     entries = {
-        key: _entries(param, optimizer.state[param])
-        for key, param in params.items()
-        if optimizer.state.get(param)
+        key: part_of_entries(by_leaf[at], holding.number(key))
+        for key in params
+        if (at := id(holding.leaf(key))) in by_leaf
     }
     return OptimizerState(groups, entries)
 
@@ -180,14 +158,18 @@ def torch_state_dict(
         ValueError: with every problem found.
     """
     _raise_if(find_write_problems(optimizer, params, state))
-    keys = {id(param): key for key, param in params.items()}
+    holding = Holding(params)
     order = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [[state.entries.get(key) for key in holding.keys(param)] for param in order]
     return {
         "param_groups": _torch_groups(optimizer, state),
         "state": {
-            index: {name: _placed(entry, param) for name, entry in state.entries[key].items()}
-            for index, param in enumerate(order)
-            if (key := keys[id(param)]) in state.entries
+            index: {
+                name: _placed([each[name] for each in entries if each], param)
+                for name in entries[0] or ()
+            }
+            for index, (param, entries) in enumerate(zip(order, found, strict=True))
+            if entries[0] is not None
         },
     }
 
@@ -260,7 +242,7 @@ def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, Entry]:
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # Where one tensor has a shape of its own, as in Adafactor, another may have the shard's by
     # chance (statistics of columns beside a shard of one row), so none is taken to be cut like it.
-    alike = all(value.shape == param.shape or _is_number(value) for value in tensors)
+    alike = all(value.shape == param.shape or is_number(value) for value in tensors)
     cut = is_sharded(param) and alike
     return {name: _entry(param, value, cut) for name, value in state.items()}
 
@@ -272,11 +254,6 @@ def _entry(param: Tensor, value: Any, cut: bool) -> Entry:
         return Entry(Place.SHARD, value.detach())
     on_host = value.device.type == "cpu" and param.device.type != "cpu"
     return Entry(Place.HOST if on_host else Place.DEVICE, value.detach())
-
-
-def _is_number(value: Tensor) -> bool:
-    """One number, or the empty tensor that torch_xla's optimizers keep for what they do not use."""
-    return value.dim() == 0 or value.shape in ((0,), (1,))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,8 +289,8 @@ def _option_problems(index: int, group: Mapping[str, Any]) -> Iterator[str]:
 def _mismatches(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> Iterator[str]:
-    keys = {id(param): key for key, param in params.items()}
-    live = [{keys[id(param)] for param in group["params"]} for group in optimizer.param_groups]
+    holding = Holding(params)
+    live = [set(holding.all_keys(group["params"])) for group in optimizer.param_groups]
     if len(live) != len(state.groups):
         yield (
             f"the state has {len(state.groups)} parameter groups, the optimizer {len(live)}; "
@@ -331,6 +308,9 @@ def _mismatches(
         )
         yield from _foreign_options(index, optimizer, group)
     yield from _entry_mismatches(set().union(*live), params, state)
+    for leaf in holding.leaves:
+        if is_stack(leaf):
+            yield from find_stack_mismatches(holding.keys(leaf), state)
 
 
 def _entry_mismatches(
@@ -360,10 +340,13 @@ def _foreign_options(index: int, optimizer: Optimizer, group: GroupState) -> Ite
         )
 
 
-def _placed(entry: Entry, param: Tensor) -> Any:
-    """A copy where the entry belongs."""
+def _placed(entries: Sequence[Entry], param: Tensor) -> Any:
+    """A copy where an entry belongs, of all slices if ``param`` is a stack."""
+    entry = entries[0]
     if not isinstance(entry.value, Tensor):
         return entry.value
+    if entry.place is Place.SHARD and is_stack(param):
+        return stacked([each.value for each in entries], param.device)
     device = "cpu" if entry.place is Place.HOST else param.device
     return entry.value.detach().to(device=device, copy=True)
 

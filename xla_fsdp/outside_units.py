@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from xla_fsdp.names import join_name
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
 from xla_fsdp.tensor_placement import TensorPlacement, placement_in
 from xla_fsdp.unit_host import units_in
 

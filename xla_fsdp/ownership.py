@@ -1,8 +1,8 @@
 """Make a unit's parameters into shards, and move its buffers.
 
-Words: see ``sharded_param``. Always true: a parameter that several attributes share has one shard,
-also when the attributes lie in different units. Parameters that cannot be sharded (integer and
-boolean ones) stay whole on every rank.
+Words: see ``members`` and ``sharded_param``. Always true: a parameter that several attributes share
+has one shard, also when the attributes lie in different units. Parameters that cannot be sharded
+(integer and boolean ones) stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from xla_fsdp.communication import Communication
 from xla_fsdp.config import FSDPConfig
 from xla_fsdp.cpu_rank_xla_ops import tell_peers
 from xla_fsdp.layout import LANES, ShardLayout, shard_multiple
+from xla_fsdp.members import Member, Owner
 from xla_fsdp.names import join_name
 from xla_fsdp.scope import Scope
-from xla_fsdp.sharded_param import Member, Owner, ShardedParam, is_sharded, make_shard
+from xla_fsdp.shard_parameter import is_sharded, make_shard
+from xla_fsdp.sharded_param import ShardedParam
 from xla_fsdp.statistics_layers import compute_in, statistics_dtype
 from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.ties import known_shard, remember
@@ -127,7 +129,7 @@ class _Sharder:
 
     def adopt(self, theirs: ShardedParam, tensor: Tensor, member: Member) -> ShardedParam:
         """Share the shard that another unit made of the same parameter."""
-        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.dim))
+        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.cut.dim))
         name = member.names[0]
         if theirs.is_flat or self._config.flatten_parameters:
             raise ValueError(
@@ -135,14 +137,19 @@ class _Sharder:
                 f"a flat shard cannot share one of its members. Put both into one unit, or set "
                 f"flatten_parameters=False"
             )
-        if theirs.layout != layout:
+        if theirs.places.part is not None:
+            raise ValueError(
+                f"{name} is tied to {theirs.members[0].names[0]} of a stacked block, and no other "
+                f"unit can hold a slice of a stack. Scan the blocks without stacked, or untie them"
+            )
+        if theirs.cut.layout != layout:
             raise ValueError(
                 f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which is "
-                f"sharded as {theirs.layout}, not {layout}. Give both units the same options"
+                f"sharded as {theirs.cut.layout}, not {layout}. Give both units the same options"
             )
         dtype = self._compute_dtype(member)
         return ShardedParam(
-            name, [member], theirs.shard, layout, dtype, places=theirs.places, dim=theirs.dim
+            name, [member], theirs.leaf, layout, dtype, places=theirs.places, dim=theirs.cut.dim
         )
 
     def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:

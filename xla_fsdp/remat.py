@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
@@ -232,7 +233,10 @@ class _Region:
 
     def _recompute(self) -> list[Tensor]:
         if current_pass() != -1:
-            Variable._execution_engine.queue_callback(self._forget)
+            # The thread that ran backward may give up its callbacks when a step has ended already;
+            # the inputs of a region that they kept alive would be outputs of the step's program.
+            own = weakref.ref(self)
+            Variable._execution_engine.queue_callback(partial(_forget, own))
         # Usually open already; not if backward began at a tensor that the outputs do not lead to.
         for unit in self._units:
             unit.ensure_open()
@@ -270,8 +274,14 @@ class _Region:
                 f"backward, and {len(found)} (or others) when it was recomputed. {_SAME_TWICE}"
             )
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop what was recomputed."""
         self._recomputed = []
+
+
+def _forget(region: weakref.ref[_Region]) -> None:
+    if (alive := region()) is not None:
+        alive.forget()
 
 
 class _KeepInputs(torch.autograd.Function):

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops, xla_ops
 from xla_fsdp.checkpoint.commit import LOOKED_AT, Place, Ranks, Save
 from xla_fsdp.checkpoint.load_step import load_step
 from xla_fsdp.checkpoint.rank_file import SUFFIXES, write_rank_file
@@ -187,7 +187,7 @@ def _check_wrapped(model: Any) -> None:
 
 
 def _ranks() -> Ranks:
-    return Ranks(xla_ops.rank(), xla_ops.world_size(), xla_ops.exchange)
+    return Ranks(xla_ops.rank(), xla_ops.world_size(), host_xla_ops.exchange)
 
 
 def _wait_for_earlier(model: ShardedModule) -> None:

@@ -4,7 +4,7 @@ Words: a *reference* is what autograd stores in place of a full parameter, or of
 as the transpose that ``F.linear`` saves; it is resolved against the parameters gathered again in
 backward. Always true: no reference keeps a full parameter's value alive, and every other saved
 tensor goes through whatever saved-tensor hooks were active outside (a checkpoint's, say).
-When parameters are gathered again is left to ``unit``.
+When parameters are gathered again is left to ``full_params``.
 """
 
 from __future__ import annotations

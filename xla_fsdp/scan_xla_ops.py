@@ -178,8 +178,7 @@ class Loop:
             seeds: [length] int64, if the body draws random numbers.
         """
         operands = [*inputs, *self._body.captured.values()]
-        if self._body.draws_random_numbers:
-            assert seeds is not None
+        if self._body.draws_random_numbers and seeds is not None:
             operands.append(seeds)
         if self._computation is None:
             self._computation = self._build(operands)

@@ -14,9 +14,9 @@ import torch
 from xla_fsdp import xla_ops
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.communication import Communication
+from xla_fsdp.members import Member
 from xla_fsdp.mesh import Mesh
 from xla_fsdp.named_shards import NamedShard
-from xla_fsdp.sharded_param import Member
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def describe(
         ranks: those that share the model.
     """
     _refuse_other_dims(shards)
-    records: dict[int, ParamRecord] = {}  # by the shard's id: a tied one is recorded once
+    records: dict[int, ParamRecord] = {}  # by the id of its places: a tied one is recorded once
     ties: dict[str, str] = {}
     for shard in shards:
-        record = records.setdefault(id(shard.param.shard), _record(shard))
+        record = records.setdefault(id(shard.param.places), _record(shard))
         ties.update(_ties(shard, record))
     buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
     return ShardMetadata(
@@ -131,7 +131,7 @@ def _sharing(by: Communication) -> str:
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
-    others = [f"{s.key} (along dim {s.param.dim})" for s in shards if s.param.dim]
+    others = [f"{s.key} (along dim {s.param.cut.dim})" for s in shards if s.param.cut.dim]
     if others:
         raise ValueError(
             f"files of shards hold slices along dim 0, but shard_placement_fn has others cut: "
@@ -143,8 +143,8 @@ def _record(shard: NamedShard) -> ParamRecord:
     param = shard.param
     return ParamRecord(
         key=shard.key,
-        dtype=_dtype_name(param.shard.dtype),
-        multiple=param.layout.multiple,
+        dtype=_dtype_name(param.leaf.dtype),
+        multiple=param.cut.layout.multiple,
         members=tuple(
             MemberRecord(name, tuple(member.whole_shape), _tensor_dim(member))
             for name, member in zip(shard.names, param.members, strict=True)

@@ -36,7 +36,7 @@ class ShardView:
         """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
-        placement, own = _placement(self), Shard(_param(self).dim)
+        placement, own = _placement(self), Shard(_param(self).cut.dim)
         by_units = (Replicate(), own) if _group(self).mesh.ndim > 1 else (own,)
         return by_units if placement is None else (*by_units, Shard(placement.dim))
 
@@ -52,7 +52,7 @@ class ShardView:
         from xla_fsdp.whole_params import all_joined
 
         param = _param(self)
-        [full] = all_joined(_group(self).gather_as_stored([param], [_plain(self)]), param.members)
+        [full] = all_joined(_group(self).gather.as_stored([param], [_plain(self)]), param.members)
         xla_ops.compute([full])
         return full
 
@@ -60,7 +60,7 @@ class ShardView:
 class ShardTensor(ShardView, Tensor):
     """A shard in a state dict."""
 
-    stands_for: nn.Parameter
+    stands_for: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -85,7 +85,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
         A tensor on this rank's XLA device.
     """
     from xla_fsdp import xla_ops
-    from xla_fsdp.sharded_param import make_shard
+    from xla_fsdp.shard_parameter import make_shard
 
     dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
     row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
@@ -103,12 +103,15 @@ def whole_mesh(num_ranks: int) -> Mesh:
 
 def _view(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:  # others are there, too
-        stands_for = _parameter(module, key.removeprefix(prefix))
+        stands_for = _parameter(module, key.removeprefix(prefix), state[key])
         if stands_for is not None and not isinstance(state[key], ShardView):
             state[key] = _as_view(state[key], stands_for)
 
 
-def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+def _parameter(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    """What ``value`` stands for; a slice of a stack is known itself."""
+    if isinstance(value, Tensor) and known_shard(value) is not None:
+        return value
     owner, _, attribute = name.rpartition(".")
     try:
         found = module.get_submodule(owner)._parameters.get(attribute)
@@ -117,7 +120,7 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return found if isinstance(found, ShardView) else None
 
 
-def _as_view(value: Tensor, stands_for: nn.Parameter) -> Tensor:
+def _as_view(value: Tensor, stands_for: Tensor) -> Tensor:
     view = value.as_subclass(ShardTensor)
     view.stands_for = stands_for
     return view

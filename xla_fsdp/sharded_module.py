@@ -23,6 +23,7 @@ from xla_fsdp.names import join_name
 from xla_fsdp.outside_units import cut_outside_units, refuse_cut_outside
 from xla_fsdp.save_numbers import numbered
 from xla_fsdp.shard_metadata import describe, refuse_other_groups, sharing_ranks
+from xla_fsdp.shard_stacks import slice_of
 from xla_fsdp.summon import SummonOptions, summoned
 from xla_fsdp.unit_host import UnitHost, named_hosts, outermost_units, units_in
 
@@ -44,26 +45,25 @@ class ShardedModule(UnitHost):
                 integrations) choose between the two here.
         """
         units = self._fsdp_units()
-        before = [(unit.sync_gradients, unit.is_last_backward) for unit in units]
+        before = [(unit.settings.sync_gradients, unit.settings.is_last_backward) for unit in units]
         for unit in units:
-            unit.sync_gradients, unit.is_last_backward = sharded, False
+            unit.settings.sync_gradients, unit.settings.is_last_backward = sharded, False
         try:
             yield
         finally:
             for unit, flags in zip(units, before, strict=True):
-                unit.sync_gradients, unit.is_last_backward = flags
+                unit.settings.sync_gradients, unit.settings.is_last_backward = flags
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; gradients kept by ``no_sync`` are dropped as well (which
         ``optimizer.zero_grad()`` cannot do)."""
         for param in self.params_with_grad:
-            assert param.grad is not None
-            if set_to_none:
+            if set_to_none or param.grad is None:
                 param.grad = None
             else:
                 param.grad.detach_().zero_()
         for unit in self._fsdp_units():
-            unit.drop_kept()
+            unit.group.drop_kept()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -72,10 +72,10 @@ class ShardedModule(UnitHost):
 
     def _fsdp_parameters(self) -> list[nn.Parameter]:
         """What is trained, also while modules hold full parameters in its place."""
-        shards = [shard for unit in self._fsdp_units() for shard in unit.group.shards]
+        leaves = [leaf for unit in self._fsdp_units() for leaf in unit.group.leaves]
         held = self._fsdp_module().parameters()
         others = [param for param in held if isinstance(param, nn.Parameter)]
-        return list({id(param): param for param in (*shards, *others)}.values())
+        return list({id(param): param for param in (*leaves, *others)}.values())
 
     def clip_grad_norm_(
         self,
@@ -133,7 +133,7 @@ class ShardedModule(UnitHost):
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, got a {type(hook).__name__}")
         groups = [unit.group for unit in self._fsdp_units()]
-        if any(group.comm_hook is not None for group in groups):
+        if any(group.reduction.comm_hook is not None for group in groups):
             raise ValueError("a communication hook is registered already; there is one for a unit")
         if any(group.replicas.num_shards > 1 for group in groups):
             raise ValueError(
@@ -141,7 +141,7 @@ class ShardedModule(UnitHost):
                 "replicas, over which gradients are summed after it; use set_all_reduce_hook"
             )
         for group in groups:
-            group.comm_hook = CommHook(state, hook, group.collectives)
+            group.reduction.comm_hook = CommHook(state, hook, group.collectives)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by ``pre`` before the sum over ranks and by ``post`` after it (default:
@@ -158,7 +158,8 @@ class ShardedModule(UnitHost):
         if not (pre > 0 and post > 0):
             raise ValueError(f"gradient divide factors must be positive, got {pre} and {post}")
         for unit in self._fsdp_units() if recursive else [self._fsdp_unit]:
-            unit.group.predivide, unit.group.postdivide = pre, post
+            reduction = unit.group.reduction
+            reduction.predivide, reduction.postdivide = pre, post
 
     # ------------------------------------------------------------ state
 
@@ -194,9 +195,10 @@ class ShardedModule(UnitHost):
         with summoned(units, options):
             yield
 
-    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Name and shard of every sharded parameter, with the names from before wrapping."""
-        return [(each.key, each.param.shard) for each in self._fsdp_named_shards()]
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, Tensor]]:
+        """Name and shard of every sharded parameter, with the names from before wrapping. Of
+        stacked blocks these are slices of the parameters that an optimizer sees."""
+        return [(each.key, slice_of(each.param, each.group)) for each in self._fsdp_named_shards()]
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """What is needed to merge this model's shards; save it along with ``state_dict()`` under

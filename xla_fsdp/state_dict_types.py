@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from xla_fsdp.full_params import UnitState
 from xla_fsdp.state_dicts import (
     cut_optim_state_dict,
     full_state_dict,
@@ -38,7 +39,6 @@ from xla_fsdp.state_dicts import (
     optim_state_dict,
     sharded_optim_state_dict,
 )
-from xla_fsdp.unit import UnitState
 from xla_fsdp.unit_module import UnitModule
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops, xla_ops
 from xla_fsdp.full_optim_state import (
     ShardNames,
     from_full,
@@ -32,6 +32,7 @@ from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.names import join_name
 from xla_fsdp.optim_state import params_by_key, read_optimizer, torch_state_dict, write_optimizer
 from xla_fsdp.outside_units import cut_outside_units, refuse_cut_outside
+from xla_fsdp.shard_stacks import slice_of
 from xla_fsdp.state_loading import Form, marked
 from xla_fsdp.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.tree import map_tensors
@@ -55,7 +56,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     reshard_units(model)  # full parameters left in modules are of before the optimizer's step
     units = units_in(model)
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
-    xla_ops.settle()  # buffers are read on ranks that are shown something only
+    host_xla_ops.settle()  # buffers are read on ranks that are shown something only
     outside = cut_outside_units(model)
     whole = {name: joined(param.detach(), placement) for name, param, placement in outside}
     xla_ops.compute(list(whole.values()))
@@ -113,7 +114,7 @@ def optim_state_dict(
     """
     _refuse_cut_outside(model, optimizer)
     state = read_optimizer(optimizer, _params(model))
-    xla_ops.settle()  # whole entries are read on ranks that are shown something only
+    host_xla_ops.settle()  # whole entries are read on ranks that are shown something only
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
 
@@ -180,7 +181,7 @@ def _refuse_cut_outside(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _params(model: nn.Module) -> dict[str, Tensor]:
     reshard_units(model)
-    sharded = [(shard.key, shard.param.shard) for shard in _shards(model)]
+    sharded = [(shard.key, slice_of(shard.param, shard.group)) for shard in _shards(model)]
     return params_by_key(sharded, model.named_parameters())
 
 
@@ -188,7 +189,7 @@ def _shards(model: nn.Module) -> list[NamedShard]:
     """Every shard once, under its first key."""
     shards: dict[int, NamedShard] = {}
     for shard in named_shards(model):
-        shards.setdefault(id(shard.param.shard), shard)
+        shards.setdefault(id(shard.param.places), shard)
     return list(shards.values())
 
 
@@ -198,16 +199,21 @@ def _names(model: nn.Module) -> ShardNames:
     aliases: dict[int, list[str]] = defaultdict(list)
     for shard in named_shards(model):
         if not shard.param.is_flat:
-            aliases[id(shard.param.shard)] += shard.names_of(shard.param.members[0])
+            aliases[id(shard.param.places)] += shard.names_of(shard.param.members[0])
+
+    def canonical_name(shard: NamedShard) -> str:
+        is_slice = shard.param.places.part is not None
+        return shard.names[0] if is_slice else first[id(shard.param.leaf)]
+
     shards = _shards(model)
     members = {
-        shard.key: shard.names if shard.param.is_flat else [first[id(shard.param.shard)]]
+        shard.key: shard.names if shard.param.is_flat else [canonical_name(shard)]
         for shard in shards
     }
     canonical = {
-        alias: first[id(shard.param.shard)]
+        alias: canonical_name(shard)
         for shard in shards
-        for alias in aliases[id(shard.param.shard)]
+        for alias in aliases[id(shard.param.places)]
     }
     return ShardNames({shard.key: shard for shard in shards}, members, canonical)
 

@@ -7,6 +7,7 @@ Always true: the form is decided once, for all units below the module that is lo
 our own state dicts carry, else by shapes; where neither tells, the user is asked. What was missing,
 unexpected or of a wrong size is reported by original names and full shapes.
 Full tensors are cut on the device where they are, so that the rank's device sees only its shard.
+Shards of units that keep theirs in stacks become stacks (``shard_stacks``) when all are shards.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.upstream_format import original_name
+from xla_fsdp.members import Member
 from xla_fsdp.named_shards import NamedShard
-from xla_fsdp.sharded_param import Member
+from xla_fsdp.shard_stacks import taken_in
 from xla_fsdp.whole_params import own_parts
 
 MARK = "xla_fsdp_form"
@@ -87,6 +89,8 @@ class StateLoading:
         """
         if self._done_in is errors:  # torch hands one list through all modules of a load
             return
+        for shard in shards:
+            shard.param.settle()  # else torch takes one without values for the full parameter
         _rename_upstream(state, prefix)
         _complete_ties(state, prefix, shards)
         if _form(state, prefix, shards, local_metadata.get(MARK)) is Form.FULL:
@@ -94,6 +98,7 @@ class StateLoading:
                 _Cut(state, prefix, shard, missing, errors).run()
         else:
             errors += _other_layouts(state, prefix, shards)
+        taken_in(shards, state, prefix, missing)
         for other in inside:
             other._done_in = errors
 
@@ -221,9 +226,9 @@ def _evidence(
             if not isinstance(value, Tensor):
                 continue
             is_full = value.shape == shard.param.members[0].whole_shape
-            is_cut = value.shape == shard.param.shard.shape
+            is_cut = value.shape == shard.param.shard_shape
             if is_full and is_cut:
-                unclear += [name] if shard.param.layout.num_shards > 1 else []
+                unclear += [name] if shard.param.cut.layout.num_shards > 1 else []
             elif is_full or is_cut:
                 (full if is_full else cut).append(name)
     return full, cut, unclear
@@ -234,15 +239,15 @@ def _other_layouts(
 ) -> Iterator[str]:
     """One line for each shard that is cut otherwise than the model's, which keeps its value."""
     for shard in shards:
-        own = shard.param.shard
+        own = shard.param.shard_shape
         names = [shard.key] if shard.param.is_flat else shard.names_of(shard.param.members[0])
         for key in [prefix + name for name in names]:
             value = state.get(key)
-            if isinstance(value, Tensor) and value.shape != own.shape:
-                state[key] = own.detach()
+            if isinstance(value, Tensor) and value.shape != own:
+                state[key] = shard.param.shard.detach()
                 yield (
                     f"size mismatch for {key}: the state dict holds {tuple(value.shape)}, this "
-                    f"rank's shard has shape {tuple(own.shape)}. If it was sharded over another "
+                    f"rank's shard has shape {tuple(own)}. If it was sharded over another "
                     f"number of ranks or flattened otherwise, merge the shards of all ranks "
                     f"(consolidate_sharded_state_dicts) and load the result."
                 )
@@ -257,7 +262,7 @@ def _complete_ties(state: dict[str, Any], prefix: str, shards: Sequence[NamedSha
     for shard in shards:
         if not shard.param.is_flat:
             own = shard.names_of(shard.param.members[0])
-            names[id(shard.param.shard)] += [prefix + name for name in own]
+            names[id(shard.param.places)] += [prefix + name for name in own]
     for tied in names.values():
         present = [name for name in tied if name in state]
         for name in tied if present else ():

@@ -74,7 +74,7 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
     result = []
     for unit in units:
         params = unit.group.params
-        values = unit.group.gather_as_stored(params, unit.group.shards)
+        values = unit.group.gather.as_stored(params, unit.group.shards)
         if options.whole:
             values = all_joined(values, [member for each in params for member in each.members])
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
@@ -84,11 +84,11 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
         if not is_shown(units, options):
             continue
         own = []
-        for key, shard, value, grad in zip(
-            _keys(params), _shards(params), values, grads, strict=True
+        for key, leaf, value, grad in zip(
+            _keys(params), _leaves(params), values, grads, strict=True
         ):
             if key not in shared:
-                shared[key] = _leaf(value, grad, shard, options.offload_to_cpu)
+                shared[key] = _leaf(value, grad, leaf, options.offload_to_cpu)
             own.append(shared[key])
         result.append(own)
     return result
@@ -96,16 +96,17 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
 
 def _gathered_grads(unit: Unit) -> list[Tensor | None]:
     params = unit.group.params
-    grads = [param.shard.grad for param in params]
+    grads = [param.grad for param in params]
     zeros = [
         torch.zeros_like(p.shard) if g is None else g for p, g in zip(params, grads, strict=True)
     ]
-    pairs = zip(unit.group.gather_as_stored(params, zeros), _shards(params), strict=True)
-    return [None if shard.grad is None else value for value, shard in pairs]
+    present = [grad is not None for grad, p in zip(grads, params, strict=True) for _ in p.members]
+    pairs = zip(unit.group.gather.as_stored(params, zeros), present, strict=True)
+    return [value if is_there else None for value, is_there in pairs]
 
 
-def _leaf(value: Tensor, grad: Tensor | None, shard: Tensor, on_host: bool) -> nn.Parameter:
-    leaf = nn.Parameter(value.cpu() if on_host else value, requires_grad=shard.requires_grad)
+def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.Parameter:
+    leaf = nn.Parameter(value.cpu() if on_host else value, requires_grad=of.requires_grad)
     if grad is not None:
         leaf.grad = grad.cpu() if on_host else grad
     return leaf
@@ -113,12 +114,12 @@ def _leaf(value: Tensor, grad: Tensor | None, shard: Tensor, on_host: bool) -> n
 
 def _keys(params: Sequence[ShardedParam]) -> list[tuple[int, int]]:
     """One key for each member; equal for members of one shard in several units."""
-    return [(id(param.shard), index) for param in params for index in range(len(param.members))]
+    return [(id(param.places), index) for param in params for index in range(len(param.members))]
 
 
-def _shards(params: Sequence[ShardedParam]) -> list[nn.Parameter]:
-    """The shard of each member."""
-    return [param.shard for param in params for _ in param.members]
+def _leaves(params: Sequence[ShardedParam]) -> list[nn.Parameter]:
+    """What the optimizer sees of each member."""
+    return [param.leaf for param in params for _ in param.members]
 
 
 @torch.no_grad()
@@ -131,7 +132,7 @@ def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -
         param.shard.copy_(param.slice_of(members, rank))
         if with_grads:
             grads = [leaf.grad for leaf in members]
-            param.shard.grad = _grad_slice(param, grads, rank)
+            param.grad = _grad_slice(param, grads, rank)
 
 
 def _refuse_replaced(param: ShardedParam, full: Sequence[nn.Parameter]) -> None:
@@ -153,4 +154,4 @@ def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) 
         present[0].new_zeros(member.shape) if grad is None else grad
         for member, grad in zip(param.members, grads, strict=True)
     ]
-    return param.slice_of(full, rank).to(param.shard.device)
+    return param.slice_of(full, rank).to(param.leaf.device)

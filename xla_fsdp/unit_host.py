@@ -21,9 +21,11 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.communication import Communication
+from xla_fsdp.full_params import UnitState
 from xla_fsdp.named_shards import NamedShard
+from xla_fsdp.shard_stacks import shown
 from xla_fsdp.state_loading import StateLoading, mark_shards
-from xla_fsdp.unit import Unit, UnitState
+from xla_fsdp.unit import Unit
 
 
 class Runner(Protocol):
@@ -112,7 +114,7 @@ def attach(module: nn.Module, attachment: Attachment) -> None:
 
 
 def mark_state_dicts(module: nn.Module) -> None:
-    """Let state dicts say that they hold shards; the last of a host's hooks on them."""
+    """Let state dicts hold shards, and say so; after a host's hooks that change names."""
     # A partial because torch sets an attribute on this hook.
     module.register_state_dict_post_hook(partial(_mark_shards))
 
@@ -242,5 +244,7 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 
 
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    if cast(HostModule, module)._fsdp_unit.state is UnitState.SHARDED:
+    host = cast(HostModule, module)
+    if host._fsdp_unit.state is UnitState.SHARDED:
+        shown(host._fsdp_unit.group, state, prefix)
         mark_shards(local_metadata)

@@ -5,7 +5,7 @@ outputs. Backward meets them in reverse: ``Exit`` gathers the parameters again, 
 reduce-scatters their gradients, ``Enter`` hands the input gradients on. ``Arrive`` stands between
 ``Unshard`` and the forward of a root.
 Always true: autograd itself decides when a unit's gradients are complete, and accumulates the
-shards. What happens at each node is ``unit``'s business.
+shards. What happens at each node is ``unit_backward``'s business.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp import xla_ops
+from xla_fsdp.grad_reduction import Sums
 from xla_fsdp.graph_nodes import mark_constants
 
 if TYPE_CHECKING:
-    from xla_fsdp.unit import Unit
+    from xla_fsdp.unit_backward import UnitBackward
 
 
 class Call:
     """What the three graph nodes of one forward call share."""
 
-    def __init__(self, unit: Unit, recomputed: bool) -> None:
+    def __init__(self, unit: UnitBackward, recomputed: bool) -> None:
         self.unit = unit
         self.recomputed = recomputed
-        self.shards: list[Tensor] = []  # tied to the inputs
-        self.early: dict[int, Tensor] = {}  # what was reduced before the rest, by parameter
+        self.before: list[Tensor] = []  # what the gather waits for
+        self.early: Sums = {}  # what was reduced before the rest
         self.versions = unit.group.versions
-        self.reshards = unit.reshards_after_forward
+        self.reshards = unit.settings.reshards_after_forward
         self._num_nodes = 0  # that take part in backward
         self._waiting: set[int] = set()
         self._restarted_in = -1
 
-    def take_shards(self) -> list[Tensor]:
-        """The tied shards. The graph holds this object: kept here, they would live as long."""
-        shards, self.shards = self.shards, []
-        return shards
+    def take_before(self) -> list[Tensor]:
+        """What the gather waits for. The graph holds this object: kept here, it would live as
+        long."""
+        before, self.before = self.before, []
+        return before
 
-    def take_early(self) -> dict[int, Tensor]:
+    def take_early(self) -> Sums:
         """What was reduced early in this backward pass."""
         early, self.early = self.early, {}
         return early
@@ -64,16 +66,16 @@ class Call:
         """This node has run backward; after the last one the unit's parameters can go."""
         self._waiting.discard(node)
         if not self._waiting:
-            self.unit.finish_backward(self)
+            self.unit.finish(self)
 
 
 class Enter(torch.autograd.Function):
-    """Inputs tied to the shards; backward hands their gradients on."""
+    """Inputs behind a barrier; backward hands their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ready, call.shards = call.unit.tie(inputs, recomputed=call.recomputed)
+        ready, call.before = call.unit.tie(inputs, recomputed=call.recomputed)
         mark_constants(ctx, ready, ctx.needs_input_grad[1:])
         if any(ctx.needs_input_grad):
             ctx.number = call.expect()
@@ -118,6 +120,12 @@ class Unshard(torch.autograd.Function):
         return (None, None, *result)
 
 
+def unshard(call: Call, gathered: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The full parameters that ``gathered`` returns, connected to the shards."""
+    shards = call.unit.group.shards
+    return list(Unshard.apply(call, gathered, *shards)) if shards else []
+
+
 class Arrive(torch.autograd.Function):
     """A full parameter; backward reduces its gradient at once, if it travels alone.
 
@@ -144,8 +152,8 @@ def arrive(call: Call, number: int, full: Tensor) -> Tensor:
     if not full.requires_grad:
         return full
     arrived = Arrive.apply(call, number, full)
-    assert arrived.grad_fn is not None
-    arrived.grad_fn._set_sequence_nr(AT_ONCE)
+    node: Any = arrived.grad_fn
+    node._set_sequence_nr(AT_ONCE)
     return cast(Tensor, arrived)
 
 
@@ -177,5 +185,5 @@ class Exit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.start_backward(ctx.call, ctx.saved_tensors, grads)
+        result = ctx.call.unit.start(ctx.call, ctx.saved_tensors, grads)
         return (None, None, *[None] * ctx.num_kept, *result)

@@ -19,7 +19,7 @@ from xla_fsdp.mesh_axis import MeshAxis
 from xla_fsdp.tensor_placement import TensorPlacement
 
 if TYPE_CHECKING:
-    from xla_fsdp.sharded_param import Member
+    from xla_fsdp.members import Member
 
 
 def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:

@@ -1,17 +1,20 @@
-"""What the package needs of torch_xla's internals; every workaround names its reason.
+"""The calling rank, and the operations that it traces.
 
-Files named ``*xla_ops.py`` are the only ones that touch them: ``cpu_rank_xla_ops`` for ranks that
-are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` for loops.
+Files named ``*xla_ops.py`` are the only ones that touch torch_xla's internals, and every workaround
+there names its reason: ``host_xla_ops`` for values on the host, ``program_xla_ops`` for reading
+what has been traced, ``gradient_xla_ops`` for torch_xla's own reductions, ``cpu_rank_xla_ops`` for
+ranks that are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` for
+loops.
 Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
 *release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its
 value. Always true: nothing here knows about modules, parameters or sharding.
-Which tensors are gathered and when is decided by ``param_group`` and ``unit``.
+Which tensors are gathered and when is decided by ``shard_gather`` and ``unit``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -114,6 +117,15 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     return fresh
 
 
+def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors``, which nobody else holds, not available until ``before`` are; in place."""
+    if before and tensors:
+        with torch.no_grad():
+            fresh = [t.clone() for t in before if t.is_floating_point() or t.is_complex()]
+        torch_xla._XLAC._xla_optimization_barrier_([*tensors, *fresh])
+    return list(tensors)
+
+
 def zero_after(tensors: Sequence[Tensor]) -> Tensor:
     """A zero, [1] float32, that is known only when the floating-point ``tensors`` are.
 
@@ -126,8 +138,8 @@ def zero_after(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(flags).sum(0, keepdim=True) * 0.0
 
 
-# torch's view_copy and narrow_copy go through Python, and a reshape to the same shape is an
-# operation like any other; without them the host traces a step in a tenth less time.
+# A reshape to the same shape is an operation like any other; without it, and where a copy and a
+# reshape are one, the host traces a step in less time.
 
 
 def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
@@ -142,6 +154,25 @@ def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """``tensor.reshape(shape)``; the tensor itself, if that is its shape."""
     return tensor if tensor.shape == tuple(shape) else tensor.reshape(shape)
+
+
+def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor.reshape(shape)`` as a tensor of its own: what is made of it in place is not made of
+    ``tensor``, whose value is not kept alive."""
+    if tensor.shape == tuple(shape):
+        return tensor.clone()
+    return torch.view_copy(tensor, shape)
+
+
+def pieces(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """What ``tensor`` is made of along its last dim, as tensors of their own, in one operation."""
+    split: Any = torch.split_with_sizes_copy
+    return list(split(tensor, list(sizes), -1))
+
+
+def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:
+    """``tensor[start:start + length]`` as a tensor of its own."""
+    return torch.slice_copy(tensor, 0, start, start + length) if length else tensor.new_zeros(0)
 
 
 def release(tensor: Tensor, dummy: Tensor) -> None:
@@ -168,37 +199,6 @@ def compute(tensors: Sequence[Tensor]) -> None:
         torch_xla._XLAC._xla_sync_multi(lazy, [], True, True)
 
 
-def lowered_hlo(tensors: Sequence[Tensor]) -> str:
-    """HLO text, before optimization, of the program that computes ``tensors``."""
-    return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
-
-
-def program_of(tensors: Sequence[Tensor]) -> bytes:
-    """The serialized HLO module, before optimization, of the program that computes ``tensors``."""
-    return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(tensors))
-
-
-def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The device buffers that ``program_of(tensors)`` takes, in the order of its parameters: an
-    identity, and a tensor of the same shape and dtype."""
-    _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))
-    return list(zip(torch_xla._XLAC._get_tensors_handle(values), values, strict=True))
-
-
-def buffer_id(tensor: Tensor) -> int | None:
-    """Identity of a tensor's device buffer; None if it has none yet, as values that have only been
-    announced for the device."""
-    try:
-        return torch_xla._XLAC._get_tensors_handle([tensor])[0]
-    except RuntimeError:
-        return None
-
-
-def tensor_id(tensor: Tensor) -> int:
-    """The same for Python objects that stand for one XLA tensor."""
-    return torch_xla._XLAC._xla_get_tensor_id(tensor)
-
-
 def upload(tensor: Tensor) -> Tensor:
     """A host tensor in a device buffer of its own, at once: ``to`` makes constants of scalars."""
     return torch_xla._XLAC._xla_tensors_from_aten([tensor], [str(device())], None)[0]
@@ -215,25 +215,33 @@ def forget_token() -> None:
 # (github.com/pytorch/xla pull 3511), twice the traffic.
 
 
-def _begin_free() -> None:
-    """Do not make the next collective wait for the last one, as torch_xla does by adding a zero
-    that is computed from its result. Ranks that run one program need no such order, and it keeps
-    the compiler from moving gathers under compute. CPU ranks may run different programs.
+def _begin_free(value: Tensor) -> None:
+    """Do not make a collective of ``value`` wait for the last one, as torch_xla does by adding a
+    zero that is computed from its result. Ranks that run one program need no such order, and it
+    keeps the compiler from moving gathers under compute. CPU ranks may run different programs.
     """
     if run_in_progress() is None:
-        forget_token()
+        on = str(value.device)
+        torch_xla._XLAC._set_all_reduce_token(on, _free_token(on))
+
+
+@functools.cache
+def _free_token(on: str) -> Any:
+    """A token that no collective has given: a constant, which all programs may use."""
+    torch_xla._XLAC._set_all_reduce_token(on, None)
+    return torch_xla._XLAC._get_all_reduce_token(on)
 
 
 def all_gather(value: Tensor, groups: Groups, dim: int = 0) -> Tensor:
     """Join ``value`` ([rows, ...]) of every rank of the group along ``dim``, in rank order."""
-    _begin_free()
+    _begin_free(value)
     return xm.all_gather(value, dim=dim, groups=groups, pin_layout=False)
 
 
 def reduce_scatter(value: Tensor, shard_count: int, groups: Groups, dim: int = 0) -> Tensor:
     """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...] of
     ``dim``."""
-    _begin_free()
+    _begin_free(value)
     return xm.reduce_scatter(
         xm.REDUCE_SUM,
         value,
@@ -250,7 +258,7 @@ def all_to_all(
 ) -> Tensor:
     """Send part i of ``value`` along ``split_dim`` to the group's rank i, and join what arrives
     along ``concat_dim``."""
-    _begin_free()
+    _begin_free(value)
     return xm.all_to_all(
         value,
         split_dimension=split_dim,
@@ -263,89 +271,15 @@ def all_to_all(
 
 def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
     """Combine ``value`` over the group by ``op``, "sum" or "max"; every rank gets the result."""
-    _begin_free()
+    _begin_free(value)
     kind = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX}[op]
     return cast(Tensor, xm.all_reduce(kind, value, groups=groups, pin_layout=False))
 
 
 def collective_permute(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
     """``value`` of the rank that sends to this one; ``sends`` are pairs (from, to)."""
-    _begin_free()
+    _begin_free(value)
     return xm.collective_permute(value, [list(pair) for pair in sends])
-
-
-# ---------------------------------------------------------------- reads
-
-
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-def _moves_to_host(*args: Any, **kwargs: Any) -> bool:
-    """Whether arguments of ``Tensor.to`` name the CPU."""
-    targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
-    return any(
-        str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
-        for target in targets
-        if target is not None
-    )
-
-
-READS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("item", "tolist", "numpy", "cpu", "__repr__"), _always),
-    **dict.fromkeys(("__bool__", "__int__", "__float__"), _always),
-    "to": _moves_to_host,
-}
-"""Methods of a tensor that compute it and hand its value to the host; each with a test of the
-arguments of a call, as some do so only for some."""
-HOST_COPIES = ("_xla_sync_multi", "_xla_get_cpu_tensors")
-"""Functions of torch_xla that do the same for several tensors (``xm.save``, ``xm.mesh_reduce``)."""
-
-
-# ---------------------------------------------------------------- host values
-
-EXCHANGE_MULTIPLE = 4096
-
-
-def settle() -> None:
-    """As ``sync``, and the device's random numbers stay where they are."""
-    with _same_random_numbers():
-        sync()
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, of any tensors; what is traced is computed first, all at once."""
-    settle()
-    lazy = [t.detach() for t in tensors if t.device.type == "xla"]
-    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
-    return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
-
-
-def exchange(data: bytes) -> list[bytes]:
-    """The ``data`` of every rank of the job, in order. All ranks must call it; what is traced is
-    computed first."""
-    with _same_random_numbers():
-        sync()
-        if (run := run_in_progress()) is not None:
-            return run.exchange(index_of(device()), data)
-        if world_size() == 1:
-            return [data]
-        # Few lengths, as every other one is compiled anew.
-        length = len(data).to_bytes(8, "little")
-        padding = bytes(-(len(length) + len(data)) % EXCHANGE_MULTIPLE)
-        said = xm.rendezvous("xla_fsdp.exchange", length + data + padding)
-        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in said]
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """A sync moves the device's random number chain on; a job that is saved now and then would not
-    draw the numbers of one that is not."""
-    before = get_rng_state(device())
-    try:
-        yield
-    finally:
-        set_rng_state(before, device())
 
 
 # ---------------------------------------------------------------- random numbers
@@ -359,56 +293,3 @@ def get_rng_state(on: torch.device) -> int:
 def set_rng_state(state: int, on: torch.device) -> None:
     """Continue a device's random number chain from ``state``."""
     xm.set_rng_state(state, str(on))
-
-
-# ---------------------------------------------------------------- guards
-
-
-def refuse_reduce_gradients_of(is_part: Any) -> None:
-    """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters,
-    and what accelerate does in its place.
-
-    Each rank holds a different slice, so averaging them over all ranks destroys the gradients
-    silently. Wrapping torch_xla's functions is the only place where this can be seen: accelerate
-    fetches an optimizer's gradients by the same function, and only to average them. Who gives
-    ``groups`` averages between replicas of the same slices.
-    """
-    reduce, fetch = xm.reduce_gradients, xm._fetch_gradients
-    if getattr(reduce, "refuses_shards", False):
-        return
-    between_replicas: set[int] = set()  # ids of optimizers, each of one rank
-
-    def holds_part(optimizer: torch.optim.Optimizer) -> bool:
-        return any(is_part(p) for group in optimizer.param_groups for p in group["params"])
-
-    def reduce_gradients(
-        optimizer: torch.optim.Optimizer, groups: Groups = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if groups is None and holds_part(optimizer):
-            raise RuntimeError(
-                f"xm.optimizer_step / xm.reduce_gradients was called with {_WOULD_MIX}. Call "
-                f"optimizer.step() instead."
-            )
-        between_replicas.add(id(optimizer))
-        try:
-            reduce(optimizer, groups, *args, **kwargs)
-        finally:
-            between_replicas.discard(id(optimizer))
-
-    def fetch_gradients(optimizer: torch.optim.Optimizer) -> Any:
-        if id(optimizer) not in between_replicas and holds_part(optimizer):
-            raise RuntimeError(
-                f"an optimizer of accelerate was called with {_WOULD_MIX}. Use the Accelerator of "
-                f"xla_fsdp.integrations.accelerate; for transformers' Trainer, call install() of "
-                f"xla_fsdp.integrations.transformers first."
-            )
-        return fetch(optimizer)
-
-    reduce_gradients.refuses_shards = True  # type: ignore[attr-defined]
-    xm.reduce_gradients, xm._fetch_gradients = reduce_gradients, fetch_gradients
-
-
-_WOULD_MIX = (
-    "parameters sharded by xla_fsdp. Their gradients are already reduced, and each rank holds "
-    "different slices: averaging them would mix unrelated values"
-)

@@ -12,7 +12,6 @@ Sizes are arguments: ``--set depth=2 --set width=256`` is the same program in sm
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_fsdp import Mesh, checkpoint_module, scan_blocks
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
+
+from large_models import build_one_rank, leave_alone, training_step, wrap_blocks
+from xla_fsdp import Mesh
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 
 
@@ -122,10 +124,7 @@ def shard_model(model: ViT, *, remat: bool = True, scan: bool = False, **options
     # Shards that are rows need not be laid out anew when a loop stacks them.
     options = {"compute_dtype": torch.bfloat16, "shard_param_on_dim_0": scan, **options}
     model.stem = FSDP(model.stem, **options)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
-    if scan:
-        scan_blocks(model.blocks, remat="full" if remat else "none")
+    wrap_blocks(model.blocks, remat=remat, scan=scan, **options)
     model.head = FSDP(model.head, **options)
     return FSDP(model, **options)
 
@@ -143,10 +142,7 @@ def step(
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
-    """One training step on ``batch`` pictures per rank, as preflight wants it.
-
-    Parameters get no values: they do not matter, and memory that nobody wrote to takes none.
-    """
+    """One training step on ``batch`` pictures per rank, as preflight wants it."""
     import torch_xla
 
     model = build_model(
@@ -158,44 +154,23 @@ def step(
         scan=scan,
         flatten_parameters=flat,
         mesh=mesh,
-        param_init_fn=_leave_alone,
+        param_init_fn=leave_alone,
     )
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, weight_decay=0.1)
     device = torch_xla.device()
     pictures = torch.zeros(batch, 3, image, image).to(device)
     labels = torch.zeros(batch, dtype=torch.long).to(device)
-
-    def train_step() -> None:
-        F.cross_entropy(sharded(pictures).float(), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()  # before the sync: else gradients are results of the program
-        torch_xla.sync()
-
-    return train_step
-
-
-def _leave_alone(module: nn.Module) -> None:
-    """No values."""
+    return training_step(sharded, lambda: F.cross_entropy(sharded(pictures).float(), labels))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Build one rank's shards, with real values, and say what that took."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))
-    from one_rank import report_building
-
-    parser = argparse.ArgumentParser(description="Build the shards of one rank of many.")
-    parser.add_argument("--ranks", type=int, default=128)
-    parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--depth", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=32)
-    options = parser.parse_args(argv)
-
-    def build(**pretended: Any) -> FSDP:
-        sizes = {"width": options.width, "depth": options.depth, "heads": options.heads}
-        return shard_model(build_model(**sizes), **pretended)
-
-    print(report_building(build, options.ranks))
-    return 0
+    return build_one_rank(
+        "Build the shards of one rank of many.",
+        128,
+        {"width": 5120, "depth": 32, "heads": 32},
+        lambda sizes, **options: shard_model(build_model(**sizes), **options),
+        argv,
+    )
 
 
 if __name__ == "__main__":

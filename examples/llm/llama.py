@@ -12,7 +12,6 @@ shards and one unit; layers are recomputed in backward unless asked not to.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from xla_fsdp import Mesh, checkpoint_module, scan_blocks
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
+
+from large_models import build_one_rank, leave_alone, training_step, wrap_blocks
+from xla_fsdp import Mesh
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 
 
@@ -80,10 +82,7 @@ def shard_model(
     options = {**own, "shard_param_on_dim_0": scan, **options}
     inner = model.model
     inner.embed_tokens = FSDP(inner.embed_tokens, **options)
-    for index, layer in enumerate(inner.layers):
-        inner.layers[index] = FSDP(checkpoint_module(layer) if remat else layer, **options)
-    if scan:
-        scan_blocks(inner.layers, remat="full" if remat else "none")
+    wrap_blocks(inner.layers, remat=remat, scan=scan, **options)
     model.lm_head = FSDP(model.lm_head, **options)
     return FSDP(model, **options)
 
@@ -109,10 +108,7 @@ def step(
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
-    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it.
-
-    Parameters get no values: they do not matter, and memory that nobody wrote to takes none.
-    """
+    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it."""
     import torch_xla
 
     sizes = Sizes(width, blocks, heads, kv_heads, ffn, vocabulary)
@@ -122,19 +118,11 @@ def step(
         scan=scan,
         flatten_parameters=flat,
         mesh=mesh,
-        param_init_fn=_leave_alone,
+        param_init_fn=leave_alone,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     device = torch_xla.device()
     tokens, targets = (torch.zeros(batch, length, dtype=torch.long).to(device) for _ in range(2))
-
-    def train_step() -> None:
-        next_token_loss(model, tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()  # before the sync: else gradients are results of the program
-        torch_xla.sync()
-
-    return train_step
+    return training_step(model, lambda: next_token_loss(model, tokens, targets))
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -142,23 +130,15 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tenso
     return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _leave_alone(module: nn.Module) -> None:
-    """No values."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Build one rank's shards, with real values, and say what that took."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))
-    from one_rank import report_building
-
-    parser = argparse.ArgumentParser(description="Build the shards of one rank of many.")
-    parser.add_argument("--ranks", type=int, default=64)
-    for name, size in vars(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    options = vars(parser.parse_args(argv))
-    ranks, sizes = options.pop("ranks"), Sizes(**options)
-    print(report_building(lambda **pretended: shard_model(build_model(sizes), **pretended), ranks))
-    return 0
+    return build_one_rank(
+        "Build the shards of one rank of many.",
+        64,
+        vars(Sizes()),
+        lambda sizes, **options: shard_model(build_model(Sizes(**sizes)), **options),
+        argv,
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from xla_fsdp.grad_clip import clip_grad_norm_
 from xla_fsdp.integrations.versions import require
 from xla_fsdp.launcher import one_rank_at_a_time
 from xla_fsdp.save_load import load_checkpoint, save_checkpoint
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
 from xla_fsdp.state_dicts import full_state_dict
 from xla_fsdp.ties import known_shard
 from xla_fsdp.unit_host import is_unit, named_hosts
@@ -302,7 +302,7 @@ def _follow(optimizer: Optimizer) -> None:
 
 def _current(param: Tensor) -> Tensor:
     known = known_shard(param)
-    return param if known is None else known.shard
+    return param if known is None else known.leaf
 
 
 def _check_can_follow(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
@@ -315,6 +315,7 @@ def _check_can_follow(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
     every = [param for group in groups for param in group]
     if len({id(param) for param in every}) < len(every):
         raise ValueError(
-            f"parameter groups of {name} share a flattened unit, which has one optimizer state. "
-            f"Shard with flatten_parameters=False, or make one group"
+            f"parameter groups of {name} share a flattened unit or a stack of scanned blocks, "
+            f"which has one optimizer state. Shard with flatten_parameters=False, scan without "
+            f"stacked, or make one group"
         )

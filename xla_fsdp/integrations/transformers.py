@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops, xla_ops
 from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
@@ -118,7 +118,7 @@ def _save_model(
     full = full_state_dict(trainer.model, rank0_only=True)
     if trainer.args.should_save:
         _write_merged(trainer, full, Path(output_dir or trainer.args.output_dir))
-    xla_ops.exchange(b"")  # nobody goes on before the files are there
+    host_xla_ops.exchange(b"")  # nobody goes on before the files are there
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 

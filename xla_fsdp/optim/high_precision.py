@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
-from xla_fsdp.optim.elementwise import is_elementwise
+from xla_fsdp.elementwise import is_elementwise
 from xla_fsdp.optim.noise import random_bits, salt_of
 from xla_fsdp.optim.rounding import LOW_DTYPES, stochastic_round
 from xla_fsdp.optim.stand_ins import StandInOptimizer
@@ -166,8 +166,7 @@ class HighPrecisionOptimizer(StandInOptimizer):
     def _widen(self, param: nn.Parameter) -> None:
         """Give the inner optimizer value, gradient and state of ``param``."""
         wide, state = self.stand_in(param), self.state[param]
-        if wide is not param:
-            assert param.grad is not None  # only such parameters are stepped
+        if wide is not param and param.grad is not None:
             master = state.pop(MASTER, None)  # or an optimizer takes its state for made already
             if master is not wide:  # there is none yet, or it was loaded
                 wide.data = _widened(param) if master is None else master

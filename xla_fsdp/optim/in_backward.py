@@ -41,7 +41,7 @@ class StepInBackward:
         unit_of = {
             shard: unit
             for unit in units
-            for shard in unit.group.shards
+            for shard in unit.group.leaves
             if id(shard) in held and shard.requires_grad
         }
         self._hooks = [
@@ -63,7 +63,7 @@ class StepInBackward:
         unit = reference()
         if unit is None or shard.grad is None:
             return
-        if not (unit.is_last_backward and unit.backward.is_last):
+        if not (unit.settings.is_last_backward and unit.backward.is_last):
             return
         optimizer = self._optimizer()
         if optimizer is None:
@@ -131,7 +131,7 @@ def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
         )
         return
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if not any(id(shard) in held for unit in units for shard in unit.group.shards):
+    if not any(id(shard) in held for unit in units for shard in unit.group.leaves):
         yield (
             f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
             f"from model.parameters()"

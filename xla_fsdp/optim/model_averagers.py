@@ -26,7 +26,7 @@ from xla_fsdp.optim.rank_groups import (
     find_part_problems,
     own_group,
 )
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

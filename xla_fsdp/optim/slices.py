@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from xla_fsdp import xla_ops
 from xla_fsdp.collectives import Collectives
 from xla_fsdp.config import FSDPConfig
+from xla_fsdp.graph_nodes import present
 from xla_fsdp.layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.members import Member
 from xla_fsdp.param_group import ParamGroup
-from xla_fsdp.sharded_param import Member, ShardedParam, ShardParameter
+from xla_fsdp.shard_parameter import ShardParameter
+from xla_fsdp.sharded_param import ShardedParam
 
 UNPADDED_BELOW = 8 * LANES
 """Slices of fewer elements are not padded to whole lanes each: they travel joined."""
@@ -42,7 +45,7 @@ class Slices:
         """The slice of ``param``: what is an optimizer's parameter in its place."""
         if param not in self._sharded:
             self._sharded[param] = self._made(param, str(len(self._sharded)))
-        return self._sharded[param].shard
+        return self._sharded[param].leaf
 
     @property
     def group(self) -> ParamGroup:
@@ -51,7 +54,7 @@ class Slices:
 
     def keys(self) -> dict[str, Tensor]:
         """The slices by their numbers, as text."""
-        return {each.key: each.shard for each in self._sharded.values()}
+        return {each.key: each.leaf for each in self._sharded.values()}
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -66,7 +69,7 @@ class Slices:
         """Slices of the averages over the ranks of the gradients of ``params``."""
         with self.filled(params):  # a group makes gradients of the shape and dtype of its shards
             reduced = self._group_of(params).reduce([param.grad for param in params])
-        return [grad for grad in reduced if grad is not None]
+        return present(reduced.grads)
 
     def cut(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slices of ``values``, each of the shape of its parameter."""
@@ -78,7 +81,7 @@ class Slices:
     def gathered(self, params: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> list[Tensor]:
         """The whole of what every rank has ``slices`` of."""
         group = self._group_of(params)
-        return group.gather_as_stored(group.params, slices)
+        return group.gather.as_stored(group.params, slices)
 
     @contextlib.contextmanager
     def filled(
@@ -99,7 +102,7 @@ class Slices:
     def empty(self) -> None:
         """Let go of the values that slices are made with."""
         for each in self._sharded.values():
-            _empty(each.shard)
+            _empty(each.leaf)
 
     def _group_of(self, params: Sequence[nn.Parameter]) -> ParamGroup:
         sharded = [self._sharded[param] for param in params]
@@ -116,7 +119,7 @@ class Slices:
 
     def _cut(self, sharded: ShardedParam, value: Tensor) -> Tensor:
         _, row_shape = slice_layout(sharded.members[0].shape, self.collectives.num_shards)
-        stack = sharded.stack([value.detach()])
+        stack = sharded.cut.stack([value.detach()])
         stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
         own = torch.index_select(stack, 0, self._own_place(value.device))
         return own.reshape(own.shape[1:])

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp import xla_ops
+from xla_fsdp.elementwise import is_elementwise
 from xla_fsdp.grad_clip import Slices as GradSlices
 from xla_fsdp.grad_clip import clip_grads_by_norm_
 from xla_fsdp.optim import zero_state
-from xla_fsdp.optim.elementwise import is_elementwise
 from xla_fsdp.optim.rank_groups import (
     check_groups,
     collectives_over,
@@ -29,7 +29,7 @@ from xla_fsdp.optim.rank_groups import (
 )
 from xla_fsdp.optim.slices import Slices
 from xla_fsdp.optim.stand_ins import StandInOptimizer
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
 
 
 class ZeroRedundancyOptimizer(StandInOptimizer):

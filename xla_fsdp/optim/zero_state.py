@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
+from xla_fsdp import host_xla_ops
 from xla_fsdp.full_optim_state import ShardNames, load_full, to_full
 from xla_fsdp.named_shards import NamedShard
 from xla_fsdp.optim.slices import Slices
@@ -55,7 +55,7 @@ def plain_state(inner: Optimizer, slices: Slices | None, over: Slices, to: int) 
         return state if ranks.rank == to else {}
     with slices.filled(slices.params):  # what is cut like a slice is told by its shape
         state = read_optimizer(inner, slices.keys())
-    xla_ops.settle()  # whole entries are read on one rank only
+    host_xla_ops.settle()  # whole entries are read on one rank only
     groups = _on_host(inner.state_dict()["param_groups"])
     full = to_full(state, _names(slices), only=to)
     if not full:

@@ -186,6 +186,7 @@ def _findings(
     yield from findings.about_dtypes(modules, _dtype(collectives))
     yield from findings.about_inputs(largest.outputs - largest.aliased)
     yield from findings.about_loops(modules)
+    yield from findings.about_estimates(modules)
 
 
 def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology) -> Memory:

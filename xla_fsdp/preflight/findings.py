@@ -104,6 +104,22 @@ def about_loops(modules: Sequence[Module]) -> Iterator[str]:
         )
 
 
+def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
+    """Instructions whose time the compiler does not know."""
+    unknown = [
+        each.name
+        for module in modules
+        for execution in module.executions
+        for each in execution.computation.instructions
+        if each.has_no_estimate
+    ]
+    if unknown:
+        yield (
+            f"the compiler cannot say how long {len(unknown)} instruction(s) take "
+            f"({', '.join(unknown[:3])}); the estimated step is without them"
+        )
+
+
 def about_programs(count: int) -> Iterator[str]:
     """A step in pieces."""
     if count > 1:

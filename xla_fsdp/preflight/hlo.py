@@ -27,6 +27,10 @@ _START = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
+NO_ESTIMATE = 2**63 - 1
+"""What the compiler writes for cycles that it cannot estimate, as of some large sums."""
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One line: ``name = shape opcode(operands), attributes``."""
@@ -46,6 +50,15 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """The compiler's estimate of the cycles that it takes, 0 where it gives none."""
+        return 0 if self.has_no_estimate else self._cycles
+
+    @property
+    def has_no_estimate(self) -> bool:
+        """Whether the compiler tried to estimate its cycles, and could not."""
+        return self._cycles == NO_ESTIMATE
+
+    @property
+    def _cycles(self) -> int:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else 0
 

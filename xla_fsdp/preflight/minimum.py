@@ -38,15 +38,15 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     gathered = others + _others_in_backward(unit)
     found = []
     for param in group.params:
-        shard_numel = param.layout.numel / param.layout.num_shards
-        dtype = param.compute_dtype or param.shard.dtype
+        shard_numel = param.cut.layout.numel / param.cut.layout.num_shards
+        dtype = param.compute_dtype or param.leaf.dtype
         reduced = unit.config.gradient_dtype or dtype
-        needs_grad = param.shard.requires_grad
+        needs_grad = param.leaf.requires_grad
         found.append(
             ParameterTraffic(
                 name=param.members[0].names[0],
-                numel=param.layout.numel,
-                padded=param.layout.padded_numel,
+                numel=param.cut.layout.numel,
+                padded=param.cut.layout.padded_numel,
                 gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
                 reduced_bytes=round(
                     (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
@@ -68,7 +68,7 @@ def _off_torus(collectives: Collectives) -> tuple[int, ...]:
 
 def _others_in_backward(unit: Unit) -> int:
     """How many shards of others a rank has to get again for backward."""
-    if not unit.reshards_after_forward:
+    if not unit.settings.reshards_after_forward:
         return 0
     smaller = unit.group.smaller
     if smaller is None:

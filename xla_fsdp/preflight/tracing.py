@@ -1,9 +1,11 @@
 """Trace one rank's step of the user's own code on this machine, with the other ranks pretended.
 
 Words: the *steady state* is a step whose inputs include the optimizer's state, as from the second
-one on; to *cut* is to take what is pending as a program and go on as if it had run.
-Always true: nothing is executed; values are zeros from the first cut on, shapes and dtypes right.
-Only one rank's shards take memory. What the programs need is found by ``compiler`` and ``traffic``.
+one on; to *cut* is to take what is pending as a program and go on as if it had run; *hollow*
+tensors are zeros without memory.
+Always true: nothing is executed; what is cut is hollow from then on, shapes and dtypes right, and
+so are large parameters from the first cut on: of a unit that is built, nothing stays in memory.
+What the programs need is found by ``compiler`` and ``traffic``.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from xla_fsdp import xla_ops
+from xla_fsdp import program_xla_ops, xla_ops
 from xla_fsdp.backward import current_pass
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.minimum import live_units, parameter_traffic
 from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
 from xla_fsdp.preflight.traffic import KINDS
-from xla_fsdp.pretended_xla_ops import pretended_rank
+from xla_fsdp.pretended_xla_ops import HollowTensors, pretended_rank
 from xla_fsdp.scan import blocks_one_by_one
 
 Step = Callable[[], Any]
+LARGE = 2**20
+"""Bytes from which on a parameter's values are given up; a step may read smaller ones."""
 
 
 def trace_step(
@@ -88,11 +92,12 @@ def use_one_cpu_device() -> None:
 
 @dataclass
 class Recorder:
-    """Takes what is pending as a program, and puts zeros in its place."""
+    """Takes what is pending as a program, and puts hollow tensors in its place."""
 
     programs: list[Program] = field(default_factory=list)
     _recording: bool = False
     _discarding: bool = False
+    _hollow: HollowTensors = field(default_factory=HollowTensors)
     _before: dict[int, tuple[int, str]] = field(default_factory=dict)  # by tensor: buffer and role
 
     @contextlib.contextmanager
@@ -113,14 +118,16 @@ class Recorder:
 
     def cut(self) -> None:
         """Take what is pending."""
-        pending = [tensor for tensor in _live_tensors() if xla_ops.is_pending(tensor)]
+        live = _live_tensors()
+        pending = [tensor for tensor in live if xla_ops.is_pending(tensor)]
+        if not (self._recording or self._discarding):
+            waiting = set(map(id, pending))
+            self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
         if not pending:
             return
         if self._recording and not self._discarding:
             self.programs.append(self._program(_distinct(pending)))
         shapes = [tensor.shape for tensor in pending]
-        # All old values go before the first new one is made: of a large model there is memory for
-        # one set of shards. Where nothing is kept, full parameters would take memory, too.
         dummy = xla_ops.upload(torch.zeros(1))
         for tensor in pending:
             xla_ops.release(tensor, dummy)
@@ -128,22 +135,37 @@ class Recorder:
             return
         for tensor, shape in zip(pending, shapes, strict=True):
             # Not in place, which torch_xla would trace as one more operation on the old value.
-            tensor.data = xla_ops.upload(torch.zeros(shape, dtype=tensor.dtype))
+            tensor.data = self._hollow.make(shape, tensor.dtype)
         xla_ops.forget_token()
         if self._recording:
             self._note_buffers()
+
+    def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
+        """Large parameters give up their values; what shares a buffer still does."""
+        placed = [(each, program_xla_ops.buffer_id(each)) for each in tensors]
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # shards without values act as full parameters
+            hollow = {
+                buffer: self._hollow.make(each.shape, each.dtype)
+                for each, buffer in placed
+                if isinstance(each, torch.nn.Parameter) and each.nbytes >= LARGE
+            }
+            for each, buffer in placed:
+                if buffer in hollow:
+                    each.data = hollow[buffer]
 
     def _note_buffers(self) -> None:
         roles = _roles()
         self._before = {
             id(tensor): (buffer, roles.get(id(tensor), DATA))
             for tensor in _live_tensors()
-            if (buffer := xla_ops.buffer_id(tensor)) is not None
+            if (buffer := program_xla_ops.buffer_id(tensor)) is not None
         }
 
     def _program(self, pending: list[Tensor]) -> Program:
         roles = dict(self._before.values())
-        buffers = xla_ops.input_buffers(pending)
+        buffers = program_xla_ops.input_buffers(pending)
         place = {buffer: index for index, (buffer, _) in enumerate(buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
@@ -154,12 +176,14 @@ class Recorder:
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in buffers
         )
-        return Program(xla_ops.program_of(pending), inputs, tuple(aliases), _operand_sizes(pending))
+        return Program(
+            program_xla_ops.program_of(pending), inputs, tuple(aliases), _operand_sizes(pending)
+        )
 
 
 def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
     """Elements that each collective of the traced program takes, by the name of its instruction."""
-    entry = Module(xla_ops.lowered_hlo(pending)).entry
+    entry = Module(program_xla_ops.lowered_hlo(pending)).entry
     return {
         each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
         for each in entry.instructions
@@ -179,7 +203,7 @@ def _live_tensors() -> list[Tensor]:
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     """One of the objects for each tensor on the device."""
-    return list({xla_ops.tensor_id(tensor): tensor for tensor in tensors}.values())
+    return list({program_xla_ops.tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:

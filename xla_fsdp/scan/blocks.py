@@ -1,10 +1,11 @@
 """Identical blocks, each a unit, that run as one loop wherever a forward calls them.
 
 Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
-in order. Always true: blocks stay what they are: their parameters, names, state dicts and
-optimizers are those of units that run one by one. A pass begins with the first block's call and
-runs with the last one's; until then blocks return placeholders. Blocks are called in order, each
-with what the one before returned and otherwise the same arguments; anything else raises.
+in order. Always true: blocks stay what they are: their names and state dicts, and, unless they are
+stacked, their parameters and optimizers, are those of units that run one by one. A pass begins
+with the first block's call and runs with the last one's; until then blocks return placeholders.
+Blocks are called in order, each with what the one before returned and otherwise the same arguments;
+anything else raises.
 What the loops compute is in ``program``, how autograd sees them in ``node``.
 """
 
@@ -29,6 +30,7 @@ from xla_fsdp.scan.arguments import Arguments
 from xla_fsdp.scan.identical import refuse_hooks, refuse_host_tensors
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
+from xla_fsdp.scan.shards import shards_of
 from xla_fsdp.scan.state import BlockState, SharedTensors, settings_of
 from xla_fsdp.scan.template import Template
 from xla_fsdp.scan.weights import BlockWeights
@@ -185,6 +187,7 @@ class BlockScan:
         shared = [template.state.tensors[at].detach() for at in sorted(template.shared)]
         job = node.Job(
             units,
+            shards_of([unit.group for unit in units]),
             weights,
             partial(self._programs.forward, key, template, weights, length),
             partial(self._programs.backward, key, template, weights, length),
@@ -235,8 +238,8 @@ def _module(block: Any) -> nn.Module:
 
 def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
     """Which parameters some block trains."""
-    by_param = zip(*(unit.group.shards for unit in units), strict=True)
-    return tuple(any(shard.requires_grad for shard in shards) for shards in by_param)
+    by_param = zip(*(unit.group.leaves for unit in units), strict=True)
+    return tuple(any(leaf.requires_grad for leaf in leaves) for leaves in by_param)
 
 
 def _key(template: Template, states: Sequence[BlockState]) -> Any:

@@ -39,7 +39,7 @@ def _own_problems(at: int, block: Any) -> list[str]:
         problems.append(
             f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
         )
-    shards = {id(shard) for shard in block._fsdp_unit.group.shards}
+    shards = {id(shard) for shard in block._fsdp_unit.group.leaves}
     whole = [name for name, param in block.named_parameters() if id(param) not in shards]
     if whole and not inner:
         problems.append(
@@ -73,8 +73,8 @@ def _described(block: Any) -> list[tuple[str, Any]]:
     for param in unit.group.params:
         members = [(member.names, list(member.shape)) for member in param.members]
         described.append(("its parameter is", _parameter(members)))
-        described.append((f"{param.key} is of dtype", param.shard.dtype))
-        described.append((f"{param.key} is cut as", (param.layout, param.dim)))
+        described.append((f"{param.key} is of dtype", param.leaf.dtype))
+        described.append((f"{param.key} is cut as", (param.cut.layout, param.cut.dim)))
     described.append(("its options are", unit.config))
     described.append(("its ranks are", unit.group.collectives.key))
     state = BlockState.of(block)

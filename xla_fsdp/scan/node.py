@@ -1,8 +1,8 @@
 """The autograd node of identical blocks that run as a loop.
 
-Words: see ``program``. Always true: it takes the stream, the other arguments and every shard
-parameter of every block, and gives each shard its gradient, as the blocks' own nodes would; what
-backward needs is saved the way autograd saves tensors. Gradients that are not simply reduced (they
+Words: see ``program`` and ``shards``. Always true: it takes the stream, the other arguments and all
+leaves of the blocks, and gives each its gradient, as the blocks' own nodes would; what backward
+needs is saved the way autograd saves tensors. Gradients that are not simply reduced (they
 are kept, or go through a user's hook) are handed to the blocks' units, in full.
 """
 
@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp import scan_xla_ops, xla_ops
 from xla_fsdp.graph_nodes import mark_constants, present
 from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
-from xla_fsdp.scan.weights import BlockWeights, stack_sent, unstacked
+from xla_fsdp.scan.shards import Shards
+from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.unit import Unit
+from xla_fsdp.unit_backward import refuse_changed
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Job:
 
     Args:
         units: the blocks', in order.
+        shards: the blocks'.
         weights: how parameters travel.
         forward: returns the forward loop for these inputs, and for which of the other arguments
             need gradients; None where there will be no backward.
@@ -36,14 +39,10 @@ class Job:
     """
 
     units: list[Unit]
+    shards: Shards
     weights: BlockWeights
     forward: Callable[[Inputs, Sequence[bool] | None], ForwardProgram]
     backward: Callable[..., BackwardProgram]
-
-    @property
-    def shards(self) -> list[Tensor]:
-        """Of all blocks, one block after the other."""
-        return [shard for unit in self.units for shard in unit.group.shards]
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def run(job: Job, stream: Tensor, others: Sequence[Tensor], held: Held) -> Tenso
         others: further arguments of all.
         held: buffers.
     """
-    shards = job.shards
-    tensors = (stream, *others, *shards)
+    leaves = job.shards.leaves
+    tensors = (stream, *others, *leaves)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Blocks.apply(job, held, len(others), stream, *others, *shards)
+        return _Blocks.apply(job, held, len(others), stream, *others, *leaves)
     return _forward(job, held, stream, others, None)[0]
 
 
@@ -93,7 +92,7 @@ class _Blocks(torch.autograd.Function):
         parts = (inputs.small, inputs.own, collected, others, inputs.shared)
         ctx.sizes = [len(part) for part in parts]
         ctx.save_for_backward(*sliced, *collected, *inputs.constant, *present([seeds]))
-        ctx.versions = [unit.group.versions for unit in job.units]
+        ctx.versions = job.shards.versions
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         mark_constants(ctx, [output], [True])
         return output
@@ -105,8 +104,8 @@ class _Blocks(torch.autograd.Function):
         if grad is None:
             return (None,) * count
         with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
-            grad_x, others, shards = _backward(ctx, grad)
-        return (None, None, None, grad_x, *others, *shards)
+            grad_x, others, leaves = _backward(ctx, grad)
+        return (None, None, None, grad_x, *others, *leaves)
 
 
 def _forward(
@@ -115,15 +114,16 @@ def _forward(
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
         before = unit.backward.forward_gate.swap([stream])
-        groups = [each.group for each in job.units]
-        everything = range(len(groups[0].params))
-        stacks = stack_sent(groups, everything, [group.shards for group in groups])
+        # Before large parameters are stacked, what came before the blocks, such as the table of an
+        # embedding, is to be done with.
+        first = [stream] if unit.config.optimization_barrier_in_forward else []
+        sent = job.shards.sent(weights.large, job.shards.of(weights.large), first)
+        of_small = job.shards.sent(weights.small, job.shards.of(weights.small))
         if unit.config.optimization_barrier_in_forward:
-            stacks = _after(before, stacks)
-        small = weights.gather_small([stacks[at] for at in weights.small])
-        inputs = Inputs(
-            [stacks[at] for at in weights.large], small, held.own, list(others), held.shared
-        )
+            stacks = xla_ops.barrier([*sent, *of_small, *before])[: len(sent) + len(of_small)]
+            sent, of_small = stacks[: len(sent)], stacks[len(sent) :]
+        small = weights.gather_small(of_small)
+        inputs = Inputs(sent, small, held.own, list(others), held.shared)
         program = job.forward(inputs, needs)
         ahead = _first_ahead(weights, inputs, 0)
         seeds = _seeds(program, len(job.units), stream.device)
@@ -139,7 +139,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     grad, sent = _gated(job, grad, ctx.versions)
     inputs, collected, seeds = _restored(ctx, sent)
     needs = ctx.needs
-    reduces = all(each.sync_gradients and each.group.reduces_plainly for each in job.units)
+    reduces = _reduces_as_one(job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
     ahead = _first_ahead(weights, inputs, len(job.units) - 1)
     wanted = [
@@ -150,10 +150,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     at = 1 + len(ahead)
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
     reduced, full = gradients(program, stacks)
-    shards = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
-    unit.backward.pending.extend(grad.detach() for grad in present(shards))
+    leaves = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
+    unit.backward.pending.extend(grad.detach() for grad in present(leaves))
     unit.backward.backward_gate.hold([results[0].detach()])
-    return results[0], [next(sums) if need else None for need in needs], shards
+    return results[0], [next(sums) if need else None for need in needs], leaves
+
+
+def _reduces_as_one(units: Sequence[Unit]) -> bool:
+    """Whether the gradients of all blocks are simply reduced, and divided alike."""
+    divisors = {(u.group.reduction.predivide, u.group.reduction.postdivide) for u in units}
+    plain = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
+    return len(divisors) == 1 and all(plain)
 
 
 def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
@@ -165,34 +172,23 @@ def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tenso
     return Inputs(sent, small, own, others, shared), collected, saved[0] if saved else None
 
 
-def _gated(
-    job: Job, grad: Tensor, versions: Sequence[Sequence[int]]
-) -> tuple[Tensor, list[Tensor]]:
+def _gated(job: Job, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """The gradient, and what is sent of large parameters, behind all that backward has still to
     compute.
 
     Raises:
-        RuntimeError: if shards are not of these ``versions``.
+        RuntimeError: if leaves are not of these ``versions``.
     """
     unit, large = job.units[0], job.weights.large
-    for each, seen in zip(job.units, versions, strict=True):
-        each.check_unchanged(seen)
+    refuse_changed(versions, job.shards.versions)
     before = unit.backward.fence([grad])
-    groups = [each.group for each in job.units]
-    shards: list[Tensor] = []
-    for group in groups:
-        shards += [group.shards[at] for at in large]
+    leaves = job.shards.of(large)
     if unit.config.optimization_barrier_in_backward:
-        grad, *rest = xla_ops.barrier([*before, *shards])
-        shards = rest[len(before) - 1 :]
-    by_block = [shards[at : at + len(large)] for at in range(0, len(shards), len(large) or 1)]
+        grad, *rest = xla_ops.barrier([*before, *leaves])
+        leaves = rest[len(before) - 1 :]
     # Before all shards are stacked, what is left of the units after the blocks, such as the head's
     # gradient, is to be done with.
-    return grad, stack_sent(groups, large, by_block, before) if large else []
-
-
-def _after(before: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    return xla_ops.barrier([*tensors, *before])[: len(tensors)] if tensors else []
+    return grad, job.shards.sent(large, leaves, before)
 
 
 def _first_ahead(weights: BlockWeights, inputs: Inputs, block: int) -> list[Tensor]:
@@ -209,26 +205,17 @@ def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor
 
 
 def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:
-    """Gradients of all shards, block by block."""
+    """Gradients of all leaves."""
     sums = {**reduced, **job.weights.reduce_small(full)}
-    params = job.weights.group.params
-    pieces = {
-        at: unstacked(params[at], stack) for at, stack in job.weights.sum_replicas(sums).items()
-    }
-    return [
-        unit.group.finish(pieces[at][block], param)
-        if at in pieces and param.shard.requires_grad
-        else None
-        for block, unit in enumerate(job.units)
-        for at, param in enumerate(unit.group.params)
-    ]  # fmt: skip
+    return job.shards.finished(job.weights.sum_replicas(sums))
 
 
 def _handed_over(job: Job, full: dict[int, Tensor]) -> list[Tensor | None]:
     """The same, by the units themselves."""
     members = range(job.weights.num_members)
-    return [
-        grad
-        for block, unit in enumerate(job.units)
-        for grad in unit.reduce([full[m][block] if m in full else None for m in members])
-    ]
+    return job.shards.joined(
+        [
+            unit.in_backward.reduce([full[m][block] if m in full else None for m in members])
+            for block, unit in enumerate(job.units)
+        ]
+    )

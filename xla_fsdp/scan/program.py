@@ -294,7 +294,7 @@ def _tensors(template: Template, own: Inputs) -> list[Tensor]:
 def _ahead(template: Template, weights: BlockWeights) -> list[Like]:
     group = weights.group
     return [
-        Like(tuple(member.shape), group.params[at].compute_dtype or group.params[at].shard.dtype)
+        Like(tuple(member.shape), group.params[at].compute_dtype or group.params[at].leaf.dtype)
         for at in weights.ahead
         for member in group.params[at].members
     ]

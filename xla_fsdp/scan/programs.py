@@ -102,7 +102,7 @@ class Programs:
         reduces: bool,
     ) -> BackwardProgram:
         """See ``program.backward_program``."""
-        how = (tuple(needs), reduces, weights.group.predivide)
+        how = (tuple(needs), reduces, weights.group.reduction.predivide)
         return self._kept(
             ("backward", how, key),
             lambda: backward_program(

@@ -14,6 +14,7 @@ from torch import nn
 
 from xla_fsdp.scan.blocks import GATHER_ONCE_BELOW, BlockScan, Options
 from xla_fsdp.scan.identical import find_problems
+from xla_fsdp.scan.stacking import find_order_problems, find_stacking_problems, stack_blocks
 from xla_fsdp.unit_host import is_unit
 
 
@@ -22,12 +23,17 @@ def scan_blocks(
     *,
     remat: str | Sequence[str] = "full",
     gather_once_below: int = GATHER_ONCE_BELOW,
+    stacked: bool = False,
 ) -> BlockScan:
     """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
     then as large, and compiles as fast, for any number of them.
 
     A forward that calls the blocks in order, ``for block in blocks: x = block(x, ...)``, stays as
     it is. Parameters, names, optimizers and checkpoints are those of blocks that run one by one.
+
+    With ``stacked``, an optimizer sees one parameter, [number of blocks, *shape of the shard], for
+    all that go by one name in the blocks, under the name that it has in the first; so make it
+    afterwards. State dicts and checkpoints stay those of blocks that run one by one.
 
     Args:
         blocks: a container of the blocks, or a list, in the order in which they are called. All are
@@ -38,13 +44,17 @@ def scan_blocks(
             ``name_activation``.
         gather_once_below: parameters of fewer elements travel once for all blocks, and are held
             whole from forward to backward.
+        stacked: keep the parameters of all blocks in stacks for good, so that neither tracing a
+            step nor its program grows with the number of blocks.
 
     Returns:
-        What the blocks share; its ``remove()`` lets them run one by one again.
+        What the blocks share; its ``remove()`` lets them run one by one again (stacked ones then
+        compute with slices of their stacks).
 
     Raises:
         TypeError: if something is no module.
-        ValueError: if blocks are no units, are not identical, or an option makes no sense.
+        ValueError: if blocks are no units, are not identical, cannot be stacked, or an option
+            makes no sense.
     """
     found: list[Any] = list(blocks)
     problems = [
@@ -55,21 +65,31 @@ def scan_blocks(
     ]
     if not found:
         problems = ["there are no blocks to scan"]
-    problems = problems or find_problems(found)
+    problems = problems or find_problems(found) or _find_stack_problems(found, stacked)
     if problems:
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
         raise ValueError("; ".join(problems[:3]) + others)
     names = remat if isinstance(remat, str) else tuple(remat)
     scan = BlockScan(found, Options(names, gather_once_below))
     _warn_about_ignored(found)
+    if stacked:
+        stack_blocks([block._fsdp_unit for block in found])
     for block in found:
         block._fsdp_attachment.runner = scan
     return scan
 
 
-def scan_containers(module: nn.Module, names: bool | str | Iterable[str]) -> list[BlockScan]:
+def _find_stack_problems(blocks: Sequence[Any], stacked: bool) -> list[str]:
+    units = [block._fsdp_unit for block in blocks]
+    problems = find_order_problems(units)
+    return problems or (find_stacking_problems(units) if stacked else [])
+
+
+def scan_containers(
+    module: nn.Module, names: bool | str | Iterable[str], *, stacked: bool = False
+) -> list[BlockScan]:
     """Scan containers of blocks in ``module``: those of these ``names``, or, for True, all that
-    hold two or more units and nothing else.
+    hold two or more units and nothing else; ``stacked`` as in ``scan_blocks``.
 
     Raises:
         ValueError: if there is no such container, or its blocks cannot be scanned.
@@ -86,7 +106,7 @@ def scan_containers(module: nn.Module, names: bool | str | Iterable[str]) -> lis
             + "; give the names of the nn.ModuleList or nn.Sequential that hold the blocks, and an "
             "auto_wrap_policy that makes each block a unit"
         )
-    return [scan_blocks(list(inner[name].children())) for name in wanted]
+    return [scan_blocks(list(inner[name].children()), stacked=stacked) for name in wanted]
 
 
 def _holds_blocks(module: nn.Module) -> bool:
@@ -97,7 +117,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 def _warn_about_ignored(blocks: Sequence[Any]) -> None:
     units = [block._fsdp_unit for block in blocks]
-    if any(unit.keeps_larger or not unit.reshard_after_forward for unit in units):
+    if any(unit.settings.keeps_larger or not unit.settings.reshard_after_forward for unit in units):
         warnings.warn(
             "reshard_after_forward is ignored for scanned blocks: a loop holds the parameters of "
             "one block at a time",

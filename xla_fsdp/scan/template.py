@@ -88,7 +88,7 @@ def trace_alone(template: Template) -> Alone:
     params = [(param, member) for param in group.params for member in param.members]
     likes = [
         *template.likes,
-        *(Like(tuple(m.shape), p.compute_dtype or p.shard.dtype) for p, m in params),
+        *(Like(tuple(m.shape), p.compute_dtype or p.leaf.dtype) for p, m in params),
         *map(Like.of, template.state.tensors),
     ]
     names = [

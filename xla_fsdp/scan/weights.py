@@ -3,7 +3,8 @@
 Words: a parameter is *small* where gathering it in every round would not pay: it is gathered once
 before the loop for all blocks, and its gradients are reduced once after it; the *large* ones travel
 in the loop, one block at a time, the first of them *ahead*, one round early. *Sent* shards,
-gathered stacks and gradients are those of ``param_group``; here they are stacked, [length, ...].
+gathered stacks and gradients are those of ``shard_gather`` and
+``grad_reduction``; here they are stacked, [length, ...].
 Always true: nothing depends on the number of blocks but the first dim of stacks.
 """
 
@@ -31,7 +32,7 @@ class BlockWeights:
 
     def __init__(self, group: ParamGroup, gather_once_below: int) -> None:
         self.group = group
-        numels = [param.layout.numel for param in group.params]
+        numels = [param.cut.layout.numel for param in group.params]
         self.small = [at for at, numel in enumerate(numels) if numel < gather_once_below]
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
         # Registered first is used first, in most modules: nothing hides its gather in a round.
@@ -54,21 +55,20 @@ class BlockWeights:
 
     def gather(self, params: Sequence[int], sent: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of the members of these parameters of one block."""
-        return self.group.gather_sent(self._params(params), sent)
+        return self.group.gather.of_sent(self._params(params), sent)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sums, by parameter, as they travel, from one block's full gradients by member. What has
         no gradient is left out."""
-        full = [grads.get(member) for member in self.members(params)]
-        sums = self.group.scatter(self._params(params), full, self._hidden)
-        return {at: each for at, each in zip(params, sums, strict=True) if each is not None}
+        reduction = self.group.reduction
+        return reduction.apart(reduction.scatter(grads, params, self._hidden))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors, [length, *shape], of the members of small parameters from stacks of what is
         sent of them."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
-            gathered = self.group.gather_stacks(sent)
+            gathered = self.group.gather.stacks(sent)
             ranks = self.group.collectives.num_shards
             return [
                 full
@@ -89,7 +89,7 @@ class BlockWeights:
         ranks = self.group.collectives.num_shards
         lengths = {at: len(stack) for at, stack in joined.items()}
         sent = [_swapped(stack, len(stack), ranks).reshape(ranks, -1) for stack in joined.values()]
-        sums = self.group.scatter_stacks(sent)
+        sums = self.group.reduction.scatter_stacks(sent)
         return {
             at: each.reshape(length, -1)
             for (at, length), each in zip(lengths.items(), sums, strict=True)
@@ -97,10 +97,9 @@ class BlockWeights:
 
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The stacks ``sums``, by parameter, added over the replicas."""
-        flat = [stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()]
-        added = self.group.sum_replicas(flat)
-        pairs = zip(sums.items(), added, strict=True)
-        return {at: xla_ops.shaped(new, stack.shape) for (at, stack), new in pairs}
+        flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
+        added = self.group.reduction.sum_replicas_of(flat)
+        return {at: xla_ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
 
     def _params(self, numbers: Sequence[int]) -> list[ShardedParam]:
         return [self.group.params[at] for at in numbers]
@@ -113,52 +112,9 @@ class BlockWeights:
             example.new_zeros(length, *member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        rows = [each.movedim(1 + param.dim, 1) if param.dim else each for each in full]
+        rows = [each.movedim(1 + param.cut.dim, 1) if param.cut.dim else each for each in full]
         flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
-        return F.pad(flat, (0, param.layout.padded_numel - param.layout.numel))
-
-
-def stack_sent(
-    groups: Sequence[ParamGroup],
-    numbers: Sequence[int],
-    shards: Sequence[Sequence[Tensor]],
-    after: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """[length, ...] each: what the blocks send of some parameters.
-
-    Args:
-        groups: of the blocks.
-        numbers: which parameters.
-        shards: theirs, by block.
-        after: what is to be computed first.
-    """
-    with torch.no_grad():
-        by_block = [
-            group.sent([group.params[at] for at in numbers], own)
-            for group, own in zip(groups, shards, strict=True)
-        ]
-        by_param = list(zip(*by_block, strict=True))
-        joined = [
-            torch.cat([_as_stored(groups[0].params[at], each) for each in sent])
-            for at, sent in zip(numbers, by_param, strict=True)
-        ]
-        if after:
-            zero = xla_ops.zero_after(after)
-            joined = [each + zero.to(each.dtype) for each in joined]
-        pairs = zip(xla_ops.barrier(joined), by_param, strict=True)
-        return [stack.reshape(len(sent), *sent[0].shape) for stack, sent in pairs]
-
-
-def unstacked(param: ShardedParam, stack: Tensor) -> list[Tensor]:
-    """The slices of a stack, [length, ...], of what is cut like shards of ``param``."""
-    joined = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
-    return list(_as_stored(param, joined).chunk(len(stack)))
-
-
-def _as_stored(param: ShardedParam, sent: Tensor) -> Tensor:
-    """Flat, if shard parameters are; else in rows. To lay rows out is an operation of its own on
-    the TPU; joined, and behind a barrier, all blocks are laid out in one."""
-    return xla_ops.shaped(sent, (sent.numel(),)) if param.shard.dim() == 1 else sent
+        return F.pad(flat, (0, param.cut.layout.padded_numel - param.cut.layout.numel))
 
 
 def _swapped(stack: Tensor, first: int, second: int) -> Tensor:
@@ -174,9 +130,9 @@ def _unjoined(param: ShardedParam, joined: Tensor) -> list[Tensor]:
         xla_ops.cut(joined, 1, start, numel)
         for numel, start in zip(numels, offsets(numels), strict=True)
     ]
-    if param.dim:
+    if param.cut.dim:
         [piece] = pieces
-        return [piece.reshape(length, -1, *param.row_shape).movedim(1, 1 + param.dim)]
+        return [piece.reshape(length, -1, *param.cut.row_shape).movedim(1, 1 + param.cut.dim)]
     return [
         piece.reshape(length, *member.shape)
         for piece, member in zip(pieces, param.members, strict=True)

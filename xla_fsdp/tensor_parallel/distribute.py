@@ -21,7 +21,7 @@ from xla_fsdp.broadcast import broadcast_
 from xla_fsdp.collectives import XlaCollectives
 from xla_fsdp.mesh_axis import MeshAxis
 from xla_fsdp.names import join_name
-from xla_fsdp.sharded_param import is_sharded
+from xla_fsdp.shard_parameter import is_sharded
 from xla_fsdp.tensor_parallel.style import ParamCut
 from xla_fsdp.tensor_placement import TensorPlacement, place, placement_in
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.tensor_parallel.pairs import Cut, Gathered, Recut, Summed, SummedAndCut
+from xla_fsdp.tensor_parallel.pairs import cut, gathered, recut, summed, summed_and_cut
 from xla_fsdp.tensor_parallel.uses import remember_origin, use_cut, use_replicated
 
 
@@ -51,14 +51,14 @@ def changed(x: Tensor, old: Placement, new: Placement, axis: MeshAxis, what: str
         return _from_partial(x, new, axis)
     if isinstance(old, Replicate):
         assert isinstance(new, Shard)
-        return _apply(Cut, x, axis, new.dim % x.dim())
+        return cut(x, axis, new.dim % x.dim())
     assert isinstance(old, Shard)
     dim = old.dim % x.dim()
     if isinstance(new, Shard):
-        return x if new.dim % x.dim() == dim else _apply(Recut, x, axis, dim, new.dim % x.dim())
-    gathered = _apply(Gathered, x, axis, dim)
-    remember_origin(gathered, x, axis, dim)
-    return gathered
+        return x if new.dim % x.dim() == dim else recut(x, axis, dim, new.dim % x.dim())
+    whole = gathered(x, axis, dim)
+    remember_origin(whole, x, axis, dim)
+    return whole
 
 
 def for_use(x: Tensor, old: Placement, axis: MeshAxis, what: str) -> Tensor:
@@ -85,9 +85,5 @@ def check_even(x: Tensor, dim: int, axis: MeshAxis, what: str) -> None:
 
 def _from_partial(x: Tensor, new: Placement, axis: MeshAxis) -> Tensor:
     if isinstance(new, Shard):
-        return _apply(SummedAndCut, x, axis, new.dim % x.dim())
-    return _apply(Summed, x, axis)
-
-
-def _apply(pair: Any, *args: object) -> Tensor:
-    return pair.apply(*args)
+        return summed_and_cut(x, axis, new.dim % x.dim())
+    return summed(x, axis)

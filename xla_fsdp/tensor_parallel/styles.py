@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_fsdp.mesh_axis import MeshAxis
 from xla_fsdp.optim.noise import random_bits
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed, for_use
-from xla_fsdp.tensor_parallel.pairs import Copied, Cut
+from xla_fsdp.tensor_parallel.pairs import copied, cut
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelModule, Step, computing_with
 from xla_fsdp.tensor_parallel.style import ParallelStyle, ParamCut, own_cuts
 from xla_fsdp.tensor_parallel.vocabulary import remember_head
@@ -207,8 +207,8 @@ class _RowwiseLinear:
             return bias
         if isinstance(self.new, Shard):
             of_features = self.new.dim % out.dim() == out.dim() - 1
-            return _apply(Cut, bias, self.axis, 0) if of_features else _copied(bias, self.axis)
-        return _copied(bias, self.axis) / self.axis.size
+            return cut(bias, self.axis, 0) if of_features else copied(bias, self.axis)
+        return copied(bias, self.axis) / self.axis.size
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class _SequenceParallel:
     def _copies(self, module: nn.Module) -> dict[str, Tensor | None]:
         """Parameters whose gradients, each of this rank's positions, are summed over the ranks."""
         return {
-            name: _copied(param, self.axis)
+            name: copied(param, self.axis)
             for name, param in module._parameters.items()
             if param is not None and param.requires_grad and torch.is_grad_enabled()
         }
@@ -297,14 +297,6 @@ def _inputs(name: str, args: Any) -> Any:
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(f"{name} takes a tensor as its first argument, by position; got {found}")
     return args
-
-
-def _copied(x: Tensor, axis: MeshAxis) -> Tensor:
-    return _apply(Copied, x, axis)
-
-
-def _apply(pair: Any, *args: object) -> Tensor:
-    return pair.apply(*args)
 
 
 def _shown(style: Any) -> str:

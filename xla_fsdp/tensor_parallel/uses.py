@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.tensor_parallel.pairs import Copied, GatheredForUse, Regathered
+from xla_fsdp.tensor_parallel.pairs import copied, gathered_for_use, regathered
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -31,13 +31,13 @@ def use_replicated(x: Tensor, axis: MeshAxis) -> Tensor:
     if x in _origins:
         cut, dim, of, version = _origins[x]
         if (of, version) == (axis.key, x._version):
-            return _once(x, (axis.key, "regathered"), lambda: _regathered(cut, x, axis, dim))
-    return _once(x, (axis.key, "copied"), lambda: _apply(Copied, x, axis))
+            return _once(x, (axis.key, "regathered"), lambda: regathered(cut, x, axis, dim))
+    return _once(x, (axis.key, "copied"), lambda: copied(x, axis))
 
 
 def use_cut(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """A tensor that is cut along ``dim``, gathered for cut layers."""
-    return _once(x, (axis.key, "gathered", dim), lambda: _apply(GatheredForUse, x, axis, dim))
+    return _once(x, (axis.key, "gathered", dim), lambda: gathered_for_use(x, axis, dim))
 
 
 def remember_origin(gathered: Tensor, cut: Tensor, axis: MeshAxis, dim: int) -> None:
@@ -57,11 +57,3 @@ def _once(x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
     if key not in known:
         known[key] = make()
     return known[key]
-
-
-def _regathered(cut: Tensor, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    return _apply(Regathered, cut, x.detach(), axis, dim)
-
-
-def _apply(pair: type[torch.autograd.Function], *args: object) -> Tensor:
-    return pair.apply(*args)

@@ -48,3 +48,9 @@ def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Map
         return bool(own(options))
     module = getattr(optimizer_class, "__module__", "")
     return optimizer_class in ELEMENTWISE or module.startswith(SYNCFREE)
+
+
+def steps_elementwise(optimizer: optim.Optimizer) -> bool:
+    """The same of an optimizer that was made; of one that steps others (``inner``), of these."""
+    inner = getattr(optimizer, "inner", optimizer)
+    return is_elementwise(type(inner), inner.defaults)

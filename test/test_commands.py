@@ -1,0 +1,99 @@
+"""Command lines in the documents and at the head of scripts are taken by the scripts' own parsers.
+
+Words: a *command* is what follows ``python`` up to the end of its line or of what quotes it.
+Always true: nothing runs but imports and the parser: a child runs every script until its command
+line has been parsed. Snippets of Python are ``readme_snippets``' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from test.ranks import ROOT, run_warm
+
+_COMMAND = re.compile(
+    r"python ((?:-m xla_fsdp[\w.]*|(?:examples|tools|benchmarks)/\S+py) [^\n&;`]*)"
+)
+_QUOTED = re.compile(r"--command[= ]\"([^\"]*)\"")  # for another machine
+ELLIPSIS = "..."
+SCRIPTS = ("examples/imagenet/train.py", "examples/mnist/train.py", "examples/llm/train.py")
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command and the file that it is in."""
+    documents = [ROOT / "README.md", *ROOT.glob("benchmarks/*.md")]
+    documents += [*ROOT.glob("examples/*/*.md"), *ROOT.glob("examples/*/*.py")]
+    found: dict[str, str] = {}
+    for path in sorted(documents):
+        text = re.sub(r"\s*\\\n\s*", " ", path.read_text())
+        text = _QUOTED.sub(r"\n\1\n", text)
+        for match in _COMMAND.finditer(text):
+            found.setdefault(match[1].strip(), str(path.relative_to(ROOT)))
+    return list(found.items())
+
+
+class _ParsedError(Exception):
+    """The command line was taken."""
+
+
+def complaint(command: str) -> str:
+    """What a script says against a command, "" for nothing; run in the child."""
+    words = [each for each in shlex.split(command, comments=True) if each != ELLIPSIS]
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_leave(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        parse(self, *args, **kwargs)
+        raise _ParsedError
+
+    said, run = io.StringIO(), runpy.run_path
+    if words[0] == "-m":
+        words, run = words[1:], runpy.run_module
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(said),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_leave),
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "path", [str(Path(words[0]).parent), *sys.path]),
+    ):
+        try:
+            run(words[0], run_name="__main__")
+        except _ParsedError:
+            return ""
+        except SystemExit as ended:
+            return said.getvalue() if ended.code else ""
+        finally:
+            _forget_examples()
+    return "parsed nothing"
+
+
+def _forget_examples() -> None:
+    """Names like ``job`` are those of modules of several examples."""
+    for name, module in list(sys.modules.items()):
+        if str(ROOT / "examples") in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
+
+
+def test_documents_show_commands_that_exist() -> None:
+    found = commands()
+    assert {name for name in SCRIPTS if any(name in each for each, _ in found)} == set(SCRIPTS)
+    done = run_warm("-m", "test.test_commands")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+if __name__ == "__main__":
+    wrong = {}
+    for each, place in commands():
+        if said := complaint(each):
+            wrong[f"{place}: python {each}"] = said
+    print(json.dumps(wrong))

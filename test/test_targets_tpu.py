@@ -1,0 +1,50 @@
+"""What a GPT of width 1024 and 24 blocks is to need at most on v5e:4x4, as the compiler makes it.
+
+The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB
+(``benchmarks/tpu_compile.md``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from test.test_graph_tpu import counts
+from test.tpu_reports import reports
+
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytestmark = pytest.mark.slow
+
+MIB, MB = 2**20, 10**6
+UPSTREAM = 1276 * MIB
+LEAST = 2091 * MB  # on the wire, in bf16
+PEAK = {"ours": 0.55 * UPSTREAM, "scan": 0.5 * UPSTREAM, "streamed": 0.46 * UPSTREAM}
+CODE = {"ours": 60 * MIB, "scan": 35 * MIB, "streamed": 25 * MIB}
+BLOCKING = {"ours": 1500 * MB, "scan": 1000 * MB, "streamed": 1000 * MB}
+PROGRAMS = tuple(PEAK)
+
+
+def report(program: str) -> dict[str, Any]:
+    [found] = [
+        each
+        for each in reports("test.tpu_benchmark:build", "--sweep", f"program={','.join(PROGRAMS)}")
+        if each["options"]["program"] == program
+    ]
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_memory(program: str) -> None:
+    found = report(program)
+    assert found["peak_bytes"] <= PEAK[program]
+    assert found["memory"]["code"] <= CODE[program]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_traffic(program: str) -> None:
+    found = report(program)
+    assert found["wire_bytes"] <= 1.05 * LEAST
+    assert found["blocking_bytes"] <= BLOCKING[program]
+    assert counts(found)["all-reduce"] == 0
+    assert {each["dtype"] for each in found["traffic"]} == {"bf16"}

@@ -65,7 +65,7 @@ class FrozenNet(Net):
         self.head.bias.requires_grad_(False)
 
 
-class _TwoLayers(nn.Module):
+class TwoLayers(nn.Module):
     """Two linear layers."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class LinearNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(FEATURES, WIDTH)
-        self.blocks = nn.ModuleList([_TwoLayers(), _TwoLayers()])
+        self.blocks = nn.ModuleList([TwoLayers(), TwoLayers()])
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

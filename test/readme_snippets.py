@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from test.models import CLASSES, FEATURES, LinearNet
+from test.models import CLASSES, FEATURES, LinearNet, TwoLayers
 from test.ranks import ROOT
 from test.scenarios import RANKS, make
 from xla_fsdp import launch
@@ -46,7 +46,7 @@ def names() -> dict[str, Any]:
     return {
         "torch": torch,
         "torch_xla": torch_xla,
-        "Block": type(LinearNet().blocks[0]),
+        "Block": TwoLayers,
         "build_model": lambda: make(LinearNet),
         "batches": batches,
         "loss_fn": F.cross_entropy,

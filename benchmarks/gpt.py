@@ -135,8 +135,9 @@ def _wrapped(
     with torch.device("meta"):
         model: Any = GPT(shape)
     if streamed:
-        from xla_fsdp import LinearCrossEntropy
+        from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
 
+        model.tokens = StreamedEmbedding.from_embedding(model.tokens)
         model.head = LinearCrossEntropy.from_linear(model.head)
     model.to_empty(device="cpu")
     options = {"compute_dtype": torch.bfloat16, **options}

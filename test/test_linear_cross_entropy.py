@@ -23,8 +23,8 @@ from test.ranks import cached_outcome, run_on_ranks
 from test.readme_snippets import snippets
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import LinearCrossEntropy
-from xla_fsdp.streamed_head.pieces import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
-from xla_fsdp.streamed_head.softmax import Goal, logits_of
+from xla_fsdp.streamed.pieces import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
+from xla_fsdp.streamed.softmax import Goal, logits_of
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -555,7 +555,7 @@ def test_copies_stream_by_themselves() -> None:
 def not_streamed(rank: int) -> dict[str, Any]:
     """Warnings of heads that run as any unit, and their differences from the plain model."""
 
-    from xla_fsdp.streamed_head.runner import runner_for
+    from xla_fsdp.streamed.runners import runner_for
 
     class Scaled(LinearCrossEntropy):
         def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
@@ -800,7 +800,7 @@ def sentences(rank: int) -> Tensor:
 def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
     """The README's snippet, from its model to its loss, and a backward."""
     from xla_fsdp import XlaFullyShardedDataParallel, one_rank_at_a_time
-    from xla_fsdp.streamed_head import pieces
+    from xla_fsdp.streamed import pieces
     from xla_fsdp.wrap import transformer_auto_wrap_policy
 
     pieces.PIECE_BYTES = 1  # of the whole process, which does nothing else

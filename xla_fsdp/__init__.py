@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         load_sharded_state_dict,
         optim_state_dict,
     )
-    from xla_fsdp.streamed_head import LinearCrossEntropy
+    from xla_fsdp.streamed import LinearCrossEntropy, StreamedEmbedding
     from xla_fsdp.sync_batch_norm import SyncBatchNorm
     from xla_fsdp.torch_names import (
         BackwardPrefetch,
@@ -93,6 +93,7 @@ __all__ = [
     "StateDictOptions",
     "StateDictSettings",
     "StateDictType",
+    "StreamedEmbedding",
     "SyncBatchNorm",
     "UnshardHandle",
     "XlaFullyShardedDataParallel",
@@ -135,7 +136,8 @@ _HOMES = {
     "FSDPModule": "fsdp_module",
     "FullOptimStateDictConfig": "torch_names",
     "FullStateDictConfig": "torch_names",
-    "LinearCrossEntropy": "streamed_head",
+    "LinearCrossEntropy": "streamed",
+    "StreamedEmbedding": "streamed",
     "LocalCollectives": "collectives",
     "LocalOptimStateDictConfig": "torch_names",
     "LocalStateDictConfig": "torch_names",

@@ -26,7 +26,7 @@ from xla_fsdp.ownership import move_buffers, shard_own_parameters
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.scope import Scope
 from xla_fsdp.shard_parameter import is_sharded
-from xla_fsdp.streamed_head.runner import runner_for
+from xla_fsdp.streamed.runners import runner_for
 from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import Attachment, Runner, is_unit

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.scan_xla_ops import Like, Loop, trace_body
-from xla_fsdp.streamed_head.pieces import Pieces
-from xla_fsdp.streamed_head.softmax import Goal, logits_of
-from xla_fsdp.streamed_head.weights import BIAS, WEIGHT, HeadWeights
+from xla_fsdp.streamed.pieces import Pieces
+from xla_fsdp.streamed.softmax import Goal, logits_of
+from xla_fsdp.streamed.weights import BIAS, WEIGHT, StreamedWeights
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ForwardLoop:
     """
 
     def __init__(
-        self, plan: Plan, weights: HeadWeights, sliced: Sliced, constant: Sequence[Tensor]
+        self, plan: Plan, weights: StreamedWeights, sliced: Sliced, constant: Sequence[Tensor]
     ) -> None:
         self._plan = plan
         num_sums = plan.goal(constant[1]).num_sums
@@ -169,7 +169,7 @@ class BackwardLoop:
     def __init__(
         self,
         plan: Plan,
-        weights: HeadWeights,
+        weights: StreamedWeights,
         wanted: Wanted,
         sliced: Sliced,
         constant: Sequence[Tensor],
@@ -221,7 +221,7 @@ class BackwardLoop:
         )
 
 
-def wanted_of(weights: HeadWeights, *, rows: bool, reduced: bool) -> Wanted:
+def wanted_of(weights: StreamedWeights, *, rows: bool, reduced: bool) -> Wanted:
     """What backward computes for parameters as they are now."""
     return Wanted(rows, weights.trains(WEIGHT), weights.trains(BIAS), reduced)
 
@@ -236,7 +236,7 @@ def _logits(
 
 
 def _likes(
-    plan: Plan, weights: HeadWeights, sliced: Sliced, constant: Sequence[Tensor]
+    plan: Plan, weights: StreamedWeights, sliced: Sliced, constant: Sequence[Tensor]
 ) -> list[Like]:
     """Of the gathered piece, and of what follows the carried tensors."""
     gathered = (weights.num_ranks * plan.pieces.rows, weights.width)

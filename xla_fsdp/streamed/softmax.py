@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.streamed_head.pieces import NO_CLASS
+from xla_fsdp.streamed.pieces import NO_CLASS
 
 
 @dataclass(frozen=True)

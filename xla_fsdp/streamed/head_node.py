@@ -1,25 +1,25 @@
 """The autograd node of a streamed head: losses of rows, from rows and shards.
 
-Words: see ``program``. Always true: it takes the rows and every shard parameter of the head's unit,
-and gives each shard its gradient, as the unit's own nodes would; between forward and backward it
-keeps the rows, a few numbers per row and one piece (all, if the plan says so). Gradients that are
-not simply reduced (they are kept, or go through a user's hook) are handed to the unit, in full.
+Words: see ``head_program``. Always true: it takes the rows and every shard parameter of the head's
+unit, and gives each shard its gradient, as the unit's own nodes would; between forward and backward
+it keeps the rows, a few numbers per row and one piece (all, if the plan says so). Gradients that
+are not simply reduced (they are kept, or go through a user's hook) are handed to the unit, in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp import xla_ops
-from xla_fsdp.graph_nodes import mark_constants, present
+from xla_fsdp.graph_nodes import mark_constants
 from xla_fsdp.scan_xla_ops import Like
-from xla_fsdp.streamed_head.program import (
+from xla_fsdp.streamed import turns
+from xla_fsdp.streamed.head_program import (
     BackwardLoop,
     ForwardLoop,
     Gradients,
@@ -28,28 +28,9 @@ from xla_fsdp.streamed_head.program import (
     Wanted,
     wanted_of,
 )
-from xla_fsdp.streamed_head.weights import BIAS, WEIGHT, HeadWeights
+from xla_fsdp.streamed.weights import BIAS, WEIGHT, StreamedWeights
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_backward import refuse_changed
-
-T = TypeVar("T")
-
-
-@dataclass
-class Loops:
-    """Everything that one head has traced."""
-
-    _kept: dict[Hashable, Any] = field(default_factory=dict)
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under ``key``, made if need be."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies trace loops of their own."""
-        return Loops, ()
 
 
 @dataclass(frozen=True)
@@ -64,9 +45,9 @@ class Job:
     """
 
     unit: Unit
-    weights: HeadWeights
+    weights: StreamedWeights
     plan: Plan
-    loops: Loops
+    loops: turns.Loops
 
 
 def losses_of(job: Job, rows: Tensor, targets: Tensor) -> Tensor:
@@ -108,11 +89,7 @@ def _forward(job: Job, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     """Losses, norms, the last piece (or all), and the bias in pieces."""
     unit, weights, plan = job.unit, job.weights, job.plan
     with torch.no_grad():
-        before = unit.backward.forward_gate.swap([rows])
-        shards: list[Tensor] = list(unit.group.shards)
-        if unit.config.optimization_barrier_in_forward:
-            shards = xla_ops.barrier([*shards, *before])[: len(shards)]
-        sliced = _sliced(job, shards)
+        sliced = _sliced(job, turns.shards_for_forward(unit, [rows]))
         constant = [rows, targets]
         key = ("forward", plan, *map(Like.of, constant))
         loop = job.loops.get(key, lambda: ForwardLoop(plan, weights, sliced, constant))
@@ -125,40 +102,26 @@ def _forward(job: Job, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
 def _backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
     job: Job = ctx.job
     unit = job.unit
-    unit.backward.watch()
     refuse_changed(ctx.versions, unit.group.versions)
-    share, shards = _gated(unit, share)
+    share, shards = turns.start_backward(unit, share)
     rows, targets, norm, gathered, *bias = ctx.saved_tensors
     ahead, sliced = [gathered], _sliced(job, shards, bias)
     if job.plan.keeps:
         ahead, sliced = [], replace(sliced, sent=gathered)
     constant = [rows, targets, norm, share]
-    reduces = unit.settings.sync_gradients and unit.group.reduces_plainly
-    wanted = wanted_of(job.weights, rows=ctx.needs_input_grad[1], reduced=reduces)
+    wanted = wanted_of(job.weights, rows=ctx.needs_input_grad[1], reduced=turns.reduces(unit))
     found = _loop_for(job, wanted, sliced, constant).run(ahead, sliced, constant)
-    shard_grads = _of_shards(job, found, reduces=reduces)
-    held = [found.rows] if found.rows is not None else present(shard_grads)
-    unit.backward.pending.extend(grad.detach() for grad in present(shard_grads))
-    unit.backward.backward_gate.hold([each.detach() for each in held])
+    shard_grads = _of_shards(job, found, reduced=wanted.reduced)
+    turns.end_backward(unit, found.rows, shard_grads)
     return None if found.rows is None else found.rows.to(rows.dtype), shard_grads
-
-
-def _gated(unit: Unit, share: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """What comes into backward, and the shards, behind all that it has still to compute."""
-    shards: list[Tensor] = list(unit.group.shards)
-    before = unit.backward.fence([share])
-    if not unit.config.optimization_barrier_in_backward:
-        return share, shards
-    share, *rest = xla_ops.barrier([*before, *shards])
-    return share, rest[len(before) - 1 :]
 
 
 def _sliced(job: Job, shards: Sequence[Tensor], bias: Sequence[Tensor] | None = None) -> Sliced:
     """What the loops slice; ``bias`` if it was gathered already."""
     pieces = job.plan.pieces
-    numbers = torch.arange(pieces.count, dtype=torch.int32, device=shards[0].device)
+    numbers = turns.numbered(pieces, shards[0].device)
     found = job.weights.bias(shards, pieces) if bias is None else bias
-    return Sliced(job.weights.sent(shards, pieces), numbers[:, None], found)
+    return Sliced(job.weights.sent(shards, pieces), numbers, found)
 
 
 def _loop_for(job: Job, wanted: Wanted, sliced: Sliced, constant: Sequence[Tensor]) -> BackwardLoop:
@@ -172,14 +135,14 @@ def _loop_for(job: Job, wanted: Wanted, sliced: Sliced, constant: Sequence[Tenso
     return job.loops.get(key, lambda: BackwardLoop(job.plan, job.weights, wanted, sliced, constant))
 
 
-def _of_shards(job: Job, found: Gradients, *, reduces: bool) -> list[Tensor | None]:
+def _of_shards(job: Job, found: Gradients, *, reduced: bool) -> list[Tensor | None]:
     """Gradients of the unit's shards."""
     weights, pieces = job.weights, job.plan.pieces
     whole: dict[str, Tensor] = {}
     if found.bias is not None:
         whole[BIAS] = weights.whole(found.bias, pieces).to(weights.dtype)
-    if reduces:
+    if reduced:
         return weights.finished(found.weight, whole.get(BIAS))
     if found.weight is not None:
         whole[WEIGHT] = weights.whole(found.weight, pieces)
-    return job.unit.in_backward.reduce(weights.members(whole))
+    return turns.by_unit(job.unit, weights, whole)

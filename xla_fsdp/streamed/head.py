@@ -2,25 +2,21 @@
 
 Words: *rows* are the positions that have a target. Always true: parameters, their names and state
 dicts are those of ``nn.Linear``; the loss is that of ``torch.nn.functional.cross_entropy`` of the
-logits in float32. How losses of rows are computed is replaced by ``computing_by`` where an FSDP
-unit streams the weight (see ``runner``); what is here knows nothing of ranks.
+logits in float32. How losses of rows are computed is replaced (``instead``) where an FSDP unit
+streams the weight (see ``head_runner``); what is here knows nothing of ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp.streamed.instead import compute_of
 from xla_fsdp.tensor_placement import placement_in
 
-Losses = Callable[[Tensor, Tensor], Tensor]
-"""From rows [rows, width] and a class for each, [rows] int64, to losses [rows] float32."""
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -125,7 +121,7 @@ class LinearCrossEntropy(nn.Linear):
         goal = target.reshape(-1).to(torch.int64)
         counts = goal != self.ignore_index
         is_class = (goal >= 0) & (goal < self.out_features)
-        compute = _now.losses if _now.head is self else self._losses
+        compute = compute_of(self, self._losses)
         losses = compute(rows, torch.where(counts & is_class, goal, 0))
         losses = torch.where(is_class, losses, float("nan"))
         return self._reduced(torch.where(counts, losses, 0.0), counts, target.shape)
@@ -174,32 +170,6 @@ class LinearCrossEntropy(nn.Linear):
             )
         if problems:
             raise ValueError(f"{name}: " + "; ".join(problems))
-
-
-class _Now(threading.local):
-    """Which head of the calling thread computes its losses otherwise, and how."""
-
-    def __init__(self) -> None:
-        self.head: LinearCrossEntropy | None = None
-        self.losses: Losses = _nobodys
-
-
-def _nobodys(rows: Tensor, goal: Tensor) -> Tensor:
-    raise AssertionError("no head was named")
-
-
-_now = _Now()
-
-
-@contextlib.contextmanager
-def computing_by(head: LinearCrossEntropy, losses: Losses) -> Iterator[None]:
-    """Inside, forwards of ``head`` on this thread get the losses of rows from ``losses``."""
-    before = (_now.head, _now.losses)
-    _now.head, _now.losses = head, losses
-    try:
-        yield
-    finally:
-        _now.head, _now.losses = before
 
 
 def _check_options(smoothing: float, reduction: str, pieces: int | None) -> None:

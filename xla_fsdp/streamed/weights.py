@@ -1,4 +1,4 @@
-"""How a head's weight and bias travel piece by piece.
+"""How a weight of rows, and a head's bias, travel piece by piece.
 
 Words: see ``pieces``, and ``param_group`` for what is *sent*. The bias is small: it is gathered
 whole before a loop and cut into pieces like the weight; its gradient is reduced after the loop.
@@ -16,22 +16,23 @@ from torch import Tensor
 from xla_fsdp import xla_ops
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.sharded_param import ShardedParam
-from xla_fsdp.streamed_head.pieces import Pieces, cut_by_size, cut_into
+from xla_fsdp.streamed.pieces import Pieces, cut_by_size, cut_into
 
 WEIGHT, BIAS = "weight", "bias"
 
 
-class HeadWeights:
-    """The parameters of a head.
+class StreamedWeights:
+    """The parameters of a head or an embedding.
 
     Args:
         group: its unit's; see ``why_whole`` for which will do.
+        rings: reduce gradients in rings, which products of a round hide.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, *, rings: bool) -> None:
         self.group = group
         self._numbers = _numbers(group)
-        self._hidden = group.collectives.in_rings()  # a round has compute that hides them
+        self._by = group.collectives.in_rings() if rings else group.collectives
 
     @property
     def num_ranks(self) -> int:
@@ -91,7 +92,7 @@ class HeadWeights:
     def reduce(self, grad: Tensor) -> Tensor:
         """The inverse for a piece's gradient: this rank's rows of the sum, as they travel."""
         stack = grad.reshape(self.num_ranks, -1, self.width)
-        [rows] = self.group.reduction.scatter_stacks([stack], self._hidden)
+        [rows] = self.group.reduction.scatter_stacks([stack], self._by)
         return rows.reshape(-1, self.width)
 
     def bias(self, shards: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""How a head's classes are cut into pieces. Pure arithmetic but for ``Pieces.classes``.
+"""How a weight of rows is cut into pieces: that of a head, or the table of an embedding. Pure
+arithmetic but for ``Pieces.classes`` and ``Pieces.places``.
 
-Words: a *piece* is the same few rows of every rank's shard of the head's weight; gathered, it is
-[ranks, rows, width], and each of its rows is the weight of one *class*, or padding.
+Words: a *piece* is the same few rows of every rank's shard of the weight; gathered, it is
+[ranks, rows, width], and each of its rows is that of one *class*, or padding.
 Always true: the pieces together are all shards in order, followed by padding, so that the gradients
 of the pieces, one after the other, are the gradient of the shard. No class is laid out anew: the
 order of classes does not matter to a softmax, and targets find theirs by number.
@@ -18,7 +19,7 @@ from torch import Tensor
 TILE = 16
 """Rows of a TPU tile of 16-bit elements; see ``collectives.ROWS``."""
 PIECE_BYTES = 2**24
-"""About what a piece takes, weight and logits together, unless the user says how many there are."""
+"""About what a piece takes, logits included, unless the user says how many there are."""
 NO_CLASS = -1
 
 
@@ -61,6 +62,20 @@ class Pieces:
         is_class = (row < self.shard_rows)[None, :] & (found < self.num_classes)
         return torch.where(is_class, found, NO_CLASS).reshape(-1)
 
+    def places(self, classes: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Which row of a gathered piece each class is, 0 where it is none of them, and whether it
+        is one; like ``classes``, int32 and bool.
+
+        Args:
+            classes: [n] int32; others than there are will do.
+            number: of the piece, [1] int32.
+        """
+        rank = torch.div(classes, self.shard_rows, rounding_mode="floor")
+        row = classes - rank * self.shard_rows - number * self.rows
+        known = (classes >= 0) & (classes < self.num_classes)
+        here = known & (row >= 0) & (row < self.rows)
+        return torch.where(here, rank * self.rows + row, 0), here
+
 
 def cut_into(num_classes: int, num_ranks: int, shard_rows: int, count: int) -> Pieces:
     """At most ``count`` pieces of as many rows; of whole tiles, where shards have enough rows."""
@@ -77,7 +92,7 @@ def cut_by_size(num_classes: int, num_ranks: int, shard_rows: int, bytes_per_cla
         num_classes: rows of the whole weight.
         num_ranks: how many ranks share it.
         shard_rows: of every rank.
-        bytes_per_class: of a row of the weight and a column of the logits.
+        bytes_per_class: of a row of the weight, with whatever else a class takes.
     """
     tile_bytes = TILE * num_ranks * bytes_per_class
     most = max(1, min(PIECE_BYTES // tile_bytes, -(-shard_rows // TILE)))

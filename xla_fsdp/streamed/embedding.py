@@ -1,0 +1,110 @@
+"""``StreamedEmbedding``: an embedding of which no rank ever holds the whole table.
+
+Always true: parameters, their names and state dicts are those of ``nn.Embedding``, and so is what
+it computes. How rows are looked up is replaced (``instead``) where an FSDP unit streams the table
+(see ``embedding_runner``); what is here knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.streamed.instead import compute_of
+
+
+class StreamedEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` that, as a unit of its own under FSDP, never holds its whole table.
+
+    A loop gathers a piece of every rank's shard and takes from it the rows that this rank's input
+    asks for; backward makes the gradient of a piece at a time and reduces it to the shards at once.
+    What is sent is the same as for a table that is gathered whole; the table and its gradient are
+    never in memory. Without FSDP, and as a part of a larger unit, it is an ``nn.Embedding``.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: width of a row.
+        pieces: in how many to stream, at most; None for pieces of up to 16 MiB. A table that is one
+            piece is gathered whole, like any unit.
+        options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
+            the table is gathered whole, with a warning.
+
+    Raises:
+        ValueError: if ``pieces`` is not a number from 1, or None.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, pieces: int | None = None, **options: Any
+    ) -> None:
+        if pieces is not None and (not isinstance(pieces, int) or pieces < 1):
+            raise ValueError(
+                f"StreamedEmbedding: pieces is {pieces!r}; expected a number from 1, or None"
+            )
+        super().__init__(num_embeddings, embedding_dim, **options)
+        self.pieces = pieces
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, pieces: int | None = None
+    ) -> StreamedEmbedding:
+        """One with the very parameter of ``embedding``, to put in its place in a model, before
+        anything is wrapped. Ties to other modules stay.
+
+        Args:
+            embedding: the layer; of transformers' models, ``model.get_input_embeddings()``.
+            pieces: see the class.
+
+        Raises:
+            TypeError: if it is no ``nn.Embedding``.
+            ValueError: if its table is sharded already, or for ``pieces`` out of range.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(
+                f"from_embedding takes an nn.Embedding, got {type(embedding).__name__}; make it "
+                f"before the model is wrapped"
+            )
+        sizes = (embedding.num_embeddings, embedding.embedding_dim)
+        if embedding.weight.shape != sizes:
+            raise ValueError(
+                f"the embedding's table has shape {tuple(embedding.weight.shape)}, not {sizes}: it "
+                f"is sharded. Make the streamed one of the plain model's, then shard that"
+            )
+        made = cls(
+            *sizes,
+            pieces=pieces,
+            padding_idx=embedding.padding_idx,
+            max_norm=embedding.max_norm,
+            norm_type=embedding.norm_type,
+            scale_grad_by_freq=embedding.scale_grad_by_freq,
+            sparse=embedding.sparse,
+            device="meta",
+            dtype=embedding.weight.dtype,
+        )
+        made.weight = embedding.weight
+        return made.train(embedding.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of ``input``.
+
+        Args:
+            input: row numbers, [...], int32 or int64. Where the table is streamed, a number that is
+                no row's gives NaN.
+
+        Returns:
+            [..., embedding_dim].
+
+        Raises:
+            TypeError: if they are no such integers.
+        """
+        if input.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"the input of {type(self).__name__} is {input.dtype}; give row numbers, as int32 "
+                f"or int64"
+            )
+        return compute_of(self, super().forward)(input)
+
+    def extra_repr(self) -> str:
+        """The layer's, and in how many pieces."""
+        return f"{super().extra_repr()}, pieces={self.pieces}"

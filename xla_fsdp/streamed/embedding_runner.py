@@ -1,0 +1,69 @@
+"""Runs an embedding that is a unit of its own: in pieces, if its table is large.
+
+Always true: only how rows are looked up is replaced (``turns``). What the loops compute is in
+``embedding_program``, how autograd sees them in ``embedding_node``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.graph_nodes import on_device
+from xla_fsdp.streamed import turns
+from xla_fsdp.streamed.embedding import StreamedEmbedding
+from xla_fsdp.streamed.embedding_node import Job, rows_of
+from xla_fsdp.streamed.embedding_program import Plan
+from xla_fsdp.streamed.weights import StreamedWeights
+from xla_fsdp.tensor_placement import placement_in
+from xla_fsdp.unit import Unit
+
+
+class EmbeddingRunner:
+    """See ``unit_host.Runner``. It keeps no module alive and can be copied with its host."""
+
+    def __init__(self) -> None:
+        self._loops = turns.Loops()
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The embedding's call.
+
+        Raises:
+            ValueError: for inputs in host memory.
+        """
+        embedding = cast(StreamedEmbedding, turns.module_of(unit))
+        weights = StreamedWeights(unit.group, rings=False)
+        pieces = weights.cut(embedding.pieces, 0, weights.dtype)
+        if pieces.count == 1:
+            return unit.run(forward, args, kwargs)
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        job = Job(unit, weights, Plan(pieces, padding), self._loops)
+        return turns.run(unit, partial(_rows, job), forward, args, kwargs)
+
+
+def _rows(job: Job, numbers: Tensor) -> Tensor:
+    if not on_device(numbers):
+        raise ValueError(
+            "StreamedEmbedding: the input is in host memory; move it to the XLA device"
+        )
+    found = rows_of(job, numbers.reshape(-1).to(torch.int32))
+    return found.reshape(*numbers.shape, job.weights.width)
+
+
+def why_not(embedding: StreamedEmbedding) -> str:
+    """What about the module keeps it from being streamed; empty if nothing does."""
+    if type(embedding).forward is not StreamedEmbedding.forward:
+        return f"{type(embedding).__name__} has a forward of its own"
+    if placement_in(embedding, "weight") is not None:
+        return "tensor parallelism has cut its table"
+    wanted = {
+        "max_norm": embedding.max_norm is not None,
+        "scale_grad_by_freq": embedding.scale_grad_by_freq,
+        "sparse": embedding.sparse,
+    }
+    found = [name for name, is_set in wanted.items() if is_set]
+    return f"it has {' and '.join(found)}" if found else ""

@@ -115,6 +115,29 @@ def trace_body(
         )
 
 
+def cast_here(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, computed where it stands, in every round of a loop.
+
+    Of a float32 slice the TPU compiler would cast the whole stack before the loop, also from behind
+    a barrier: what is only used in bf16 it turns into bf16 as far back as it can. What it takes
+    for integers it leaves alone.
+    """
+    if tensor.dtype != torch.float32 or dtype == tensor.dtype:
+        return tensor.to(dtype)
+    bits = _as_type(tensor, xb.Type.S32)
+    torch_xla._XLAC._xla_optimization_barrier_([bits])
+    return _as_type(bits, xb.Type.F32).to(dtype)
+
+
+def _as_type(tensor: Tensor, kind: Any) -> Tensor:
+    """The same bits."""
+    builder = xb.create_builder("bits")
+    param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
+    computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
+    [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
+    return found
+
+
 def depends_on(tensor: Tensor, given: Tensor) -> bool:
     """Whether ``tensor`` is computed from ``given``, one of a traced function's inputs."""
     context = torch_xla._XLAC.lowering.LoweringContext("depends")

@@ -117,7 +117,7 @@ def _forward(
         # Before large parameters are stacked, what came before the blocks, such as the table of an
         # embedding, is to be done with.
         first = [stream] if unit.config.optimization_barrier_in_forward else []
-        sent = job.shards.sent(weights.large, job.shards.of(weights.large), first)
+        sent = job.shards.to_send(weights.large, job.shards.of(weights.large), first)
         of_small = job.shards.sent(weights.small, job.shards.of(weights.small))
         if unit.config.optimization_barrier_in_forward:
             stacks = xla_ops.barrier([*sent, *of_small, *before])[: len(sent) + len(of_small)]
@@ -188,7 +188,7 @@ def _gated(job: Job, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, lis
         leaves = rest[len(before) - 1 :]
     # Before all shards are stacked, what is left of the units after the blocks, such as the head's
     # gradient, is to be done with.
-    return grad, job.shards.sent(large, leaves, before)
+    return grad, job.shards.to_send(large, leaves, before)
 
 
 def _first_ahead(weights: BlockWeights, inputs: Inputs, block: int) -> list[Tensor]:

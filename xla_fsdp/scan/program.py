@@ -254,11 +254,11 @@ def _gathered(
     """All full parameters of a round's block, and those ahead of the next one."""
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.ahead]
-    following = weights.gather(weights.ahead, [sent[at] for at in weights.ahead])
+    following = weights.gather_in_round(weights.ahead, [sent[at] for at in weights.ahead])
     found: dict[int, Tensor] = {}
     for params, tensors in (
         (weights.ahead, ahead),
-        (now, weights.gather(now, [sent[at] for at in now])),
+        (now, weights.gather_in_round(now, [sent[at] for at in now])),
         (weights.small, own.small),
     ):
         found.update(zip(weights.members(params), tensors, strict=True))

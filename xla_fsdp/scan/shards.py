@@ -48,6 +48,12 @@ class Shards(Protocol):
         """
         ...
 
+    def to_send(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Stacks of which each round sends a slice, once it is cast; arguments as of ``sent``."""
+        ...
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """Gradients of all leaves, from stacks of sums by parameter."""
         ...
@@ -105,6 +111,12 @@ class SingleShards:
             pairs = zip(xla_ops.barrier(_behind(after, joined)), by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
 
+    def to_send(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """See ``Shards``; cast as they are joined, which takes less memory."""
+        return self.sent(numbers, leaves, after)
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""
         params = self._groups[0].params
@@ -149,12 +161,26 @@ class StackedShards:
         """See ``Shards``."""
         params = [self._group.params[at] for at in numbers]
         with torch.no_grad():
-            stacks = self._group.gather.sent_of_all(params, leaves)
-            pairs = enumerate(zip(stacks, leaves, strict=True))
-            # What is not cast takes no memory of its own, so it need not wait.
-            cast = [at for at, (stack, own) in pairs if stack.dtype != own.dtype]
-            late = dict(zip(cast, _behind(after, [stacks[at] for at in cast]), strict=True))
-            return [late.get(at, stack) for at, stack in enumerate(stacks)]
+            return _behind(after, self._group.gather.sent_of_all(params, leaves))
+
+    def to_send(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """See ``Shards``; the leaves themselves, where they lie as they travel, take no memory."""
+        as_it_is = {
+            at: leaf.detach()
+            for at, leaf in zip(numbers, leaves, strict=True)
+            if self._travels_as_stored(at, leaf)
+        }
+        others = [at for at in numbers if at not in as_it_is]
+        pairs = zip(numbers, leaves, strict=True)
+        sent = self.sent(others, [leaf for at, leaf in pairs if at in others], after)
+        found = {**as_it_is, **dict(zip(others, sent, strict=True))}
+        return [found[at] for at in numbers]
+
+    def _travels_as_stored(self, number: int, leaf: Tensor) -> bool:
+        cut = self._group.params[number].cut
+        return not cut.dim and tuple(leaf.shape[1:]) == tuple(cut.sent_shape)
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from xla_fsdp import xla_ops
 from xla_fsdp.layout import offsets
 from xla_fsdp.param_group import ParamGroup
+from xla_fsdp.scan_xla_ops import cast_here
 from xla_fsdp.sharded_param import ShardedParam
 
 
@@ -55,7 +56,15 @@ class BlockWeights:
 
     def gather(self, params: Sequence[int], sent: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of the members of these parameters of one block."""
-        return self.group.gather.of_sent(self._params(params), sent)
+        pairs = zip(self._params(params), sent, strict=True)
+        cast = [each.to(param.compute_dtype or each.dtype) for param, each in pairs]
+        return self.group.gather.of_sent(self._params(params), cast)
+
+    def gather_in_round(self, params: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
+        """The same in a loop, from slices of what is sent or is to be cast for that."""
+        pairs = zip(self._params(params), slices, strict=True)
+        cast = [cast_here(each, param.compute_dtype or each.dtype) for param, each in pairs]
+        return self.gather(params, cast)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sums, by parameter, as they travel, from one block's full gradients by member. What has

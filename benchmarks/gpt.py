@@ -87,7 +87,7 @@ def ours(shape: Shape) -> Callable[[], None]:
 
 def scan(shape: Shape) -> Callable[[], None]:
     """The same with all blocks as one loop, and with embedding and head as units of their own, so
-    that neither is held while the loop runs. The head's backward follows at once."""
+    that neither is held while the loop runs."""
     return _scanned(shape, stacked=False)
 
 
@@ -97,14 +97,16 @@ def stacked(shape: Shape) -> Callable[[], None]:
 
 
 def streamed(shape: Shape) -> Callable[[], None]:
-    """``stacked`` with a head that computes the loss, piece by piece."""
+    """``stacked`` with a head that computes the loss, piece by piece, and an embedding that sends
+    rows instead of its table."""
     return _scanned(shape, stacked=True, streamed=True)
 
 
 def _scanned(shape: Shape, *, stacked: bool, streamed: bool = False) -> Callable[[], None]:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
-    ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": False}}
+    # A whole head stays for its backward, which follows at once; one in pieces is gathered again.
+    ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": streamed}}
     rows = {"shard_param_on_dim_0": True}
     model: Any = _wrapped(
         shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends, streamed=streamed

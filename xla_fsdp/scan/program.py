@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xla_fsdp import xla_ops
 from xla_fsdp.scan.activations import Policy, Replay
 from xla_fsdp.scan.template import Template, only_tensor
 from xla_fsdp.scan.weights import BlockWeights
@@ -130,7 +131,8 @@ def forward_program(
     def body(values: list[Tensor]) -> list[Tensor]:
         x, given = values[0], values[1 : 1 + len(ahead)]
         own, _ = inputs.of_round(values[1 + len(ahead) :])
-        full, following = _gathered(weights, given, own)
+        # One gather travels at a time; left to itself, the last product of a block hides none.
+        full, following = _gathered(weights, given, own, follows_last=True)
 
         others = own.others
 
@@ -249,16 +251,21 @@ def _differentiated(
 
 
 def _gathered(
-    weights: BlockWeights, ahead: Sequence[Tensor], own: Inputs
+    weights: BlockWeights, ahead: Sequence[Tensor], own: Inputs, *, follows_last: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """All full parameters of a round's block, and those ahead of the next one."""
+    """All full parameters of a round's block, and those ahead of the next one; these once the last
+    of the others is there, if it ``follows_last``."""
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.ahead]
-    following = weights.gather_in_round(weights.ahead, [sent[at] for at in weights.ahead])
+    own_now = weights.gather_in_round(now, [sent[at] for at in now])
+    to_follow = [sent[at].clone() for at in weights.ahead]
+    if follows_last:
+        xla_ops.after_(own_now[-1:], to_follow)
+    following = weights.gather_in_round(weights.ahead, to_follow)
     found: dict[int, Tensor] = {}
     for params, tensors in (
         (weights.ahead, ahead),
-        (now, weights.gather_in_round(now, [sent[at] for at in now])),
+        (now, own_now),
         (weights.small, own.small),
     ):
         found.update(zip(weights.members(params), tensors, strict=True))

@@ -1,8 +1,8 @@
 """``StreamedEmbedding``: an embedding of which no rank ever holds the whole table.
 
 Always true: parameters, their names and state dicts are those of ``nn.Embedding``, and so is what
-it computes. How rows are looked up is replaced (``instead``) where an FSDP unit streams the table
-(see ``embedding_runner``); what is here knows nothing of ranks.
+it computes. How rows are looked up is replaced (``instead``) where an FSDP unit runs it (see
+``embedding_runner``); what is here knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from xla_fsdp.streamed.instead import compute_of
 class StreamedEmbedding(nn.Embedding):
     """An ``nn.Embedding`` that, as a unit of its own under FSDP, never holds its whole table.
 
-    A loop gathers a piece of every rank's shard and takes from it the rows that this rank's input
-    asks for; backward makes the gradient of a piece at a time and reduces it to the shards at once.
-    What is sent is the same as for a table that is gathered whole; the table and its gradient are
-    never in memory. Without FSDP, and as a part of a larger unit, it is an ``nn.Embedding``.
+    Where the input asks for fewer rows than a rank has of the table, every rank looks up what all
+    ranks ask for in its own shard, and rows are sent, and their gradients, in place of the table.
+    Else a loop gathers a piece of all shards at a time and takes from it what the input asks for;
+    backward makes the gradient of a piece at a time and reduces it to the shards at once, so that
+    as much is sent as for a table that is gathered whole. Without FSDP, and as a part of a larger
+    unit, it is an ``nn.Embedding``.
 
     Args:
         num_embeddings: rows of the table.
         embedding_dim: width of a row.
-        pieces: in how many to stream, at most; None for pieces of up to 16 MiB. A table that is one
-            piece is gathered whole, like any unit.
+        pieces: in how many to gather the table, at most; None for pieces of up to 16 MiB, or for
+            sending rows where that is less. A table that is one piece is gathered whole, like any
+            unit.
         options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
             the table is gathered whole, with a warning.
 
@@ -89,8 +92,8 @@ class StreamedEmbedding(nn.Embedding):
         """The rows of ``input``.
 
         Args:
-            input: row numbers, [...], int32 or int64. Where the table is streamed, a number that is
-                no row's gives NaN.
+            input: row numbers, [...], int32 or int64. Where the table is never whole, a number that
+                is no row's gives NaN.
 
         Returns:
             [..., embedding_dim].

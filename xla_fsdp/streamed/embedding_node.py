@@ -1,4 +1,4 @@
-"""The autograd node of a streamed embedding: rows, from row numbers and shards.
+"""The autograd node of an embedding that never holds its table: rows, from row numbers and shards.
 
 Always true: it takes every shard parameter of the embedding's unit and gives each its gradient, as
 the unit's own nodes would; between forward and backward it keeps the row numbers alone. Gradients
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp.graph_nodes import mark_constants
-from xla_fsdp.scan_xla_ops import Like
 from xla_fsdp.streamed import turns
-from xla_fsdp.streamed.embedding_program import Plan, backward_loop, forward_loop
+from xla_fsdp.streamed.embedding_ways import Way, whole_gradient
 from xla_fsdp.streamed.weights import WEIGHT, StreamedWeights
 from xla_fsdp.unit import Unit
 
@@ -30,18 +29,18 @@ class Job:
     Args:
         unit: the embedding's.
         weights: how its table travels.
-        plan: what the loops depend on.
-        loops: those that are there already.
+        way: how rows are looked up.
+        padding: number of the row that gets no gradient, or -1.
     """
 
     unit: Unit
     weights: StreamedWeights
-    plan: Plan
-    loops: turns.Loops
+    way: Way
+    padding: int
 
 
 def rows_of(job: Job, numbers: Tensor) -> Tensor:
-    """[n, width] in the dtype that is sent, from row numbers [n] int32."""
+    """[n, width] in the dtype that is sent, from row numbers [n] int32; NaN for what is none."""
     shards = job.unit.group.shards
     if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
         return _Rows.apply(job, numbers, *shards)
@@ -69,32 +68,22 @@ class _Rows(torch.autograd.Function):
 
 
 def _forward(job: Job, numbers: Tensor) -> Tensor:
-    weights, pieces = job.weights, job.plan.pieces
     with torch.no_grad():
-        sent = weights.sent(turns.shards_for_forward(job.unit, []), pieces)
-        start = torch.full(
-            (len(numbers), weights.width), float("nan"), dtype=sent.dtype, device=sent.device
-        )
-        key = ("forward", job.plan, Like.of(numbers), sent.dtype)
-        loop = job.loops.get(key, lambda: forward_loop(job.plan, weights, numbers))
-        [rows] = loop.run([start, sent, turns.numbered(pieces, sent.device), numbers], None)
+        rows = job.way.rows(turns.shards_for_forward(job.unit, []), numbers)
+        is_row = (numbers >= 0) & (numbers < job.weights.num_classes)
+        rows = torch.where(is_row[:, None], rows, float("nan"))
         job.unit.backward.forward_gate.hold([rows])
     return rows
 
 
 def _backward(job: Job, numbers: Tensor, grad: Tensor) -> list[Tensor | None]:
-    unit, weights, pieces = job.unit, job.weights, job.plan.pieces
+    unit, weights = job.unit, job.weights
     grad, _ = turns.start_backward(unit, grad)
-    reduced = turns.reduces(unit)
-    like = (Like.of(numbers), Like.of(grad), weights.dtype)
-    key = ("backward", job.plan, reduced, unit.group.reduction.predivide, *like)
-    loop = job.loops.get(
-        key, lambda: backward_loop(job.plan, weights, numbers, grad, reduced=reduced)
-    )
-    [of_pieces] = loop.run([turns.numbered(pieces, grad.device), numbers, grad], None)
-    if reduced:
-        of_shards = weights.finished(of_pieces, None)
+    numbers = torch.where(numbers == job.padding, -1, numbers)
+    if turns.reduces(unit):
+        of_shards = weights.finished(job.way.sums(numbers, grad), None)
     else:
-        of_shards = turns.by_unit(unit, weights, {WEIGHT: weights.whole(of_pieces, pieces)})
+        whole = whole_gradient(weights.num_classes, numbers, grad).to(weights.dtype)
+        of_shards = turns.by_unit(unit, weights, {WEIGHT: whole})
     turns.end_backward(unit, None, of_shards)
     return of_shards

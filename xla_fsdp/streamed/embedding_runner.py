@@ -1,7 +1,8 @@
 """Runs an embedding that is a unit of its own: in pieces, if its table is large.
 
-Always true: only how rows are looked up is replaced (``turns``). What the loops compute is in
-``embedding_program``, how autograd sees them in ``embedding_node``.
+Always true: only how rows are looked up is replaced (``turns``): of the two ways in
+``embedding_ways`` it takes the one that sends less, unless the user has said in how many pieces to
+stream. How autograd sees them is in ``embedding_node``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from xla_fsdp.graph_nodes import on_device
 from xla_fsdp.streamed import turns
 from xla_fsdp.streamed.embedding import StreamedEmbedding
 from xla_fsdp.streamed.embedding_node import Job, rows_of
-from xla_fsdp.streamed.embedding_program import Plan
+from xla_fsdp.streamed.embedding_ways import Exchanging, Streaming, Way
 from xla_fsdp.streamed.weights import StreamedWeights
 from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.unit import Unit
@@ -27,7 +28,7 @@ class EmbeddingRunner:
     """See ``unit_host.Runner``. It keeps no module alive and can be copied with its host."""
 
     def __init__(self) -> None:
-        self._loops = turns.Loops()
+        self._kept = turns.Kept()
 
     def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The embedding's call.
@@ -41,8 +42,16 @@ class EmbeddingRunner:
         if pieces.count == 1:
             return unit.run(forward, args, kwargs)
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-        job = Job(unit, weights, Plan(pieces, padding), self._loops)
+        way: Way = Streaming(weights, pieces, self._kept)
+        if embedding.pieces is None and _num_rows(*args, **kwargs) < weights.shard_rows:
+            way = Exchanging(weights, self._kept)
+        job = Job(unit, weights, way, padding)
         return turns.run(unit, partial(_rows, job), forward, args, kwargs)
+
+
+def _num_rows(input: Tensor) -> int:
+    """How many a call asks for."""
+    return input.numel()
 
 
 def _rows(job: Job, numbers: Tensor) -> Tensor:

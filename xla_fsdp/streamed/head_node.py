@@ -47,7 +47,7 @@ class Job:
     unit: Unit
     weights: StreamedWeights
     plan: Plan
-    loops: turns.Loops
+    loops: turns.Kept
 
 
 def losses_of(job: Job, rows: Tensor, targets: Tensor) -> Tensor:

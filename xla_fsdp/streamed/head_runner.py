@@ -26,7 +26,7 @@ class HeadRunner:
     """See ``unit_host.Runner``. It keeps no module alive and can be copied with its host."""
 
     def __init__(self) -> None:
-        self._loops = turns.Loops()
+        self._loops = turns.Kept()
 
     def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The head's call.

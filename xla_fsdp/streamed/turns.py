@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 @dataclass
-class Loops:
-    """Everything that one module has traced."""
+class Kept:
+    """What one module needs in every step and makes once, such as loops."""
 
     _kept: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -39,8 +39,8 @@ class Loops:
         return self._kept[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies trace loops of their own."""
-        return Loops, ()
+        """Copies make their own."""
+        return Kept, ()
 
 
 def module_of(unit: Unit) -> nn.Module:

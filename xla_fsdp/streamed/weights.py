@@ -78,11 +78,14 @@ class StreamedWeights:
 
     def sent(self, shards: Sequence[Tensor], pieces: Pieces) -> Tensor:
         """[pieces, rows, width]: what is sent of this rank's ``shards`` of the group."""
+        padded = _padded(self.sent_rows(shards), pieces.padded_rows)
+        return xla_ops.shaped(padded, (pieces.count, pieces.rows, self.width))
+
+    def sent_rows(self, shards: Sequence[Tensor]) -> Tensor:
+        """[shard rows, width], not cut into pieces."""
         number = self._numbers[WEIGHT]
         [sent] = self.group.gather.sent([self.group.params[number]], [shards[number]])
-        rows = xla_ops.shaped(sent, (self.shard_rows, self.width))
-        padded = _padded(rows, pieces.padded_rows)
-        return xla_ops.shaped(padded, (pieces.count, pieces.rows, self.width))
+        return xla_ops.shaped(sent, (self.shard_rows, self.width))
 
     def gather(self, piece: Tensor) -> Tensor:
         """[ranks * rows, width], from [rows, width] of every rank."""
@@ -125,7 +128,7 @@ class StreamedWeights:
         """Gradients of the shards.
 
         Args:
-            weight: of the pieces, reduced, [pieces, rows, width].
+            weight: of the rows, reduced, [..., width]; further ones are padding.
             bias: of the whole.
         """
         reduction, sums = self.group.reduction, dict[int, Tensor]()

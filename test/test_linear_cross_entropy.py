@@ -22,7 +22,7 @@ from test.parity import Case, assert_same, join, reference, run_cases, whole
 from test.ranks import cached_outcome, run_on_ranks
 from test.readme_snippets import snippets
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
-from xla_fsdp import LinearCrossEntropy
+from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.streamed.pieces import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
 from xla_fsdp.streamed.softmax import Goal, logits_of
 
@@ -811,13 +811,15 @@ def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
         "tokens": tokens,
         "FSDP": XlaFullyShardedDataParallel,
         "LinearCrossEntropy": LinearCrossEntropy,
+        "StreamedEmbedding": StreamedEmbedding,
         "transformer_auto_wrap_policy": transformer_auto_wrap_policy,
     }
     building, wrapping = code.replace("meta-llama/Llama-3.1-8B", directory).split("model.lm_head =")
     with one_rank_at_a_time():  # transformers imports and loads with settings of the whole process
         exec(building, space)
     exec(f"model.lm_head ={wrapping}", space)
-    assert space["model"].lm_head._fsdp_attachment.runner is not None
+    for part in (space["model"].lm_head, space["model"].model.embed_tokens):
+        assert part._fsdp_attachment.runner is not None
     space["loss"].backward()
     return {"loss": space["loss"].item(), "grads": whole_grads(space["model"])}
 

@@ -1,7 +1,8 @@
 """What a GPT of width 1024 and 24 blocks is to need at most on v5e:4x4, as the compiler makes it.
 
-The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB
-(``benchmarks/tpu_compile.md``).
+The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB, and
+plain JAX's scan over layers, 866 MiB; those of traffic, of what bf16 needs at least, and of what that
+scan waits for, 251 MB (``benchmarks/tpu_compile.md``).
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[pr
 pytestmark = pytest.mark.slow
 
 MIB, MB = 2**20, 10**6
-UPSTREAM = 1276 * MIB
+UPSTREAM, JAX = 1276 * MIB, 866 * MIB
 LEAST = 2091 * MB  # on the wire, in bf16
-PEAK = {"ours": 0.55 * UPSTREAM, "scan": 0.5 * UPSTREAM, "streamed": 0.46 * UPSTREAM}
+PEAK = {
+    "ours": 0.55 * UPSTREAM,
+    "scan": 0.5 * UPSTREAM,
+    "streamed": min(0.45 * UPSTREAM, 0.6 * JAX),
+}
 CODE = {"ours": 60 * MIB, "scan": 35 * MIB, "streamed": 25 * MIB}
-BLOCKING = {"ours": 1500 * MB, "scan": 1000 * MB, "streamed": 1000 * MB}
+BLOCKING = {"ours": 1500 * MB, "scan": 500 * MB, "streamed": 251 * MB}
 PROGRAMS = tuple(PEAK)
 
 
@@ -47,4 +52,6 @@ def test_traffic(program: str) -> None:
     assert found["wire_bytes"] <= 1.05 * LEAST
     assert found["blocking_bytes"] <= BLOCKING[program]
     assert counts(found)["all-reduce"] == 0
-    assert {each["dtype"] for each in found["traffic"]} == {"bf16"}
+    # Row numbers, which an embedding sends in place of its table, are integers.
+    of_integers = {"s32"} if program == "streamed" else set()
+    assert {each["dtype"] for each in found["traffic"]} == {"bf16", *of_integers}

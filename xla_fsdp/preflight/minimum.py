@@ -3,7 +3,7 @@
 Words: see ``unit`` and ``sharded_param``. Always true: counted is what the wrapping asks for, each
 parameter gathered for its unit's forward, once more for backward where it is freed between, and its
 gradient reduced once, as a shard also over replicas, without padding, in rings. Remat gathers
-nothing more.
+nothing more; an embedding that sends rows in place of its table may need less.
 What the compiler makes of it is found by ``traffic``.
 """
 

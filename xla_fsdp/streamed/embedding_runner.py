@@ -36,22 +36,27 @@ class EmbeddingRunner:
         Raises:
             ValueError: for inputs in host memory.
         """
+        job = self._job(unit, *args, **kwargs)
+        if job is None:
+            return unit.run(forward, args, kwargs)
+        return turns.run(unit, partial(_rows, job), forward, args, kwargs)
+
+    def _job(self, unit: Unit, input: Any = None, **_: Any) -> Job | None:
+        """For these arguments of the embedding's forward; None if there is nothing to stream: no
+        numbers, or a table of one piece."""
         embedding = cast(StreamedEmbedding, turns.module_of(unit))
         weights = StreamedWeights(unit.group, rings=False)
         pieces = weights.cut(embedding.pieces, 0, weights.dtype)
-        if pieces.count == 1:
-            return unit.run(forward, args, kwargs)
+        if not isinstance(input, Tensor) or pieces.count == 1:
+            return None
+        sends_rows = embedding.pieces is None and input.numel() < weights.shard_rows
+        way: Way = (
+            Exchanging(weights, self._kept)
+            if sends_rows
+            else Streaming(weights, pieces, self._kept)
+        )
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-        way: Way = Streaming(weights, pieces, self._kept)
-        if embedding.pieces is None and _num_rows(*args, **kwargs) < weights.shard_rows:
-            way = Exchanging(weights, self._kept)
-        job = Job(unit, weights, way, padding)
-        return turns.run(unit, partial(_rows, job), forward, args, kwargs)
-
-
-def _num_rows(input: Tensor) -> int:
-    """How many a call asks for."""
-    return input.numel()
+        return Job(unit, weights, way, padding)
 
 
 def _rows(job: Job, numbers: Tensor) -> Tensor:

@@ -50,7 +50,9 @@ def _rows(job: Job, numbers: Tensor) -> Tensor:
         raise ValueError(
             "StreamedEmbedding: the input is in host memory; move it to the XLA device"
         )
-    found = rows_of(job, numbers.reshape(-1).to(torch.int32))
+    # Numbers beyond int32 are no row's, but would become one's in it.
+    known = numbers.reshape(-1).clamp(-1, job.weights.num_classes)
+    found = rows_of(job, known.to(torch.int32))
     return found.reshape(*numbers.shape, job.weights.width)
 
 

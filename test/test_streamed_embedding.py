@@ -116,8 +116,10 @@ class Scaled(nn.Embedding):
 def test_what_is_no_plain_embedding_is_not_taken_over() -> None:
     with pytest.raises(TypeError, match=r"takes an nn\.Embedding, got Linear"):
         StreamedEmbedding.from_embedding(nn.Linear(2, 3))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Scaled has a forward of its own"):
+    with pytest.raises(TypeError, match=r"Scaled has a forward of its own, which .* would not run"):
         StreamedEmbedding.from_embedding(Scaled(3, 4))
+    streamed = table_of(StreamedEmbedding)
+    assert StreamedEmbedding.from_embedding(streamed, pieces=2).weight is streamed.weight
     plain = table_of()
     plain.weight = nn.Parameter(plain.weight.detach()[:19])
     with pytest.raises(ValueError, match=r"has shape \(19, 11\), not \(37, 11\): it is sharded"):
@@ -592,7 +594,10 @@ SAYS = {
 
 
 def as_any_unit(rank: int, name: str, model: Any) -> Any:
-    """How far a step's output and gradients are from the plain model's, or what it says."""
+    """How far a step's output and gradients are from the plain model's, or what it says. Those that
+    differ from others by their warnings alone run no step."""
+    if name in ("cut_rows", "one_piece", "larger"):
+        return {}
     plain = make(WHOLE[name][0])
     if name == "max_norm":
         return message(partial(model, usual(rank)))
@@ -630,8 +635,8 @@ def test_what_cannot_stream_says_so_and_runs_as_any_unit(name: str) -> None:
     if name == "max_norm":  # which no unit can do
         assert "weight was changed in place in the forward of its FSDP unit" in found
     else:
-        assert max(found.values()) < TOLERANCE, found
-        assert (TABLE in found) is (name not in ("flat", "sparse"))
+        assert max(found.values(), default=0) < TOLERANCE, found
+        assert (TABLE in found) is (name in ("subclass", "by_frequency", "small"))
     if name in SAYS:
         assert len(said) == 1
         assert SAYS[name] in said[0]

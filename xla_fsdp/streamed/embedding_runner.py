@@ -58,10 +58,10 @@ def _rows(job: Job, numbers: Tensor) -> Tensor:
 
 def why_not(embedding: StreamedEmbedding) -> str:
     """What about the module keeps it from being streamed; empty if nothing does."""
-    if type(embedding).forward is not StreamedEmbedding.forward:
-        return f"{type(embedding).__name__} has a forward of its own"
     if placement_in(embedding, "weight") is not None:
         return "tensor parallelism has cut its table"
+    if type(embedding).forward is not StreamedEmbedding.forward:
+        return f"{type(embedding).__name__} has a forward of its own"
     wanted = {
         "max_norm": embedding.max_norm is not None,
         "scale_grad_by_freq": embedding.scale_grad_by_freq,

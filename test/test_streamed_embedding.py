@@ -650,6 +650,45 @@ def test_what_cannot_stream_says_so_and_runs_as_any_unit(name: str) -> None:
 
 
 @scenarios.add
+def cut_in_columns(rank: int) -> dict[str, list[Any]]:
+    """By ``fully_shard`` and by tensor parallelism: whether it streams, its rows, a warning."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from xla_fsdp import fully_shard, init_mesh
+    from xla_fsdp.streamed.runners import runner_for
+    from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
+
+    def embedding() -> nn.Module:
+        return EmbeddingNet(width=12).tokens
+
+    mesh = init_mesh((1, RANKS), ("shard", "tensor"))
+    style = ColwiseParallel(output_layouts=Replicate())
+    cut = {
+        "fully_shard": fully_shard(make(embedding), shard_placement_fn=lambda _: Shard(1)),
+        "tensor": fully_shard(
+            parallelize_module(make(embedding), mesh["tensor"], style), mesh=mesh["shard"]
+        ),
+    }
+    found: dict[str, list[Any]] = {}
+    for name, module in cut.items():
+        same = torch.equal(module(usual(0)).cpu(), make(embedding)(batch(0)))
+        found[name] = [module._fsdp_attachment.runner is not None, same]
+    for name, module in cut.items() if rank == 0 else ():  # warnings are of the whole process
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            runner_for(module._fsdp_unit, module)
+        found[name].extend(str(each.message) for each in seen)
+    return found
+
+
+def test_a_table_cut_in_columns_says_so_and_runs_as_any_unit() -> None:
+    found = result("cut_in_columns")
+    assert [each[:2] for each in found.values()] == [[False, True]] * 2
+    assert "its weight is cut along dim 1; let dim 0 be cut" in found["fully_shard"][2]
+    assert "tensor parallelism has cut its table" in found["tensor"][2]
+
+
+@scenarios.add
 def together(rank: int) -> dict[str, float]:
     """Table and head in one unit, which is gathered whole; they are tied."""
 

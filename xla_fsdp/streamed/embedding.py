@@ -29,7 +29,8 @@ class StreamedEmbedding(nn.Embedding):
         pieces: in how many to stream, at most; None for pieces of up to 16 MiB. A table that is one
             piece is gathered whole, like any unit.
         options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
-            the table is gathered whole, with a warning.
+            the table is gathered whole, with a warning; units refuse to run the first, which
+            changes the table, and XLA to train the last.
 
     Raises:
         ValueError: if ``pieces`` is not a number from 1, or None.

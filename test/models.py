@@ -311,15 +311,23 @@ class SharedSignsNet(SignsNet):
 class SignsToLossNet(SignsNet):
     """With a head that streams, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 29) -> None:
         super().__init__()
-        self.head = LinearCrossEntropy(WIDTH, 29, pieces=3)  # more classes than labels
+        self.head = LinearCrossEntropy(WIDTH, classes, pieces=3)  # more classes than labels
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
         x = self.tokens(numbers_of(x, self.tokens.num_embeddings)).mean(1)
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x) if target is None else self.head(x, target)
+
+
+class TiedSignsNet(SignsToLossNet):
+    """With a table that is the head's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=37)
+        self.head.weight = self.tokens.weight
 
 
 class TwiceNet(nn.Module):

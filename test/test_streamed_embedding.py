@@ -755,6 +755,10 @@ CASES = {
     "frozen": Case("FrozenSignsNet", options=BY_ROWS),
     "shared": Case("SharedSignsNet", options=BY_ROWS),
     "with_head": Case("SignsToLossNet", options=BY_ROWS, computes_loss=True),
+    "tied": Case("TiedSignsNet", options=BY_ROWS, computes_loss=True),
+    "tied_no_sync": Case(
+        "TiedSignsNet", options=BY_ROWS, computes_loss=True, micro_batches=2, no_sync=True
+    ),
     "bf16": Case("SignsNet", options={**BY_ROWS, **BF16}, tolerance=0.05),
     "bf16_fp32_reduce": Case(
         "PaddedSignsNet",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from test.models import WIDTH, EmbeddingNet
+from test.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet
 from test.parity import Case, assert_same, join, reference, run_cases, whole
 from test.ranks import cached_outcome, run_on_ranks
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
@@ -410,6 +410,35 @@ def test_neither_the_table_nor_its_gradient_is_ever_whole() -> None:
     assert [loops for _, loops, _ in found.values()] == [0, 0, 2, 2]
     assert found[2][0] == found[8][0]
     assert found[2][0] == found[1][0] - 1  # other units gather their parameters for backward, too
+
+
+@scenarios.add
+def tied(rank: int) -> tuple[int, bool, dict[str, float]]:
+    """A table that is a head's weight: loops, whether it is ever whole, how far gradients are."""
+    from xla_fsdp.host_xla_ops import settle
+    from xla_fsdp.program_xla_ops import lowered_hlo
+
+    def data(rank: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(rank))
+        return x, torch.arange(6) * 5 + rank
+
+    model, plain = make(TiedSignsNet), make(TiedSignsNet)
+    model.tokens, model.head = fsdp(model.tokens, **BY_ROWS), fsdp(model.head, **BY_ROWS)
+    model = fsdp(model, **BY_ROWS)
+    settle()
+    model(*to_device(*data(rank))).backward()
+    text = lowered_hlo([param.grad for param in model.parameters()])
+    torch.stack([plain(*data(each)) for each in range(RANKS)]).mean().backward()
+    is_whole = any(shape in text for shape in ("[37,11]", "[38,11]", "[2,19,11]"))
+    return text.count(" while("), is_whole, furthest(whole_grads(model), grads_of(plain))
+
+
+def test_a_table_tied_to_a_head_streams_for_both() -> None:
+    loops, is_whole, found = result("tied")
+    assert loops == 4
+    assert not is_whole
+    assert max(found.values()) < TOLERANCE, found
+    assert TABLE in found
 
 
 @scenarios.add
@@ -845,3 +874,48 @@ def states(rank: int) -> dict[str, Any]:
 
 def test_state_dicts_of_shards_are_those_of_an_embedding() -> None:
     assert result("states") == {"names": True, "table": True, "rows": True}
+
+
+# ---------------------------------------------------------------- a model of transformers
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 27, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=ROWS, pad_token_id=0, **sizes, **heads))
+
+
+def trained_llama(rank: int, values: dict[str, Tensor]) -> dict[str, Any]:
+    """Loss and gradients of one whose embedding is put in place of its own, then wrapped."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from xla_fsdp import one_rank_at_a_time
+    from xla_fsdp.wrap import transformer_auto_wrap_policy
+
+    with one_rank_at_a_time():  # transformers builds with settings of the whole process
+        model = llama()
+    model.load_state_dict(values)
+    plain = model.get_input_embeddings()
+    model.set_input_embeddings(StreamedEmbedding.from_embedding(plain, pieces=3))
+    layers = {LlamaDecoderLayer, StreamedEmbedding}
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+    model = fsdp(model, auto_wrap_policy=policy, **BY_ROWS)
+    assert model.get_input_embeddings()._fsdp_attachment.runner is not None
+    numbers = usual(rank)
+    loss = model(input_ids=numbers, labels=numbers).loss
+    loss.backward()
+    return {"loss": loss.item(), "grads": whole_grads(model)}
+
+
+@pytest.mark.slow
+def test_it_takes_the_place_of_a_llamas_embedding() -> None:
+    pytest.importorskip("transformers")
+    plain = llama()
+    found = run_on_ranks(trained_llama, RANKS, plain.state_dict())
+    losses = [plain(input_ids=ids, labels=ids).loss for ids in map(batch, range(RANKS))]
+    torch.stack(losses).mean().backward()
+    for rank in range(RANKS):
+        assert found[rank]["loss"] == pytest.approx(losses[rank].item(), rel=1e-5)
+        assert max(furthest(found[rank]["grads"], grads_of(plain)).values()) < TOLERANCE

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_fsdp import LinearCrossEntropy
+from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
 
 WIDTH = 11
 CLASSES = 7
@@ -246,6 +246,88 @@ class FrozenHeadNet(HeadNet):
     def __init__(self) -> None:
         super().__init__(pieces=2)
         self.head.weight.requires_grad_(False)
+
+
+class EmbeddingNet(nn.Module):
+    """Of row numbers, whose embedding comes in pieces."""
+
+    def __init__(self, width: int = WIDTH, rows: int = 37, **options: Any) -> None:
+        super().__init__()
+        self.tokens = StreamedEmbedding(rows, width, **{"pieces": 3, **options})
+        self.blocks = nn.ModuleList([nn.Linear(width, width)])
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.tokens(numbers)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def numbers_of(x: Tensor, rows: int) -> Tensor:
+    """Row numbers [n, FEATURES] that the signs of ``x`` [n, FEATURES] stand for; any dtype has the
+    same. They are spread over all rows, and some come twice."""
+    places = torch.arange(FEATURES, device=x.device)
+    signs = ((x > 0) * 2**places).sum(1, keepdim=True)
+    return (signs * 97 + places // 2 * 131) % rows
+
+
+class SignsNet(EmbeddingNet):
+    """Whose row numbers are made of the features of ``parity``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(numbers_of(x, self.tokens.num_embeddings)).mean(1)
+
+
+class PaddedSignsNet(SignsNet):
+    """With a row for padding, and pieces of which some are padding."""
+
+    def __init__(self) -> None:
+        super().__init__(padding_idx=20, pieces=5)
+
+
+class WideSignsNet(SignsNet):
+    """With shards that travel in rows, cut into tiles."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 700)
+
+
+class FrozenSignsNet(SignsNet):
+    """Whose table is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens.requires_grad_(False)
+
+
+class SharedSignsNet(SignsNet):
+    """Whose table is looked up twice in a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * super().forward(x.flip(1))
+
+
+class SignsToLossNet(SignsNet):
+    """With a head that streams, too."""
+
+    def __init__(self, classes: int = 29) -> None:
+        super().__init__()
+        self.head = LinearCrossEntropy(WIDTH, classes, pieces=3)  # more classes than labels
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        x = self.tokens(numbers_of(x, self.tokens.num_embeddings)).mean(1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x) if target is None else self.head(x, target)
+
+
+class TiedSignsNet(SignsToLossNet):
+    """With a table that is the head's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=37)
+        self.head.weight = self.tokens.weight
 
 
 class TwiceNet(nn.Module):

@@ -392,7 +392,7 @@ def _nest(model: nn.Module, case: Case, fsdp: Callable[[nn.Module], nn.Module]) 
             block = checkpoint_module(block)
         wrapped = fsdp(block)
         model.blocks[index] = checkpoint_module(wrapped) if case.remat == "outside" else wrapped
-    for name in ("conv1", "fc", "head"):
+    for name in ("conv1", "fc", "tokens", "head"):
         if hasattr(model, name):
             setattr(model, name, fsdp(getattr(model, name)))
     return model

@@ -32,7 +32,8 @@ class StreamedEmbedding(nn.Embedding):
             sending rows where that is less. A table that is one piece is gathered whole, like any
             unit.
         options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
-            the table is gathered whole, with a warning.
+            the table is gathered whole, with a warning; units refuse to run the first, which
+            changes the table, and XLA to train the last.
 
     Raises:
         ValueError: if ``pieces`` is not a number from 1, or None.
@@ -60,13 +61,19 @@ class StreamedEmbedding(nn.Embedding):
             pieces: see the class.
 
         Raises:
-            TypeError: if it is no ``nn.Embedding``.
+            TypeError: if it is no ``nn.Embedding``, or one with a forward of its own (as those of
+                transformers that scale their rows), which would be lost.
             ValueError: if its table is sharded already, or for ``pieces`` out of range.
         """
         if not isinstance(embedding, nn.Embedding):
             raise TypeError(
                 f"from_embedding takes an nn.Embedding, got {type(embedding).__name__}; make it "
                 f"before the model is wrapped"
+            )
+        if type(embedding).forward not in (nn.Embedding.forward, StreamedEmbedding.forward):
+            raise TypeError(
+                f"{type(embedding).__name__} has a forward of its own, which a StreamedEmbedding "
+                f"would not run; keep it as it is"
             )
         sizes = (embedding.num_embeddings, embedding.embedding_dim)
         if embedding.weight.shape != sizes:

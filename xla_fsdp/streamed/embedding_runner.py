@@ -64,16 +64,18 @@ def _rows(job: Job, numbers: Tensor) -> Tensor:
         raise ValueError(
             "StreamedEmbedding: the input is in host memory; move it to the XLA device"
         )
-    found = rows_of(job, numbers.reshape(-1).to(torch.int32))
+    # Numbers beyond int32 are no row's, but would become one's in it.
+    known = numbers.reshape(-1).clamp(-1, job.weights.num_classes)
+    found = rows_of(job, known.to(torch.int32))
     return found.reshape(*numbers.shape, job.weights.width)
 
 
 def why_not(embedding: StreamedEmbedding) -> str:
     """What about the module keeps it from being streamed; empty if nothing does."""
-    if type(embedding).forward is not StreamedEmbedding.forward:
-        return f"{type(embedding).__name__} has a forward of its own"
     if placement_in(embedding, "weight") is not None:
         return "tensor parallelism has cut its table"
+    if type(embedding).forward is not StreamedEmbedding.forward:
+        return f"{type(embedding).__name__} has a forward of its own"
     wanted = {
         "max_norm": embedding.max_norm is not None,
         "scale_grad_by_freq": embedding.scale_grad_by_freq,

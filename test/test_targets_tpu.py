@@ -1,8 +1,8 @@
 """What a GPT of width 1024 and 24 blocks is to need at most on v5e:4x4, as the compiler makes it.
 
-The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB, and
-plain JAX's scan over layers, 866 MiB; those of traffic, of what bf16 needs at least, and of what that
-scan waits for, 251 MB (``benchmarks/tpu_compile.md``).
+The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB, and of
+what plain JAX's scan over layers does, 866 MiB; those of traffic, of what bf16 needs at least, and
+of the 251 MB that that scan waits for (``benchmarks/tpu_compile.md``).
 """
 
 from __future__ import annotations

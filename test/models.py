@@ -293,6 +293,13 @@ class WideSignsNet(SignsNet):
         super().__init__(128, 700)
 
 
+class LargeSignsNet(SignsNet):
+    """With a table so large that ranks send the few rows they ask for instead."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 70_001, pieces=None, padding_idx=35_000)
+
+
 class FrozenSignsNet(SignsNet):
     """Whose table is not trained."""
 

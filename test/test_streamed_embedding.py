@@ -1,9 +1,12 @@
-"""An embedding whose table comes piece by piece: against the plain one, and what is refused."""
+"""An embedding whose table comes piece by piece, or stays where it is while rows are sent: against
+the plain one, and what is refused."""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -271,6 +274,17 @@ def every_row(rank: int) -> Tensor:
     return torch.cat([torch.arange(ROWS).flip(0), torch.arange(0, ROWS, 3 + rank)])
 
 
+LARGE: dict[str, Any] = {"rows": 70_001, "width": 64, "pieces": None}
+"""Options of a table that takes more than a piece; ranks ask for less of it than they have."""
+
+
+def of_large(rank: int) -> Tensor:
+    """Rows of both ranks' shards, the first and last of each among them, and some twice."""
+    half = -(-LARGE["rows"] // RANKS)
+    ends = torch.tensor([0, half - 1, half, LARGE["rows"] - 1, 7 + rank, half + 7 + rank])
+    return torch.cat([ends, ends[rank : rank + 3]])
+
+
 VARIANTS: dict[str, tuple[dict[str, Any], Of]] = {
     "usual": ({}, batch),
     "more_pieces_than_rows": ({"pieces": 1000, "padding_idx": 36}, every_row),
@@ -281,6 +295,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], Of]] = {
     "one_number": ({}, lambda rank: batch(rank).flatten()[3]),
     "one_row_for_all": ({"pieces": 4}, lambda rank: torch.full((50,), 5 + rank)),
     "nothing_but_padding": ({"padding_idx": 5}, lambda rank: torch.full((2,), 5)),
+    "sends_rows": ({**LARGE, "padding_idx": 7}, of_large),
+    "sends_rows_of_all_shapes": (LARGE, lambda rank: of_large(rank)[:8].reshape(2, 1, 4).int()),
 }
 
 
@@ -341,19 +357,25 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_the_right_one() -> None:
     assert set(found["table"]) == {"output", TABLE}
 
 
-def wrong_numbers(rank: int) -> Tensor:
+def wrong_numbers(rank: int, rows: int) -> Tensor:
     """Some that are no row's: of a shard's padding, of none, and beyond what int32 holds."""
-    wrong = [ROWS, -1, -ROWS, 1000, -(2**31), 2**31 - 1, 2**32 + 5, -(2**32) + 5]
+    wrong = [rows, -1, -rows, 10**6, -(2**31), 2**31 - 1, 2**32 + 5, -(2**32) + 5]
     return torch.tensor([5, *wrong, 6 + rank, 5])
 
 
 @scenarios.add
-def no_rows(rank: int) -> tuple[list[bool], float, float]:
+def no_rows(rank: int) -> list[tuple[list[bool], float, float]]:
+    """Of a table in pieces, and of one of which rows are sent."""
+    return [wrong_rows(rank, {"rows": ROWS}), wrong_rows(rank, LARGE)]
+
+
+def wrong_rows(rank: int, options: dict[str, Any]) -> tuple[list[bool], float, float]:
     """Which rows have NaN, and how far the others, and the gradient, are from the plain ones."""
-    model = streamed(net())
-    plain = make(net()).tokens
-    numbers = wrong_numbers(rank)
-    good = (numbers >= 0) & (numbers < ROWS)
+    rows_of_table = options["rows"]
+    model = streamed(net(**options))
+    plain = make(net(**options)).tokens
+    numbers = wrong_numbers(rank, rows_of_table)
+    good = (numbers >= 0) & (numbers < rows_of_table)
     found = model.tokens(*to_device(numbers))
     weights = torch.arange(1.0, 1 + len(numbers))[:, None]
     used, weights = (
@@ -362,8 +384,8 @@ def no_rows(rank: int) -> tuple[list[bool], float, float]:
     )
     (used * weights).sum().backward()
     for each in range(RANKS):
-        numbers = wrong_numbers(each)
-        kept = (numbers >= 0) & (numbers < ROWS)
+        numbers = wrong_numbers(each, rows_of_table)
+        kept = (numbers >= 0) & (numbers < rows_of_table)
         rows = plain(numbers[kept])
         (rows * torch.arange(1.0, 1 + len(numbers))[kept, None]).sum().div(RANKS).backward()
         if each == rank:
@@ -377,10 +399,10 @@ def no_rows(rank: int) -> tuple[list[bool], float, float]:
 
 
 def test_a_number_that_is_no_row_gives_nan_and_nothing_else_changes() -> None:
-    is_nan, of_rows, of_grads = result("no_rows")
-    assert is_nan == [False, *[True] * 8, False, False]
-    assert of_rows == 0
-    assert of_grads < TOLERANCE
+    for is_nan, of_rows, of_grads in result("no_rows"):
+        assert is_nan == [False, *[True] * 8, False, False]
+        assert of_rows == 0
+        assert of_grads < TOLERANCE
 
 
 # ---------------------------------------------------------------- what a step is made of
@@ -410,6 +432,28 @@ def test_neither_the_table_nor_its_gradient_is_ever_whole() -> None:
     assert [loops for _, loops, _ in found.values()] == [0, 0, 2, 2]
     assert found[2][0] == found[8][0]
     assert found[2][0] == found[1][0] - 1  # other units gather their parameters for backward, too
+
+
+@scenarios.add
+def sent_rows(rank: int) -> tuple[int, bool, int]:
+    """Loops, whether anything is as large as the table, and the largest thing that is gathered or
+    reduced."""
+    from xla_fsdp.host_xla_ops import settle
+    from xla_fsdp.program_xla_ops import lowered_hlo
+
+    model = streamed(net(**LARGE))
+    settle()
+    model(*to_device(of_large(rank))).sum().backward()
+    text = lowered_hlo([model.tokens.weight.grad])
+    whole = any(shape in text for shape in ("[70001,64]", "[70002,64]", "[2,35001,64]"))
+    sent = re.findall(r"\[([0-9,]+)\]\S* (?:all-gather|reduce-scatter)\(", text)
+    return text.count(" while("), whole, max(math.prod(map(int, each.split(","))) for each in sent)
+
+
+def test_few_rows_of_a_large_table_are_sent_in_its_place() -> None:
+    loops, whole, largest = result("sent_rows")
+    assert (loops, whole) == (0, False)
+    assert largest == RANKS * LARGE["width"] ** 2  # the block's weight
 
 
 @scenarios.add
@@ -803,6 +847,11 @@ CASES = {
             "optimization_barrier_in_backward": False,
         },
     ),
+    "sends_rows": Case("LargeSignsNet", options=BY_ROWS, clip=(0.3, 2.0)),
+    "sends_rows_torus_2x2": Case("LargeSignsNet", torus=(2, 2)),
+    "sends_rows_bf16": Case("LargeSignsNet", options={**BY_ROWS, **BF16}, tolerance=0.05),
+    "sends_rows_no_sync": Case("LargeSignsNet", options=BY_ROWS, micro_batches=2, no_sync=True),
+    "sends_rows_hybrid_2x2": Case("LargeSignsNet", options=BY_ROWS, mesh=(2, 2)),
     "kept": Case("SignsNet", options={**BY_ROWS, "reshard_after_forward": False}, micro_batches=2),
     "accumulate": Case("PaddedSignsNet", options=BY_ROWS, micro_batches=2),
     "no_sync": Case("PaddedSignsNet", options=BY_ROWS, micro_batches=3, no_sync=True),
@@ -815,7 +864,7 @@ CASES = {
     ),
     "hybrid_2x4_bf16": Case("WideSignsNet", options=BF16, mesh=(2, 4), tolerance=0.05),
 }
-QUICK = ("adamw_no_sync", "bf16")
+QUICK = ("adamw_no_sync", "bf16", "sends_rows")
 ALL = [(n, name) for n in (1, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from test.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet
+from test.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet, WideSignsNet
 from test.parity import Case, assert_same, join, reference, run_cases, whole
 from test.ranks import cached_outcome, run_on_ranks
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
@@ -363,44 +363,39 @@ def wrong_numbers(rank: int, rows: int) -> Tensor:
     return torch.tensor([5, *wrong, 6 + rank, 5])
 
 
+Wrong = tuple[list[list[bool]], float, float]
+
+
 @scenarios.add
-def no_rows(rank: int) -> list[tuple[list[bool], float, float]]:
+def no_rows(rank: int) -> list[Wrong]:
     """Of a table in pieces, and of one of which rows are sent."""
     return [wrong_rows(rank, {"rows": ROWS}), wrong_rows(rank, LARGE)]
 
 
-def wrong_rows(rank: int, options: dict[str, Any]) -> tuple[list[bool], float, float]:
-    """Which rows have NaN, and how far the others, and the gradient, are from the plain ones."""
-    rows_of_table = options["rows"]
-    model = streamed(net(**options))
-    plain = make(net(**options)).tokens
-    numbers = wrong_numbers(rank, rows_of_table)
-    good = (numbers >= 0) & (numbers < rows_of_table)
-    found = model.tokens(*to_device(numbers))
-    weights = torch.arange(1.0, 1 + len(numbers))[:, None]
-    used, weights = (
-        torch.where(good.to(found.device)[:, None], found, 0.0),
-        weights.to(found.device),
-    )
-    (used * weights).sum().backward()
+def wrong_rows(rank: int, options: dict[str, Any]) -> Wrong:
+    """What is NaN, and how far the rest, and the gradient, are from the plain ones."""
+    model, plain = streamed(net(**options)), make(net(**options)).tokens
+    found = model.tokens(*to_device(wrong_numbers(rank, options["rows"])))
+    of_rows = torch.arange(1.0, 1 + len(found))[:, None].expand_as(found)
+    found.backward(*to_device(of_rows))  # also of what is no row's
+    expected = []
     for each in range(RANKS):
-        numbers = wrong_numbers(each, rows_of_table)
-        kept = (numbers >= 0) & (numbers < rows_of_table)
-        rows = plain(numbers[kept])
-        (rows * torch.arange(1.0, 1 + len(numbers))[kept, None]).sum().div(RANKS).backward()
-        if each == rank:
-            expected = rows
+        numbers = wrong_numbers(each, options["rows"])
+        good = (numbers >= 0) & (numbers < options["rows"])
+        expected.append(plain(numbers[good]))
+        expected[-1].backward(of_rows[good] / RANKS)
     values = found.detach().cpu()
-    of_rows = (values[good] - expected).abs().max().item()
-    difference = whole_grads(model)[TABLE] - plain.weight.grad
-    is_nan = [bool(row.isnan().all()) for row in values]
-    assert is_nan == [bool(row.isnan().any()) for row in values]
-    return is_nan, of_rows, difference.abs().max().item()
+    return (
+        values.isnan().tolist(),
+        (values[good] - expected[rank]).abs().max().item(),
+        (whole_grads(model)[TABLE] - plain.weight.grad).abs().max().item(),
+    )
 
 
 def test_a_number_that_is_no_row_gives_nan_and_nothing_else_changes() -> None:
     for is_nan, of_rows, of_grads in result("no_rows"):
-        assert is_nan == [False, *[True] * 8, False, False]
+        wrong = [False, *[True] * 8, False, False]
+        assert is_nan == [[each] * len(is_nan[0]) for each in wrong]
         assert of_rows == 0
         assert of_grads < TOLERANCE
 
@@ -432,6 +427,18 @@ def test_neither_the_table_nor_its_gradient_is_ever_whole() -> None:
     assert [loops for _, loops, _ in found.values()] == [0, 0, 2, 2]
     assert found[2][0] == found[8][0]
     assert found[2][0] == found[1][0] - 1  # other units gather their parameters for backward, too
+
+
+@scenarios.add
+def by_default(rank: int) -> list[bool]:
+    """Whether a table streams whose rows are as long as a TPU's, and one with shorter ones."""
+    models = [make(WideSignsNet), make(net())]
+    parts = [fsdp(model.tokens, execute_sharding_on_init=False) for model in models]
+    return [part._fsdp_attachment.runner is not None for part in parts]
+
+
+def test_a_table_of_long_rows_needs_no_option_to_stream() -> None:
+    assert result("by_default") == [True, False]
 
 
 @scenarios.add

@@ -80,13 +80,19 @@ class LinearCrossEntropy(nn.Linear):
             options: see the class.
 
         Raises:
-            TypeError: if it is no ``nn.Linear``.
+            TypeError: if it is no ``nn.Linear``, or one with a forward of its own, which would be
+                lost.
             ValueError: if its weight is sharded already, or for options out of range.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(
                 f"from_linear takes an nn.Linear, got {type(linear).__name__}; make the head "
                 f"before the model is wrapped"
+            )
+        if type(linear).forward not in (nn.Linear.forward, LinearCrossEntropy.forward):
+            raise TypeError(
+                f"{type(linear).__name__} has a forward of its own, which a LinearCrossEntropy "
+                f"would not run; keep it as it is"
             )
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
         if linear.weight.shape != (linear.out_features, linear.in_features):

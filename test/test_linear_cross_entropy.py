@@ -104,6 +104,13 @@ def test_state_dicts_are_those_of_a_linear_layer() -> None:
     assert torch.equal(other.bias, linear.bias)
 
 
+class Doubled(nn.Linear):
+    """With a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
 def test_from_linear_takes_over_the_parameters_themselves() -> None:
     linear = nn.Linear(WIDTH, CLASSES, bias=False, dtype=torch.bfloat16).eval()
     head = LinearCrossEntropy.from_linear(linear, label_smoothing=0.1, pieces=4)
@@ -113,6 +120,8 @@ def test_from_linear_takes_over_the_parameters_themselves() -> None:
     assert "label_smoothing=0.1" in repr(head)
     with pytest.raises(TypeError, match=r"takes an nn\.Linear, got Embedding"):
         LinearCrossEntropy.from_linear(nn.Embedding(2, 3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Doubled has a forward of its own"):
+        LinearCrossEntropy.from_linear(Doubled(WIDTH, CLASSES))
     linear.weight = nn.Parameter(linear.weight.detach()[:8])
     with pytest.raises(ValueError, match=r"has shape \(8, 11\), not \(37, 11\): it is sharded"):
         LinearCrossEntropy.from_linear(linear)

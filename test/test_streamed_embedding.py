@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from test.parity import Case, assert_same, join, reference, run_cases, whole
 from test.ranks import cached_outcome, run_on_ranks
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import StreamedEmbedding
+from xla_fsdp.streamed.embedding_runner import _pays
 from xla_fsdp.streamed.pieces import Pieces, cut_into
 
 scenarios = Scenarios(__name__)
@@ -384,7 +386,9 @@ def wrong_rows(rank: int, options: dict[str, Any]) -> Wrong:
         good = (numbers >= 0) & (numbers < options["rows"])
         expected.append(plain(numbers[good]))
         expected[-1].backward(of_rows[good] / RANKS)
-    values = found.detach().cpu()
+    values, own_grad = found.detach().cpu(), model.tokens.weight.grad.cpu()
+    padding = own_grad[options["rows"] - rank * len(own_grad) :] if rank == RANKS - 1 else []
+    assert not any(row.any() for row in padding)
     return (
         values.isnan().tolist(),
         (values[good] - expected[rank]).abs().max().item(),
@@ -461,6 +465,40 @@ def test_few_rows_of_a_large_table_are_sent_in_its_place() -> None:
     loops, whole, largest = result("sent_rows")
     assert (loops, whole) == (0, False)
     assert largest == RANKS * LARGE["width"] ** 2  # the block's weight
+
+
+@scenarios.add
+def many_rows(rank: int) -> tuple[int, dict[str, float]]:
+    """Loops where a rank asks for more rows than it has, and distances from the plain model."""
+    from xla_fsdp.host_xla_ops import settle
+    from xla_fsdp.program_xla_ops import lowered_hlo
+
+    def of(rank: int) -> Tensor:
+        return (torch.arange(35_001) * 2 + rank) % LARGE["rows"]
+
+    model = streamed(net(**LARGE))
+    settle()
+    text = lowered_hlo([model(*to_device(of(rank)))])
+    return text.count(" while("), differences(rank, net(**LARGE), of=of)
+
+
+def test_a_large_table_is_sent_where_that_is_less() -> None:
+    loops, found = result("many_rows")
+    assert loops == 1
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "pays"), [(35_000, True), (35_001, False), (60_000, False), (1, True)]
+)
+def test_rows_are_sent_where_that_is_less(num_rows: int, pays: bool) -> None:
+    like = {"dtype": torch.float32, "reduce_dtype": torch.float32, "width": 64}
+    weights: Any = SimpleNamespace(shard_rows=35_001, num_ranks=2, **like)
+    assert _pays(weights, num_rows) == pays
+    weights.reduce_dtype = torch.bfloat16  # rows travel in float32, their gradients, too
+    assert _pays(weights, 26_000) != _pays(weights, 27_000)
+    weights.num_ranks = 10**6
+    assert not _pays(weights, num_rows)
 
 
 @scenarios.add

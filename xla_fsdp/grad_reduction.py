@@ -39,6 +39,7 @@ class GradReduction:
         config: dtypes and bucket sizes.
 
     Attributes:
+        dtype: of sums; None for that of the gradients.
         predivide: divisor before the sum.
         postdivide: divisor after it.
         comm_hook: scatters in place of the collectives, and divides.
@@ -55,7 +56,7 @@ class GradReduction:
         self._params = tuple(params)
         self._collectives = collectives
         self._replicas = replicas
-        self._dtype = config.gradient_dtype
+        self.dtype = config.gradient_dtype
         megabytes = config.reduce_scatter_bucket_size_mb
         self._limit = math.inf if megabytes is None else megabytes * 2**20
         self.predivide, self.postdivide = 1.0, 1.0
@@ -83,7 +84,7 @@ class GradReduction:
 
     def to_reduce_dtype(self, grad: Tensor) -> Tensor:
         """A gradient as it is reduced."""
-        return grad if self._dtype is None else grad.to(self._dtype)
+        return grad if self.dtype is None else grad.to(self.dtype)
 
     # ------------------------------------------------------------ sums
 
@@ -224,7 +225,7 @@ class GradReduction:
 
     def _operands_of(self, tensors: Mapping[int, Tensor]) -> tuple[Operand, ...]:
         """Of what there is of the parameters with these numbers."""
-        dtypes = {at: self._dtype or tensor.dtype for at, tensor in tensors.items()}
+        dtypes = {at: self.dtype or tensor.dtype for at, tensor in tensors.items()}
         if self.comm_hook is not None:
             numels = {at: (self._params[at].cut.layout.shard_numel,) for at in dtypes}
             return operands_of(numels, dtypes, math.inf)

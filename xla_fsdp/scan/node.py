@@ -86,8 +86,8 @@ class _Blocks(torch.autograd.Function):
         ctx.needs = tuple(ctx.needs_input_grad[4 : 4 + num_others])
         output, inputs, seeds, collected, program = _forward(job, held, stream, others, ctx.needs)
         ctx.job, ctx.program = job, program
-        # What is sent of large parameters is stacked again in backward. Kept, it would take as much
-        # memory as all shards in the compute dtype.
+        # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
+        # shards of their own would take as much memory as all these in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
         parts = (inputs.small, inputs.own, collected, others, inputs.shared)
         ctx.sizes = [len(part) for part in parts]

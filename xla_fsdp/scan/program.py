@@ -41,7 +41,7 @@ class Inputs:
     """What both loops take, in values (stacks) or in likenesses.
 
     Args:
-        sent: stacks by large parameter, in order.
+        sent: stacks by large parameter, in order, of what is sent or is to be cast for that.
         small: stacks by member of small parameters.
         own: stacks of tensors that differ between blocks.
         others: arguments but the stream.
@@ -258,9 +258,9 @@ def _gathered(
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.ahead]
     own_now = weights.gather_in_round(now, [sent[at] for at in now])
-    to_follow = [sent[at].clone() for at in weights.ahead]
+    to_follow = [sent[at] for at in weights.ahead]
     if follows_last:
-        xla_ops.after_(own_now[-1:], to_follow)
+        to_follow = xla_ops.after_(own_now[-1:], [each.clone() for each in to_follow])
     following = weights.gather_in_round(weights.ahead, to_follow)
     found: dict[int, Tensor] = {}
     for params, tensors in (

@@ -2,8 +2,8 @@
 
 Words: *sent* and *small* are those of ``weights``; a stack is [length, ...]. Always true: a loop
 sees stacks alone. Blocks that keep shards of their own have them joined in every pass; of blocks
-whose shards are stacked for good (``shard_stacks``) the stacks are cast, and nothing is joined or
-taken apart, so that the program has as many operations for any number of blocks.
+whose shards are stacked for good (``shard_stacks``) nothing is joined or taken apart, so that the
+program has as many operations for any number of blocks.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from xla_fsdp.streamed.instead import compute_of
 class StreamedEmbedding(nn.Embedding):
     """An ``nn.Embedding`` that, as a unit of its own under FSDP, never holds its whole table.
 
-    Where the input asks for fewer rows than a rank has of the table, every rank looks up what all
-    ranks ask for in its own shard, and rows are sent, and their gradients, in place of the table;
-    all ranks have to ask for as many then. Else a loop gathers a piece of all shards at a time and
+    Where that sends less than the table, and the rows of all ranks take up to 64 MiB, every rank
+    looks up what all ranks ask for in its own shard, and rows are sent, and their gradients; all
+    ranks have to ask for as many then. Else a loop gathers a piece of all shards at a time and
     takes from it what the input asks for; backward makes the gradient of a piece at a time and
     reduces it to the shards at once, so that as much is sent as for a table that is gathered whole.
-    Without FSDP, and as a part of a larger unit, it is an ``nn.Embedding``.
+    Gradients that ``no_sync`` keeps, and those that go through a user's hook, are whole. Without
+    FSDP, and as a part of a larger unit, it is an ``nn.Embedding``.
 
     Args:
         num_embeddings: rows of the table.

@@ -40,7 +40,7 @@ class Job:
 
 
 def rows_of(job: Job, numbers: Tensor) -> Tensor:
-    """[n, width] in the dtype that is sent, from row numbers [n] int32; NaN for what is none."""
+    """[n, width] in the dtype that is sent, from row numbers [n] int32; NaN for -1."""
     shards = job.unit.group.shards
     if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
         return _Rows.apply(job, numbers, *shards)
@@ -70,15 +70,14 @@ class _Rows(torch.autograd.Function):
 def _forward(job: Job, numbers: Tensor) -> Tensor:
     with torch.no_grad():
         rows = job.way.rows(turns.shards_for_forward(job.unit, []), numbers)
-        is_row = (numbers >= 0) & (numbers < job.weights.num_classes)
-        rows = torch.where(is_row[:, None], rows, float("nan"))
+        rows = torch.where((numbers >= 0)[:, None], rows, float("nan"))
         job.unit.backward.forward_gate.hold([rows])
     return rows
 
 
 def _backward(job: Job, numbers: Tensor, grad: Tensor) -> list[Tensor | None]:
     unit, weights = job.unit, job.weights
-    grad, _ = turns.start_backward(unit, grad)
+    [grad] = turns.start_backward(unit, grad)
     numbers = torch.where(numbers == job.padding, -1, numbers)
     if turns.reduces(unit):
         of_shards = weights.finished(job.way.sums(numbers, grad), None)

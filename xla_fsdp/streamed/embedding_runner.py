@@ -1,4 +1,4 @@
-"""Runs an embedding that is a unit of its own: in pieces, if its table is large.
+"""Runs an embedding that is a unit of its own, and whose table is large, without the whole table.
 
 Always true: only how rows are looked up is replaced (``turns``): of the two ways in
 ``embedding_ways`` it takes the one that sends less, unless the user has said in how many pieces to
@@ -19,16 +19,20 @@ from xla_fsdp.streamed import turns
 from xla_fsdp.streamed.embedding import StreamedEmbedding
 from xla_fsdp.streamed.embedding_node import Job, rows_of
 from xla_fsdp.streamed.embedding_ways import Exchanging, Streaming, Way
+from xla_fsdp.streamed.kept import Kept
 from xla_fsdp.streamed.weights import StreamedWeights
 from xla_fsdp.tensor_placement import placement_in
 from xla_fsdp.unit import Unit
+
+ROWS_BYTES = 2**26
+"""What the rows that all ranks ask for may take to be sent in place of a table."""
 
 
 class EmbeddingRunner:
     """See ``unit_host.Runner``. It keeps no module alive and can be copied with its host."""
 
     def __init__(self) -> None:
-        self._kept = turns.Kept()
+        self._kept = Kept()
 
     def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The embedding's call.
@@ -49,7 +53,7 @@ class EmbeddingRunner:
         pieces = weights.cut(embedding.pieces, 0, weights.dtype)
         if not isinstance(input, Tensor) or pieces.count == 1:
             return None
-        sends_rows = embedding.pieces is None and input.numel() < weights.shard_rows
+        sends_rows = embedding.pieces is None and _pays(weights, input.numel())
         way: Way = (
             Exchanging(weights, self._kept)
             if sends_rows
@@ -59,14 +63,21 @@ class EmbeddingRunner:
         return Job(unit, weights, way, padding)
 
 
+def _pays(weights: StreamedWeights, num_rows: int) -> bool:
+    """Whether to send so many rows and their gradients takes less than the table and its gradient,
+    and little memory."""
+    sent = weights.dtype.itemsize
+    less = num_rows * 2 * sent < weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
+    return less and weights.num_ranks * num_rows * weights.width * sent <= ROWS_BYTES
+
+
 def _rows(job: Job, numbers: Tensor) -> Tensor:
     if not on_device(numbers):
         raise ValueError(
             "StreamedEmbedding: the input is in host memory; move it to the XLA device"
         )
-    # Numbers beyond int32 are no row's, but would become one's in it.
-    known = numbers.reshape(-1).clamp(-1, job.weights.num_classes)
-    found = rows_of(job, known.to(torch.int32))
+    is_row = (numbers >= 0) & (numbers < job.weights.num_classes)
+    found = rows_of(job, torch.where(is_row, numbers, -1).reshape(-1).to(torch.int32))
     return found.reshape(*numbers.shape, job.weights.width)
 
 

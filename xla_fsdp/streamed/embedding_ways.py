@@ -1,12 +1,12 @@
 """The two ways to look rows up in a table of which every rank has a shard.
 
-Words: *numbers* are those of the rows that a rank asks for, [n] int32; a rank's *shard* has
+Words: *numbers* are those of the rows that a rank asks for, [n] int32, or -1; a rank's *shard* has
 ``shard_rows`` rows, as it is sent. To *stream*, a loop gathers a piece of all shards at a time (one
 round is one piece; see ``pieces``, and ``scan_xla_ops`` for the words of loops). To *exchange*,
 every rank looks up what all ranks ask for in its own shard, and what it found is sent instead.
-Always true: neither holds the table or its gradient. To exchange sends less where a rank asks for
-fewer rows than a shard has. Gradients are summed in float32, streaming over a rank's own numbers,
-exchanging over all ranks'.
+Always true: neither holds the table or its gradient; to exchange takes memory for the rows of all
+ranks, and for their gradients in float32. Gradients are summed in float32, streaming over a rank's
+own numbers, exchanging over all ranks'.
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.scan_xla_ops import Like, Loop, trace_body
-from xla_fsdp.streamed import turns
+from xla_fsdp.streamed.kept import Kept
 from xla_fsdp.streamed.pieces import Pieces
 from xla_fsdp.streamed.weights import StreamedWeights
 
@@ -30,7 +30,7 @@ class Way(Protocol):
     """How rows are looked up."""
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """[n, width] in the dtype that is sent; what of a number that is no row's is undefined."""
+        """[n, width] in the dtype that is sent; anything for -1."""
         ...
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True)
 class Streaming:
-    """Piece by piece. Rounds do next to nothing but send, so nothing is gathered ahead of its own.
+    """Piece by piece, each gathered in its own round.
 
     Args:
         weights: how the table travels.
@@ -51,7 +51,7 @@ class Streaming:
 
     weights: StreamedWeights
     pieces: Pieces
-    kept: turns.Kept
+    kept: Kept
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         """See ``Way``."""
@@ -59,7 +59,7 @@ class Streaming:
         start = torch.zeros(len(numbers), sent.shape[-1], dtype=sent.dtype, device=sent.device)
         key = ("rows", self.pieces, Like.of(numbers), sent.dtype)
         loop = self.kept.get(key, lambda: self._rows_loop(start, sent, numbers))
-        [found] = loop.run([start, sent, self._numbered(sent), numbers], None)
+        [found] = loop.run([start, sent, self.pieces.numbers(sent.device), numbers], None)
         return found
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
@@ -68,11 +68,8 @@ class Streaming:
         like = (Like.of(numbers), Like.of(grad), self.weights.dtype)
         key = ("sums", self.pieces, predivide, *like)
         loop = self.kept.get(key, lambda: self._sums_loop(numbers, grad))
-        [found] = loop.run([self._numbered(grad), numbers, grad], None)
+        [found] = loop.run([self.pieces.numbers(grad.device), numbers, grad], None)
         return found
-
-    def _numbered(self, like: Tensor) -> Tensor:
-        return turns.numbered(self.pieces, like.device)
 
     def _rows_loop(self, start: Tensor, sent: Tensor, numbers: Tensor) -> Loop:
         def body(values: list[Tensor]) -> list[Tensor]:
@@ -107,7 +104,7 @@ class Exchanging:
     """
 
     weights: StreamedWeights
-    kept: turns.Kept
+    kept: Kept
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         """See ``Way``. All but one rank send zeros for a row, so sums are exact."""
@@ -121,7 +118,8 @@ class Exchanging:
         by = self.weights.group.collectives
         place, is_here = self._places(by.all_gather(numbers))
         found = _added(self.weights.shard_rows, place, is_here, by.all_gather(grad))
-        return found / self.weights.group.reduction.predivide
+        reduction = self.weights.group.reduction
+        return reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
 
     def _places(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Which row of the own shard each is, 0 where it is none, and whether it is one."""
@@ -136,7 +134,7 @@ class Exchanging:
 
 def whole_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
     """[num_rows, width] float32, of this rank's numbers alone."""
-    is_row = (numbers >= 0) & (numbers < num_rows)
+    is_row = numbers >= 0
     return _added(num_rows, torch.where(is_row, numbers, 0), is_row, grad)
 
 

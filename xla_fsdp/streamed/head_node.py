@@ -28,6 +28,7 @@ from xla_fsdp.streamed.head_program import (
     Wanted,
     wanted_of,
 )
+from xla_fsdp.streamed.kept import Kept
 from xla_fsdp.streamed.weights import BIAS, WEIGHT, StreamedWeights
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_backward import refuse_changed
@@ -47,7 +48,7 @@ class Job:
     unit: Unit
     weights: StreamedWeights
     plan: Plan
-    loops: turns.Kept
+    loops: Kept
 
 
 def losses_of(job: Job, rows: Tensor, targets: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, list[Tensor | Non
     job: Job = ctx.job
     unit = job.unit
     refuse_changed(ctx.versions, unit.group.versions)
-    share, shards = turns.start_backward(unit, share)
+    share, *shards = turns.start_backward(unit, share, *unit.group.shards)
     rows, targets, norm, gathered, *bias = ctx.saved_tensors
     ahead, sliced = [gathered], _sliced(job, shards, bias)
     if job.plan.keeps:
@@ -119,7 +120,7 @@ def _backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, list[Tensor | Non
 def _sliced(job: Job, shards: Sequence[Tensor], bias: Sequence[Tensor] | None = None) -> Sliced:
     """What the loops slice; ``bias`` if it was gathered already."""
     pieces = job.plan.pieces
-    numbers = turns.numbered(pieces, shards[0].device)
+    numbers = pieces.numbers(shards[0].device)
     found = job.weights.bias(shards, pieces) if bias is None else bias
     return Sliced(job.weights.sent(shards, pieces), numbers, found)
 

@@ -18,6 +18,7 @@ from xla_fsdp.streamed import turns
 from xla_fsdp.streamed.head import LinearCrossEntropy
 from xla_fsdp.streamed.head_node import Job, losses_of
 from xla_fsdp.streamed.head_program import Plan
+from xla_fsdp.streamed.kept import Kept
 from xla_fsdp.streamed.weights import StreamedWeights
 from xla_fsdp.unit import Unit
 
@@ -26,7 +27,7 @@ class HeadRunner:
     """See ``unit_host.Runner``. It keeps no module alive and can be copied with its host."""
 
     def __init__(self) -> None:
-        self._loops = turns.Kept()
+        self._loops = Kept()
 
     def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The head's call.

@@ -1,5 +1,5 @@
 """How a weight of rows is cut into pieces: that of a head, or the table of an embedding. Pure
-arithmetic but for ``Pieces.classes`` and ``Pieces.places``.
+arithmetic but for methods of ``Pieces`` that take or return tensors.
 
 Words: a *piece* is the same few rows of every rank's shard of the weight; gathered, it is
 [ranks, rows, width], and each of its rows is that of one *class*, or padding.
@@ -48,6 +48,10 @@ class Pieces:
     def padded_rows(self) -> int:
         """Of a shard, with padding to whole pieces."""
         return self.count * self.rows
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """Of all pieces, [pieces, 1] int32."""
+        return torch.arange(self.count, dtype=torch.int32, device=device)[:, None]
 
     def classes(self, number: Tensor) -> Tensor:
         """Which class each row of a gathered piece is for, [ranks * rows] int32.

@@ -17,7 +17,7 @@ from xla_fsdp.unit import Unit
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Kind:
     """How a module would stream.
 
     Args:
@@ -35,36 +35,36 @@ class _Way:
 
 def runner_for(unit: Unit, module: nn.Module) -> HeadRunner | EmbeddingRunner | None:
     """What runs ``module``, the one host of ``unit``; None if that runs as any other."""
-    way = _way_of(module)
-    if way is None:
+    kind = _kind_of(module)
+    if kind is None:
         return None
     name = type(module).__name__
-    if why := way.why_not or why_whole(unit.group):
+    if why := kind.why_not or why_whole(unit.group):
         warnings.warn(
-            f"{name} will hold {way.whole}: {why}. With pieces=1 that is what it is meant to do",
+            f"{name} will hold {kind.whole}: {why}. With pieces=1 that is what it is meant to do",
             stacklevel=5,
         )
         return None
     if unit.settings.keeps_larger:
         warnings.warn(
             f"{name} gathers a piece of its weight at a time, from all ranks: a number for "
-            f"reshard_after_forward is ignored; False {way.keeping}",
+            f"reshard_after_forward is ignored; False {kind.keeping}",
             stacklevel=5,
         )
-    return way.runner
+    return kind.runner
 
 
-def _way_of(module: nn.Module) -> _Way | None:
+def _kind_of(module: nn.Module) -> _Kind | None:
     """None for a module that does not stream."""
     if isinstance(module, LinearCrossEntropy) and module.pieces != 1:
-        return _Way(
+        return _Kind(
             HeadRunner(),
             head_runner.why_not(module),
             "its whole weight, and all logits",
             "keeps the pieces for backward",
         )
     if isinstance(module, StreamedEmbedding) and module.pieces != 1:
-        return _Way(
+        return _Kind(
             EmbeddingRunner(),
             embedding_runner.why_not(module),
             "its whole table",

@@ -1,16 +1,14 @@
 """What a module that streams does when its turn among the units comes, in forward and in backward.
 
 Always true: the module's forward itself runs, with its hooks and checks; only how it computes one
-thing is replaced. ``checkpoint_module`` recomputes nothing then, as loops keep no activations.
+thing is replaced. ``checkpoint_module`` recomputes nothing then, as that keeps no activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
@@ -18,29 +16,9 @@ from xla_fsdp.backward import running_units
 from xla_fsdp.graph_nodes import present
 from xla_fsdp.remat import regions_run_once
 from xla_fsdp.streamed.instead import computing_by
-from xla_fsdp.streamed.pieces import Pieces
 from xla_fsdp.streamed.weights import StreamedWeights
 from xla_fsdp.tree import map_tensors
 from xla_fsdp.unit import Unit
-
-T = TypeVar("T")
-
-
-@dataclass
-class Kept:
-    """What one module needs in every step and makes once, such as loops."""
-
-    _kept: dict[Hashable, Any] = field(default_factory=dict)
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under ``key``, made if need be."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies make their own."""
-        return Kept, ()
 
 
 def module_of(unit: Unit) -> nn.Module:
@@ -72,15 +50,15 @@ def shards_for_forward(unit: Unit, inputs: Sequence[Tensor]) -> list[Tensor]:
     return xla_ops.barrier([*shards, *before])[: len(shards)]
 
 
-def start_backward(unit: Unit, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """What comes into backward, and the shards, behind all that it has still to compute."""
+def start_backward(unit: Unit, grad: Tensor, *needed: Tensor) -> list[Tensor]:
+    """What comes into backward, and what else is ``needed``, behind all that it has still to
+    compute."""
     unit.backward.watch()
-    shards: list[Tensor] = list(unit.group.shards)
     before = unit.backward.fence([grad])
     if not unit.config.optimization_barrier_in_backward:
-        return grad, shards
-    grad, *rest = xla_ops.barrier([*before, *shards])
-    return grad, rest[len(before) - 1 :]
+        return [grad, *needed]
+    grad, *rest = xla_ops.barrier([*before, *needed])
+    return [grad, *rest[len(before) - 1 :]]
 
 
 def end_backward(unit: Unit, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:
@@ -93,11 +71,6 @@ def end_backward(unit: Unit, grad: Tensor | None, of_shards: Sequence[Tensor | N
 def reduces(unit: Unit) -> bool:
     """Whether a loop is to reduce gradients: they are neither kept nor go through a user's hook."""
     return unit.settings.sync_gradients and unit.group.reduces_plainly
-
-
-def numbered(pieces: Pieces, device: torch.device) -> Tensor:
-    """The pieces' numbers, [pieces, 1] int32."""
-    return torch.arange(pieces.count, dtype=torch.int32, device=device)[:, None]
 
 
 def by_unit(unit: Unit, weights: StreamedWeights, whole: dict[str, Tensor]) -> list[Tensor | None]:

@@ -61,6 +61,11 @@ class StreamedWeights:
         return param.compute_dtype or param.shard.dtype
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients of the weight are reduced in."""
+        return self.group.reduction.dtype or self.dtype
+
+    @property
     def has_bias(self) -> bool:
         """Whether logits have one."""
         return BIAS in self._numbers

@@ -51,8 +51,13 @@ class Compiled:
 
     @property
     def peak(self) -> int:
-        """Device memory that the program needs: all its buffers, and its code."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        """Device memory that the program needs: all its buffers, and its code.
+
+        The compiler's figure for temporaries is off where there are loops, mostly upwards; where it
+        is too small, what is alive at the fullest moment tells.
+        """
+        buffers = self.arguments + self.outputs - self.aliased + self.temporaries
+        return max(buffers, self.live_peak) + self.code
 
 
 def compile_program(

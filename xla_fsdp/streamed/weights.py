@@ -153,7 +153,7 @@ class StreamedWeights:
 
 
 def why_whole(group: ParamGroup) -> str:
-    """What keeps a head with these parameters from being streamed; empty if nothing does."""
+    """What keeps a module with these parameters from being streamed; empty if nothing does."""
     names = _numbers(group)
     if WEIGHT not in names or set(names) - {WEIGHT, BIAS}:
         found = ", ".join(names) or "none"

@@ -176,8 +176,8 @@ def _introduction(argv: Sequence[str]) -> str:
     command = shlex.join(["python", "benchmarks/tpu_compile.py", *argv])
     return (
         f"# One training step as the TPU compiler makes it\n\n    {command}\n\n"
-        "Per rank and step. Peak is arguments, temporaries and program code together; live peak "
-        "is the compiler's own figure for its buffers. Wire bytes by ring accounting; hidden are "
+        "Per rank and step. Peak is arguments, temporaries and program code together, as the "
+        "compiler lays them out in HBM. Wire bytes by ring accounting; hidden are "
         "those under which compute is scheduled. Ours is compiled with the flags that launch sets "
         "on TPU, unless --plain is given, the others without them. The last columns are ours "
         "divided by the others. Compile times are those of the first compilation, with whatever "
@@ -218,7 +218,6 @@ def _figures(result: Result) -> dict[str, float]:
     report, compiled = result.report, result.compiled
     figures: dict[str, float] = {
         "peak, MiB": compiled.peak / MIB,
-        "live peak, MiB": compiled.live_peak / MIB,
         "arguments, MiB": compiled.arguments / MIB,
         "temporaries, MiB": compiled.temporaries / MIB,
         "program code, MiB": compiled.code / MIB,

@@ -353,7 +353,7 @@ def test_wrong_usage_is_told(
 def test_a_report_in_full() -> None:
     lines = text.in_full(report())
     assert "v5e:4x4, 16 ranks batch=2" in lines
-    assert "fits, with 16,339 left" in lines
+    assert "fits, with 16,339 left of 16,384" in lines
     assert "3 MB (minimum 2), 1 MB blocking" in lines
     assert "Estimated step: 30.0 ms" in lines
     assert "- <something> to look at" in lines
@@ -379,6 +379,13 @@ def test_a_report_of_what_does_not_fit() -> None:
     lines = text.in_full(report(memory=small))
     assert "does NOT fit: short of 1,024" in lines
     assert text.table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
+
+
+def test_what_the_compiler_refused_does_not_fit() -> None:
+    refused = Memory(*[GIB] * 9, capacity=10 * GIB, too_large_by=GIB // 2)
+    lines = text.in_full(report(memory=refused))
+    assert "does NOT fit: short of 512 of 10,240 (the compiler refused it" in lines
+    assert refused.peak == 9 * GIB
 
 
 def test_json_holds_derived_figures() -> None:

@@ -2,47 +2,49 @@
 
 The folder holds ``job.json`` and ``program.pb`` (an HLO module as torch_xla makes it, or what JAX
 lowers a program to that is yet to be partitioned); this writes ``optimized.txt`` (the scheduled
-module) and ``result.json``. Always true: it never loads torch_xla (two XLA runtimes in one process
-clash), touches no TPU, and asks for none.
+module), ``dump`` (what the compiler itself writes, which ``buffers`` reads) and ``result.json``.
+Always true: it never loads torch_xla (two XLA runtimes in one process clash), touches no TPU, and
+asks for none. A program that the compiler refuses as too large for a chip is compiled all the same,
+up to what cannot be loaded: then the size of its code is not known.
 Limits, time-outs and reuse of results are left to ``compiler``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MEMORY_FIELDS = (
-    "argument_size_in_bytes",
-    "output_size_in_bytes",
-    "alias_size_in_bytes",
-    "temp_size_in_bytes",
-    "generated_code_size_in_bytes",
-    "peak_memory_in_bytes",
-)
+KEEP_ON = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
+"""Options under which the compiler writes down a program that is too large, before it fails."""
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
 
 
 def main(argv: Sequence[str]) -> int:
     """Compile the job in the folder ``argv[0]``; 0, or 1 if the compiler refuses."""
     folder = Path(argv[0])
     job = json.loads((folder / "job.json").read_text())
+    program = (folder / "program.pb").read_bytes()
     started, cpu = time.monotonic(), time.process_time()
     try:
-        executable = _compile((folder / "program.pb").read_bytes(), job)
+        found = _made(program, job, folder / "dump")
     except Exception as error:  # the compiler's own exception types are many
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         return 1
     spent = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
-    (folder / "optimized.txt").write_text(executable.hlo_modules()[0].to_string())
-    stats = executable.get_compiled_memory_stats()
-    memory = {name: int(getattr(stats, name, 0) or 0) for name in MEMORY_FIELDS}
+    (folder / "optimized.txt").write_text(found.text)
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    _write(folder, {"memory": memory, "peak_host_bytes": peak_rss, **spent})
+    sizes = {"code": found.code, "too_large_by": found.too_large_by}
+    _write(folder, {**sizes, "peak_host_bytes": peak_rss, **spent})
     return 0
 
 
@@ -50,7 +52,42 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def _compile(program: bytes, job: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class _Made:
+    """The scheduled module, bytes of its code, and those that a chip is short of."""
+
+    text: str
+    code: int
+    too_large_by: int
+
+
+def _made(program: bytes, job: dict[str, Any], dump: Path) -> _Made:
+    dumping = {"xla_dump_to": str(dump)}
+    try:
+        executable = _compile(program, job, dumping)
+    except Exception as error:
+        too_large_by = bytes_over_capacity(str(error))
+        if not too_large_by:
+            raise
+        shutil.rmtree(dump, ignore_errors=True)
+        with contextlib.suppress(Exception):  # it cannot be loaded
+            _compile(program, job, {**dumping, **KEEP_ON})
+        written = sorted(dump.glob("*after_codegen.txt"))
+        if not written:
+            raise
+        return _Made(written[-1].read_text(), 0, too_large_by)
+    code = executable.get_compiled_memory_stats().generated_code_size_in_bytes
+    return _Made(executable.hlo_modules()[0].to_string(), int(code), 0)
+
+
+def bytes_over_capacity(said: str) -> int:
+    """By how much a program is too large for a chip, as the compiler's error says; 0 if that says
+    something else."""
+    found = _OVER_CAPACITY.search(said)
+    return round(float(found.group(1)) * UNITS[found.group(2)]) if found else 0
+
+
+def _compile(program: bytes, job: dict[str, Any], flags: dict[str, Any]) -> Any:
     """The executable for all ranks of the topology: replicas, or partitions of one program."""
     import numpy as np
     from jax._src.lib import xla_client
@@ -58,6 +95,7 @@ def _compile(program: bytes, job: dict[str, Any]) -> Any:
     devices, order = _devices(job), job["partition_order"]
     assignment = np.array([[devices[rank].id for rank in order or range(len(devices))]])
     options = _options(xla_client, assignment if order else assignment.T)
+    options.env_option_overrides = list(flags.items())
     code = program if order else _replica_code(program, job["aliases"])
     return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from xla_fsdp.preflight.buffers import assigned_buffers
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import GIB, Topology
 
@@ -36,28 +37,35 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """Result of a compilation; sizes in bytes per rank."""
+    """Result of a compilation; sizes in bytes per rank.
+
+    Args:
+        text: the optimized, scheduled module.
+        arguments: see ``buffers``.
+        outputs: see there.
+        temporaries: see there.
+        code: of the program itself, which lies in device memory, too.
+        too_large_by: what a chip is short of, if the compiler refused the program for that; then
+            ``code`` is not known, and 0.
+        seconds: that compiling took.
+        cpu_seconds: the same as CPU time.
+        peak_host_bytes: host memory that it took.
+    """
 
     text: str
     arguments: int
     outputs: int
-    aliased: int
     temporaries: int
     code: int
-    live_peak: int
+    too_large_by: int
     seconds: float
     cpu_seconds: float
     peak_host_bytes: int
 
     @property
     def peak(self) -> int:
-        """Device memory that the program needs: all its buffers, and its code.
-
-        The compiler's figure for temporaries is off where there are loops, mostly upwards; where it
-        is too small, what is alive at the fullest moment tells.
-        """
-        buffers = self.arguments + self.outputs - self.aliased + self.temporaries
-        return max(buffers, self.live_peak) + self.code
+        """Device memory that the program needs: all its buffers, and its code."""
+        return self.arguments + self.outputs + self.temporaries + self.code
 
 
 def compile_program(
@@ -230,15 +238,14 @@ def _result(folder: Path) -> Compiled:
     result = json.loads((folder / "result.json").read_text())
     if "error" in result:
         raise CompileError(f"the TPU compiler refused the program: {result['error']}")
-    memory = result["memory"]
+    buffers = assigned_buffers(folder / "dump")
     return Compiled(
         text=(folder / "optimized.txt").read_text(),
-        arguments=memory["argument_size_in_bytes"],
-        outputs=memory["output_size_in_bytes"],
-        aliased=memory["alias_size_in_bytes"],
-        temporaries=memory["temp_size_in_bytes"],
-        code=memory["generated_code_size_in_bytes"],
-        live_peak=memory["peak_memory_in_bytes"],
+        arguments=buffers.arguments,
+        outputs=buffers.outputs,
+        temporaries=buffers.temporaries,
+        code=result["code"],
+        too_large_by=result["too_large_by"],
         seconds=result["seconds"],
         cpu_seconds=result["cpu_seconds"],
         peak_host_bytes=result["peak_host_bytes"],

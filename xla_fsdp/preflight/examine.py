@@ -141,7 +141,8 @@ def report_on(
     modules = [Module(each.text) for each in compiled]
     by_module = [collectives_of(module) for module in modules]
     collectives = [each for found in by_module for each in found]
-    largest = max(range(len(compiled)), key=lambda index: compiled[index].peak)
+    sizes = [(each.too_large_by, each.peak) for each in compiled]
+    largest = sizes.index(max(sizes))
     peak = fullest_moment(modules[largest])
     return Report(
         topology=topology.name,
@@ -184,7 +185,7 @@ def _findings(
     yield from findings.about_bytes(wire, _minimum(traced), activations=activations)
     yield from findings.about_overlap(collectives)
     yield from findings.about_dtypes(modules, _dtype(collectives))
-    yield from findings.about_inputs(largest.outputs - largest.aliased)
+    yield from findings.about_inputs(largest.outputs)
     yield from findings.about_loops(modules)
     yield from findings.about_estimates(modules)
 
@@ -203,12 +204,13 @@ def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology
         gradients=held[GRADIENT],
         optimizer_state=held[STATE],
         data=compiled.arguments - sum(held.values()),
-        outputs=compiled.outputs - compiled.aliased,
+        outputs=compiled.outputs,
         gathered_parameters=gathered,
         activations=activations,
         scratch=compiled.temporaries - gathered - activations,
         code=compiled.code,
-        capacity=topology.chip.hbm_bytes,
+        capacity=topology.chip.usable_bytes,
+        too_large_by=compiled.too_large_by,
     )
 
 

@@ -5,7 +5,7 @@ instruction that reads it, in the order of the schedule. Instructions that only 
 bitcasts) make none.
 Always true: this is an estimate from the text of the schedule. What the compiler packs into one
 address range, and its own scratch space, it does not say; the figures to trust are the totals in
-``compiler``. Loops count with what they carry and the most that their body holds.
+``buffers``. Loops count with what they carry and the most that their body holds.
 """
 
 from __future__ import annotations

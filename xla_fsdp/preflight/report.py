@@ -1,7 +1,8 @@
 """What a step of a model needs on a topology: memory by part, collectives, time. Plain data.
 
 Words: the *peak* is all that a chip must hold for the step, the program's code included; *scratch*
-is what the compiler reserves beyond the buffers that it can be seen to use.
+is what the compiler sets aside beyond the buffers that it can be seen to use; the *capacity* is a
+chip's memory without what the runtime keeps for itself.
 Always true: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
 Made by ``examine``, shown by ``text`` and ``html``; what is worth saying in words by ``findings``.
 """
@@ -17,7 +18,11 @@ from xla_fsdp.preflight.estimate import StepTime
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a chip's memory (HBM) per rank, by part."""
+    """Bytes of a chip's memory (HBM) per rank, by part.
+
+    ``too_large_by`` is what the compiler says that the program is short of, where it refused it;
+    the parts are then those of the program for a chip that has room.
+    """
 
     parameters: int
     gradients: int  # kept between steps; those in flight are among the activations
@@ -29,16 +34,20 @@ class Memory:
     scratch: int
     code: int
     capacity: int
+    too_large_by: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes that the step needs."""
-        return sum(value for name, value in asdict(self).items() if name != "capacity")
+        parts = asdict(self)
+        return sum(size for name, size in parts.items() if name not in ("capacity", "too_large_by"))
 
     @property
     def left(self) -> int:
-        """Bytes left over; negative if the step does not fit."""
-        return self.capacity - self.peak
+        """Bytes left over; negative if the step does not fit. Code counts, which the compiler
+        leaves out when it decides whether to refuse a program."""
+        left = self.capacity - self.peak
+        return min(left, -self.too_large_by) if self.too_large_by else left
 
 
 @dataclass(frozen=True)

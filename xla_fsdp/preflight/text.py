@@ -107,12 +107,14 @@ def _warnings(report: Report) -> list[str]:
 
 def _memory(report: Report) -> str:
     memory = report.memory
-    verdict = "fits, with" if report.fits else "does NOT fit: short of"
     rows = [(label, "", f"{getattr(memory, name) / MIB:,.1f}") for name, label in PARTS.items()]
     rows.append(("peak", "", f"{memory.peak / MIB:,.1f}"))
-    head = f"HBM per rank (MiB), {verdict} {abs(memory.left) / MIB:,.0f} left"
+    verdict = f"fits, with {memory.left / MIB:,.0f} left"
     if not report.fits:
-        head = f"HBM per rank (MiB), {verdict} {-memory.left / MIB:,.0f}"
+        verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"
+    head = f"HBM per rank (MiB), {verdict} of {memory.capacity / MIB:,.0f}"
+    if memory.too_large_by:
+        head += " (the compiler refused it, so its code is not known)"
     return "\n".join((head, *(f"  {line}" for line in aligned(rows))))
 
 

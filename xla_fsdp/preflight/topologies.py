@@ -15,6 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+MIB = 2**20
 GIB = 2**30
 GB = 10**9
 
@@ -24,7 +25,9 @@ class Chip:
     """One generation of TPU, per rank.
 
     Args:
-        hbm_bytes: device memory.
+        hbm_bytes: device memory, as the compiler counts it.
+        reserved_bytes: what the runtime keeps of it for itself; the compiler states it where it
+            refuses a program (``test_capacity_tpu`` asks it), to the MiB.
         peak_flops: bf16 floating-point operations per second.
         clock_hz: cycles per second of the compute core.
         link_bytes: bytes per second of one torus link in one direction.
@@ -38,6 +41,7 @@ class Chip:
     """
 
     hbm_bytes: int
+    reserved_bytes: int
     peak_flops: float
     clock_hz: float
     link_bytes: float
@@ -49,6 +53,11 @@ class Chip:
     accelerator: str = ""
     init_args: tuple[str, ...] = ()
 
+    @property
+    def usable_bytes(self) -> int:
+        """Device memory for programs and their data."""
+        return self.hbm_bytes - self.reserved_bytes
+
 
 _ASYNC = ("--xla_enable_async_all_gather=true", "--xla_enable_async_collective_permute=true")
 _ALWAYS = (
@@ -59,10 +68,11 @@ _ALWAYS = (
 )
 
 CHIPS = {
-    "v2": Chip(8 * GIB, 22.5e12, 0.70e9, 62 * GB, cores=2, accelerator="v2-8"),
-    "v3": Chip(16 * GIB, 61.5e12, 0.94e9, 82 * GB, cores=2, accelerator="v3-8"),
+    "v2": Chip(8 * GIB, 531 * MIB, 22.5e12, 0.70e9, 62 * GB, cores=2, accelerator="v2-8"),
+    "v3": Chip(16 * GIB, 531 * MIB, 61.5e12, 0.94e9, 82 * GB, cores=2, accelerator="v3-8"),
     "v4": Chip(
         32 * GIB,
+        1284 * MIB,
         275e12,
         1.05e9,
         50 * GB,
@@ -71,9 +81,18 @@ CHIPS = {
         config="megacore",
         accelerator="v4-8",
     ),
-    "v5e": Chip(16 * GIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8", init_args=_ASYNC),
+    "v5e": Chip(
+        16 * GIB,
+        259 * MIB,
+        197e12,
+        1.5e9,
+        50 * GB,
+        accelerator="v5litepod-8",
+        init_args=_ASYNC,
+    ),
     "v5p": Chip(
-        95 * GIB,
+        96 * GIB,
+        264 * MIB,
         459e12,
         1.75e9,
         100 * GB,
@@ -83,7 +102,15 @@ CHIPS = {
         accelerator="v5p-8",
         init_args=_ASYNC,
     ),
-    "v6e": Chip(32 * GIB, 918e12, 1.75e9, 112 * GB, 12.5 * GB, accelerator="v6e-8"),
+    "v6e": Chip(
+        32 * GIB - 512 * MIB,
+        261 * MIB,
+        918e12,
+        1.75e9,
+        112 * GB,
+        12.5 * GB,
+        accelerator="v6e-8",
+    ),
 }
 
 

@@ -33,6 +33,8 @@ def traced(name: str) -> dict[str, Any]:
 
     if name == "little memory":
         return traced_in_little_memory()
+    if name == "reads":
+        return traced_that_reads()
     coords = find_topology(TOPOLOGY).coords
     scattered = [3 * rank % SIZE for rank in range(SIZE)]
     meshes = {
@@ -51,6 +53,30 @@ def traced(name: str) -> dict[str, Any]:
         "warnings": list(about_groups(found.parameters)),
         "inputs": sum(each.nbytes for each in found.programs[0].inputs if each.role != "data"),
     }
+
+
+def traced_that_reads() -> dict[str, Any]:
+    """A step that branches on a value, and goes on with what that was computed from."""
+    import torch
+    import torch_xla
+
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    def build_reading() -> Any:
+        weight = torch.zeros(VOCABULARY, WIDTH, device=torch_xla.device())
+
+        def step() -> None:
+            places = torch.arange(LENGTH, device=weight.device)[None].cumsum(-1)
+            if (places[:, -1] == 1).all():
+                raise ValueError("reads as zeros while traced")
+            weight.add_((weight @ weight[places[0]].T).sum())
+            torch_xla.sync()
+
+        return step
+
+    found = trace_step(build_reading, find_topology("v5e:2x2").coords)
+    return {"programs": len(found.programs), "flops": found.model_flops}
 
 
 @cached_outcome
@@ -107,6 +133,11 @@ def test_groups_off_the_torus_reduce_in_one_step_and_are_warned_of() -> None:
     [warning] = found["warnings"]
     assert warning.startswith("ranks 0, 3, 6, 9, 12, 15, 2, 5 fill no box on the torus in order")
     assert "`embedding.weight`" in warning
+
+
+def test_a_step_may_read_and_go_on_with_what_it_has() -> None:
+    found = outcomes("reads")["reads"]
+    assert found == {"programs": 2, "flops": 3 * 2 * VOCABULARY * LENGTH * WIDTH}
 
 
 def test_what_a_step_raises_is_told_in_one_line() -> None:

@@ -126,8 +126,19 @@ def step(
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the next tokens; tokens and targets are [N, length]."""
-    return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross entropy of the next tokens; tokens and targets are [N, length].
+
+    The mask is given: of one that it makes itself, transformers reads values in every step.
+    """
+    logits = model(tokens, attention_mask=causal_mask(tokens)).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def causal_mask(tokens: torch.Tensor) -> torch.Tensor:
+    """What is added to scores of attention for tokens [N, length]: [1, 1, length, length]."""
+    length, device = tokens.shape[1], tokens.device
+    unseen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    return torch.where(unseen, -1e30, 0.0)[None, None]
 
 
 def main(argv: list[str] | None = None) -> int:

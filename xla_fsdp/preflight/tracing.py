@@ -112,7 +112,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """What is cut inside is lost; afterwards the tensors cannot be used any more."""
+        """What is cut inside is lost; for what follows in the step, shapes stay right."""
         self._discarding = True
         yield
 
@@ -127,12 +127,14 @@ class Recorder:
             return
         if self._recording and not self._discarding:
             self.programs.append(self._program(_distinct(pending)))
+        if self._discarding:
+            for tensor in pending:
+                xla_ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
+            return
         shapes = [tensor.shape for tensor in pending]
         dummy = xla_ops.upload(torch.zeros(1))
         for tensor in pending:
             xla_ops.release(tensor, dummy)
-        if self._discarding:
-            return
         for tensor, shape in zip(pending, shapes, strict=True):
             # Not in place, which torch_xla would trace as one more operation on the old value.
             tensor.data = self._hollow.make(shape, tensor.dtype)

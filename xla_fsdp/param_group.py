@@ -23,6 +23,7 @@ from xla_fsdp.mesh import Mesh
 from xla_fsdp.shard_gather import ShardGather
 from xla_fsdp.shard_view import whole_mesh
 from xla_fsdp.sharded_param import ShardedParam
+from xla_fsdp.stepping import Stepper
 from xla_fsdp.ties import remember, remember_group
 from xla_fsdp.whole_params import is_first
 
@@ -54,7 +55,7 @@ class ParamGroup:
         gather: makes full tensors of shards.
         reduction: makes gradient shards of full gradients.
         all_reduces: whether replicas add their gradients.
-        steps_in_backward: whether gradients are gone when backward ends.
+        stepper: steps the shards in backward; their gradients are gone when it ends.
     """
 
     def __init__(
@@ -72,12 +73,16 @@ class ParamGroup:
         self.gather = ShardGather(self.params, collectives, smaller, config)
         self.reduction = GradReduction(self.params, collectives, self.replicas, config)
         self.all_reduces = True
-        self.steps_in_backward = False
+        self.stepper: Stepper | None = None
         self._mesh = config.mesh
         self._unreduced: dict[int, Tensor] = {}  # full gradients, by member
         self._not_summed: Sums = {}  # that replicas are to add
         for param in self.params:
             remember_group(param.leaf, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has shards of its own, which nobody steps in backward."""
+        return {**vars(self), "stepper": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or what was pickled: its shards are known like any others."""
@@ -86,6 +91,11 @@ class ParamGroup:
             if param.places.part is None or param.places.part.number == 0:  # stacks are the first's
                 remember(param, [param.leaf])
                 remember_group(param.leaf, self)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether gradients are gone when backward ends."""
+        return self.stepper is not None
 
     @property
     def shards(self) -> list[Tensor]:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp.backward import current_pass
 from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
+from xla_fsdp.optim.slice_steps import OptimizerSliceSteps, can_slice
+from xla_fsdp.stepping import SliceSteps
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_host import units_in
 
@@ -48,8 +52,10 @@ class StepInBackward:
             shard.register_post_accumulate_grad_hook(partial(self._consume, weakref.ref(unit)))
             for shard, unit in unit_of.items()
         ]
+        # The number of the pass in which a loop stepped them.
+        self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for unit in units:
-            unit.group.steps_in_backward = True
+            unit.group.stepper = self
 
     def remove(self) -> None:
         """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
@@ -57,7 +63,27 @@ class StepInBackward:
             hook.remove()
         for reference in self._units:
             if (unit := reference()) is not None:
-                unit.group.steps_in_backward = False
+                unit.group.stepper = None
+
+    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
+        """See ``stepping.Stepper``; for loops over blocks whose parameters are stacked."""
+        optimizer = self._kept_optimizer()
+        if not can_slice(optimizer, stacks):
+            return None
+        return OptimizerSliceSteps(optimizer, stacks, partial(self._note, stacks))
+
+    def _note(self, stacks: Sequence[Tensor]) -> None:
+        for stack in stacks:
+            self._stepped[stack] = current_pass()
+
+    def _kept_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "the optimizer that step_in_backward was given is gone, and its state with it; "
+                "keep it for as long as the model is trained"
+            )
+        return optimizer
 
     def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
         unit = reference()
@@ -65,12 +91,13 @@ class StepInBackward:
             return
         if not (unit.settings.is_last_backward and unit.backward.is_last):
             return
-        optimizer = self._optimizer()
-        if optimizer is None:
+        if self._stepped.get(shard, -1) == current_pass():
             raise RuntimeError(
-                "the optimizer that step_in_backward was given is gone, and its state with it; "
-                "keep it for as long as the model is trained"
+                "a parameter of scanned blocks was stepped in their loop, and then got a gradient "
+                "from elsewhere: the loss uses it directly, too. Leave it to the blocks, or step "
+                "after backward (remove() of what step_in_backward returned)"
             )
+        optimizer = self._kept_optimizer()
         with _others_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None

@@ -87,6 +87,7 @@ class BlockScan:
         self._one_by_one = False
         self._programs = Programs(policy_of(self._options.remat))
         self._shared = SharedTensors()
+        self._passes = node.Passes()
 
     def remove(self) -> None:
         """Let the blocks run one by one again."""
@@ -189,6 +190,7 @@ class BlockScan:
             units,
             shards_of([unit.group for unit in units]),
             weights,
+            self._passes,
             partial(self._programs.forward, key, template, weights, length),
             partial(self._programs.backward, key, template, weights, length),
         )

@@ -8,6 +8,7 @@ are kept, or go through a user's hook) are handed to the blocks' units, in full.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,17 @@ from xla_fsdp import scan_xla_ops, xla_ops
 from xla_fsdp.graph_nodes import mark_constants, present
 from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
 from xla_fsdp.scan.shards import Shards
+from xla_fsdp.scan.stepping import loop_steps
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.unit import Unit
 from xla_fsdp.unit_backward import refuse_changed
+
+
+class Pass:
+    """One forward of all blocks whose backward has not run; lives as long as that may come."""
+
+
+Passes = weakref.WeakSet[Pass]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Job:
         units: the blocks', in order.
         shards: the blocks'.
         weights: how parameters travel.
+        passes: those of the blocks whose backward may still come, this one from its forward on.
         forward: returns the forward loop for these inputs, and for which of the other arguments
             need gradients; None where there will be no backward.
         backward: returns the backward loop.
@@ -41,6 +51,7 @@ class Job:
     units: list[Unit]
     shards: Shards
     weights: BlockWeights
+    passes: Passes
     forward: Callable[[Inputs, Sequence[bool] | None], ForwardProgram]
     backward: Callable[..., BackwardProgram]
 
@@ -86,6 +97,8 @@ class _Blocks(torch.autograd.Function):
         ctx.needs = tuple(ctx.needs_input_grad[4 : 4 + num_others])
         output, inputs, seeds, collected, program = _forward(job, held, stream, others, ctx.needs)
         ctx.job, ctx.program = job, program
+        ctx.waits = Pass()
+        job.passes.add(ctx.waits)
         # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
         # shards of their own would take as much memory as all these in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
@@ -146,10 +159,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]
     sliced = [*inputs.sliced, *collected]
-    results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds)
+    alone = reduces and set(job.passes) <= {ctx.waits}
+    steps = loop_steps(job.units, job.shards, weights, program) if alone else None
+    job.passes.discard(ctx.waits)
+    update = None if steps is None else steps.update
+    results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds, update)
+    if steps is not None:
+        results = steps.taken(results)
     at = 1 + len(ahead)
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
-    reduced, full = gradients(program, stacks)
+    reduced, full = gradients(program, stacks, reduced=steps is None)
     leaves = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
     unit.backward.pending.extend(grad.detach() for grad in present(leaves))
     unit.backward.backward_gate.hold([results[0].detach()])

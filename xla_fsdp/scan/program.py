@@ -323,9 +323,9 @@ def _likes(
 
 
 def gradients(
-    program: BackwardProgram, collected: Sequence[Tensor]
+    program: BackwardProgram, collected: Sequence[Tensor], *, reduced: bool
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """What the backward loop collected: stacks of reduced gradients by parameter, and of full ones
-    by member."""
-    reduced = dict(zip(program.reduced, collected, strict=False))
-    return reduced, dict(zip(program.full, collected[len(reduced) :], strict=True))
+    """What the backward loop collected: stacks of reduced gradients by parameter, if they are
+    ``reduced`` ones that it did not step with, and of full ones by member."""
+    found = dict(zip(program.reduced if reduced else [], collected, strict=False))
+    return found, dict(zip(program.full, collected[len(found) :], strict=True))

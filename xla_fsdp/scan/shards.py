@@ -54,6 +54,10 @@ class Shards(Protocol):
         """Stacks of which each round sends a slice, once it is cast; arguments as of ``sent``."""
         ...
 
+    def is_sent_as_stored(self, number: int) -> bool:
+        """Whether what ``to_send`` makes of this parameter is its leaf."""
+        ...
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """Gradients of all leaves, from stacks of sums by parameter."""
         ...
@@ -117,6 +121,10 @@ class SingleShards:
         """See ``Shards``; cast as they are joined, which takes less memory."""
         return self.sent(numbers, leaves, after)
 
+    def is_sent_as_stored(self, number: int) -> bool:
+        """See ``Shards``."""
+        return False
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""
         params = self._groups[0].params
@@ -170,7 +178,7 @@ class StackedShards:
         as_it_is = {
             at: leaf.detach()
             for at, leaf in zip(numbers, leaves, strict=True)
-            if self._travels_as_stored(at, leaf)
+            if self.is_sent_as_stored(at)
         }
         others = [at for at in numbers if at not in as_it_is]
         pairs = zip(numbers, leaves, strict=True)
@@ -178,9 +186,10 @@ class StackedShards:
         found = {**as_it_is, **dict(zip(others, sent, strict=True))}
         return [found[at] for at in numbers]
 
-    def _travels_as_stored(self, number: int, leaf: Tensor) -> bool:
-        cut = self._group.params[number].cut
-        return not cut.dim and tuple(leaf.shape[1:]) == tuple(cut.sent_shape)
+    def is_sent_as_stored(self, number: int) -> bool:
+        """See ``Shards``."""
+        param = self._group.params[number]
+        return not param.cut.dim and tuple(param.leaf.shape[1:]) == tuple(param.cut.sent_shape)
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""

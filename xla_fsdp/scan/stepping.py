@@ -1,0 +1,91 @@
+"""Steps of an optimizer inside the backward loop, for blocks whose parameters are stacked.
+
+Why: a loop that only reduces gradients has those of all blocks in the end. One that steps each
+block's parameters when it has their gradients keeps none.
+Always true: a gradient that a step is made with is all there is: blocks that are used again in the
+same step, or whose gradients others wait for, are stepped with whole stacks, after the loop. The
+step is traced anew every time, as an optimizer's numbers change; a loop that would compute the same
+is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xla_fsdp.graph_nodes import present
+from xla_fsdp.scan.program import BackwardProgram
+from xla_fsdp.scan.shards import Shards
+from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.scan_xla_ops import Like, Update, trace_body
+from xla_fsdp.shard_stacks import is_stack
+from xla_fsdp.stepping import CannotSliceError, SliceSteps
+from xla_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class LoopSteps:
+    """Steps that a loop is to make.
+
+    Args:
+        update: what becomes of stacks in each round.
+        steps: takes the new ones.
+    """
+
+    update: Update
+    steps: SliceSteps
+
+    def taken(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """What the loop returned, without the new stacks, which are taken."""
+        first = len(results) - len(self.update.stacks)
+        self.steps.take(results[first:])
+        return list(results[:first])
+
+
+def loop_steps(
+    units: Sequence[Unit], shards: Shards, weights: BlockWeights, program: BackwardProgram
+) -> LoopSteps | None:
+    """How the loop steps the parameters whose gradients it reduces; None if it does not.
+
+    Args:
+        units: the blocks', whose gradients are reduced, and used in no other loop of this pass.
+        shards: the blocks'.
+        weights: how they travel.
+        program: the loop.
+    """
+    group, numbers = units[0].group, program.reduced
+    is_last = all(unit.settings.is_last_backward and unit.backward.is_last for unit in units)
+    stacks = shards.of(numbers)
+    if group.stepper is None or not numbers or not all(map(is_stack, stacks)):
+        return None
+    if not is_last or group.replicas.num_shards > 1:  # their sums come after the loop
+        return None
+    steps = group.stepper.slice_steps(stacks)
+    return None if steps is None else _traced(steps, shards, weights, program)
+
+
+def _traced(
+    steps: SliceSteps, shards: Shards, weights: BlockWeights, program: BackwardProgram
+) -> LoopSteps | None:
+    numbers = program.reduced
+
+    def step(values: list[Tensor]) -> list[Tensor]:
+        sums, slices = values[: len(numbers)], values[len(numbers) :]
+        grads = shards.finished({at: each[None] for at, each in zip(numbers, sums, strict=True)})
+        return steps.new_slices([grad[0] for grad in present(grads)], slices)
+
+    stacks = [each for kept in steps.kept for each in kept]
+    likes = [*program.loop.collected[: len(numbers)], *map(Like.slice_of, stacks)]
+    try:
+        body = trace_body(step, likes, "fsdp_block_step")
+    except CannotSliceError:
+        return None
+    if body.draws_random_numbers:  # every block would draw the same
+        return None
+    sliced: list[int | None] = []
+    for at, kept in zip(numbers, steps.kept, strict=True):
+        sent = weights.large.index(at) if shards.is_sent_as_stored(at) else None
+        sliced += [sent, *[None] * (len(kept) - 1)]
+    return LoopSteps(Update(body, len(numbers), tuple(stacks), tuple(sliced)), steps)

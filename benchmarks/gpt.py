@@ -97,8 +97,8 @@ def stacked(shape: Shape) -> Callable[[], None]:
 
 
 def streamed(shape: Shape) -> Callable[[], None]:
-    """``stacked`` with a head that computes the loss, piece by piece, and an embedding that sends
-    rows instead of its table."""
+    """``stacked`` with a head that computes the loss, piece by piece, an embedding that sends rows
+    instead of its table, and an optimizer that steps inside backward."""
     return _scanned(shape, stacked=True, streamed=True)
 
 
@@ -153,13 +153,18 @@ def _wrapped(
 def _step(
     model: nn.Module, shape: Shape, loss: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Callable[[], None]:
-    """One step; ``loss`` of tokens and targets, if the model does not return logits."""
+    """One step; ``loss`` of tokens and targets, if the model does not return logits: then steps
+    are made inside backward."""
     import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
 
     def of_logits(tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if loss is not None:
+        step_in_backward(model, optimizer)
     size = (shape.batch, shape.length)
     tokens, targets = (torch.zeros(size, dtype=torch.long).to(torch_xla.device()) for _ in range(2))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from xla_fsdp import xla_ops
 from xla_fsdp.graph_nodes import present
 from xla_fsdp.scan.program import BackwardProgram
 from xla_fsdp.scan.shards import Shards
@@ -70,11 +71,12 @@ def _traced(
     steps: SliceSteps, shards: Shards, weights: BlockWeights, program: BackwardProgram
 ) -> LoopSteps | None:
     numbers = program.reduced
+    counts = [len(kept) for kept in steps.kept]
 
     def step(values: list[Tensor]) -> list[Tensor]:
         sums, slices = values[: len(numbers)], values[len(numbers) :]
         grads = shards.finished({at: each[None] for at, each in zip(numbers, sums, strict=True)})
-        return steps.new_slices([grad[0] for grad in present(grads)], slices)
+        return _each_at_once(steps.new_slices([grad[0] for grad in present(grads)], slices), counts)
 
     stacks = [each for kept in steps.kept for each in kept]
     likes = [*program.loop.collected[: len(numbers)], *map(Like.slice_of, stacks)]
@@ -89,3 +91,14 @@ def _traced(
         sent = weights.large.index(at) if shards.is_sent_as_stored(at) else None
         sliced += [sent, *[None] * (len(kept) - 1)]
     return LoopSteps(Update(body, len(numbers), tuple(stacks), tuple(sliced)), steps)
+
+
+def _each_at_once(slices: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Slices of which so many belong to each parameter: none of these is there before all are. What
+    a new slice is computed from is then read before any of it is written; else the compiler would
+    copy a stack that it writes, and computes another's slice from, in every round."""
+    rest, found = list(slices), []
+    for count in counts:
+        found += xla_ops.barrier(rest[:count])
+        rest = rest[count:]
+    return found

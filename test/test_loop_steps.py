@@ -1,4 +1,7 @@
-"""Optimizers that step scanned blocks inside their loop, against steps after backward. Two ranks."""
+"""Optimizers that step scanned blocks inside their loop, against steps after backward.
+
+Two ranks in the quick tests.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.models import FEATURES, ScanNet
 from test.ranks import run_on_ranks
-from test.scenarios import Scenarios, message
+from test.scenarios import Scenarios, make, message, nested
 from test.test_stacked import batch, of_kind, whole
 
 scenarios = Scenarios(__name__)
@@ -32,11 +36,11 @@ OPTIMIZERS: dict[str, Make] = {
 IN_LOOP = tuple(name for name in OPTIMIZERS if name != "adafactor")
 
 
-def model_of(kind: str = "stacked", **options: Any) -> Any:
-    """All of a block's parameters travel in the loop."""
+def model_of(kind: str = "stacked", *, rows: bool = False, **options: Any) -> Any:
+    """All of a block's parameters travel in the loop; with ``rows`` some as rows, others joined."""
     from xla_fsdp import scan_blocks
 
-    model = of_kind("single", **options)
+    model = nested(make(ScanNet), **options) if rows else of_kind("single", **options)
     if kind != "single":
         model.scan = scan_blocks(model.blocks, stacked=kind == "stacked", gather_once_below=0)
     return model
@@ -53,14 +57,21 @@ def loops_of(model: Any) -> dict[str, int]:
     return {"stepping": stepping, "plain": len(loop._computations) - stepping}
 
 
+def mean_square(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
 def train(
     make_optimizer: Make,
     *,
     within: bool,
-    loss_of: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_of: Callable[[Any, Tensor], Tensor] = mean_square,
+    watch: Callable[[Any, Any], None] = lambda model, optimizer: None,
+    quiet: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """What is left of a model, and of the optimizer, after some steps at falling rates."""
+    """What is left of a model, and of the optimizer, after some steps at falling rates, each with
+    so many backward passes under ``no_sync`` before its last."""
     import torch_xla
 
     from xla_fsdp.optim import step_in_backward
@@ -70,11 +81,13 @@ def train(
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if within:
         step_in_backward(model, optimizer)
+    watch(model, optimizer)
     for number in range(STEPS):
         optimizer.zero_grad()
-        x = batch(number)
-        loss = loss_of(model, x) if loss_of else model(x).square().mean()
-        loss.backward()
+        for micro in range(quiet):
+            with model.no_sync():
+                loss_of(model, batch(100 + micro)).backward()
+        loss_of(model, batch(number)).backward()
         optimizer.step()
         schedule.step()
         torch_xla.sync()
@@ -118,3 +131,141 @@ def test_steps_are_made_in_one_loop_once_there_is_something_kept(name: str) -> N
 
 def test_an_optimizer_that_looks_at_whole_matrices_steps_after_the_loop() -> None:
     assert result("optimizers")["adafactor", True]["loops"] == {"stepping": 0, "plain": 1}
+
+
+# ---------------------------------------------------------------- what others have a part in
+
+
+def twice(model: Any, x: Tensor) -> Tensor:
+    """Blocks that run in two loops of one step."""
+    return model(model(x)).square().mean()
+
+
+def with_penalty(model: Any, x: Tensor) -> Tensor:
+    """A loss that sees the shards, too."""
+    return mean_square(model, x) + sum(each.square().sum() for each in model.parameters())
+
+
+def with_hook_on_stacks(model: Any, optimizer: Any) -> None:
+    for param in model.blocks[0].parameters():
+        param.register_hook(lambda grad: 2 * grad)
+
+
+def with_hook_on_steps(model: Any, optimizer: Any) -> None:
+    optimizer.register_step_pre_hook(lambda *given: None)
+
+
+def of_features(model: Any, x: Tensor) -> Tensor:
+    return mean_square(model, x[:, :FEATURES])
+
+
+NOT_IN_LOOP: dict[str, dict[str, Any]] = {
+    "used twice": {"loss_of": twice},
+    "hook on stacks": {"watch": with_hook_on_stacks},
+    "hook on steps": {"watch": with_hook_on_steps},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "rows": {"rows": True, "loss_of": of_features},
+    "bf16": {"compute_dtype": torch.bfloat16},
+    "scanned, not stacked": {"kind": "scanned"},
+    "no_sync": {"quiet": 1},
+    **NOT_IN_LOOP,
+}
+
+
+@scenario
+def others(rank: int) -> dict[Any, Any]:
+    return {
+        (name, within): train(OPTIMIZERS["adamw"], within=within, **options)
+        for name, options in OTHERS.items()
+        for within in (False, True)
+    }
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_with_other_models_and_losses(name: str) -> None:
+    for rank in range(2):
+        found = result("others", rank)
+        assert_alike(found[name, True], found[name, False])
+
+
+@pytest.mark.parametrize("name", NOT_IN_LOOP)
+def test_where_others_take_part_steps_are_made_after_the_loop(name: str) -> None:
+    assert result("others")[name, True]["loops"]["stepping"] == 0
+
+
+def test_halves_of_gradients_are_not_stepped_with() -> None:
+    assert result("others")["bf16", True]["loops"]["stepping"] == 1
+    assert result("others")["rows", True]["loops"]["stepping"] == 1
+    # no_sync: the gradients of the passes before are added outside of loops.
+    assert result("others")["no_sync", True]["loops"]["stepping"] == 0
+
+
+@scenario
+def handled(rank: int) -> dict[str, Any]:
+    """What is refused, and what stays right afterwards."""
+    import copy
+
+    import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
+
+    model = model_of()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    handle = step_in_backward(model, optimizer)
+    for number in range(2):
+        mean_square(model, batch(number)).backward()
+        torch_xla.sync()
+    unused = model(batch(2))  # a forward without a backward, whose graph is then gone
+    del unused
+    mean_square(model, batch(2)).backward()
+    torch_xla.sync()
+    found: dict[str, Any] = {"loops": loops_of(model)}
+    copied = copy.deepcopy(model)
+    mean_square(copied, batch(2)).backward()
+    found["copy keeps gradients"] = all(p.grad is not None for p in copied.parameters())
+    found["penalty"] = message(lambda: with_penalty(model, batch(3)).backward())
+    handle.remove()
+    model.zero_grad()
+    mean_square(model, batch(4)).backward()
+    found["removed"] = all(p.grad is not None for p in model.parameters())
+    torch_xla.sync()
+    return found
+
+
+def test_a_forward_whose_backward_cannot_come_does_not_matter() -> None:
+    assert result("handled")["loops"] == {"stepping": 1, "plain": 1}
+
+
+def test_a_gradient_from_elsewhere_after_the_step_is_refused() -> None:
+    assert "then got a gradient from elsewhere" in result("handled")["penalty"]
+
+
+def test_copies_and_removal_step_after_backward() -> None:
+    assert result("handled")["copy keeps gradients"]
+    assert result("handled")["removed"]
+
+
+# ---------------------------------------------------------------- other numbers of ranks, hybrid
+
+
+def on_ranks(rank: int, replicas: int) -> dict[Any, Any]:
+    """As ``optimizers``, of some; over replicas, too, whose sums come after the loop."""
+    from xla_fsdp import init_mesh, xla_ops
+
+    size = xla_ops.world_size()
+    mesh = init_mesh((replicas, size // replicas), ("replica", "shard"))
+    return {
+        (name, within): train(OPTIMIZERS[name], within=within, mesh=mesh)
+        for name in ("adamw", "momentum")
+        for within in (False, True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (4, 1), (8, 1), (4, 2)])
+def test_the_same_on_other_numbers_of_ranks(ranks: int, replicas: int) -> None:
+    for found in run_on_ranks(on_ranks, ranks, replicas):
+        for name in ("adamw", "momentum"):
+            assert_alike(found[name, True], found[name, False])
+            assert found[name, True]["loops"]["stepping"] == (1 if replicas == 1 else 0)

@@ -1,6 +1,7 @@
 """A Llama of transformers in units, of any size: the model, its sharding, and a step for preflight.
 
     python -m xla_fsdp.preflight examples.llm.llama:step --topology v5p:4x4x4 --set scan=on
+    python -m xla_fsdp.preflight examples.llm.llama:step --topology v4:4x8x8 --set lean=on ...
     python examples/llm/llama.py --ranks 64                # host memory of building one rank
     python examples/llm/train.py --help                    # training a small one
 
@@ -27,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
 from large_models import build_one_rank, leave_alone, training_step, wrap_blocks
-from xla_fsdp import Mesh
+from xla_fsdp import LinearCrossEntropy, Mesh, StreamedEmbedding
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 
 
@@ -59,21 +60,39 @@ class Sizes:
         )
 
 
-def build_model(sizes: Sizes) -> LlamaForCausalLM:
+class StreamedLlama(LlamaForCausalLM):
+    """One whose head computes the loss; neither it nor the embedding is ever whole."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.embed_tokens = StreamedEmbedding.from_embedding(self.model.embed_tokens)
+        self.lm_head = LinearCrossEntropy.from_linear(self.lm_head)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        hidden = self.model(tokens, use_cache=False, **options).last_hidden_state
+        return self.lm_head(hidden, targets)
+
+
+def build_model(sizes: Sizes, *, streamed: bool = False) -> LlamaForCausalLM:
     """The model, without memory but for its table of rotary frequencies, which has no values of
     its own to load or to draw."""
     config = sizes.config()
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = (StreamedLlama if streamed else LlamaForCausalLM)(config)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     return model
 
 
 def shard_model(
-    model: LlamaForCausalLM, *, remat: bool = True, scan: bool = False, **options: Any
+    model: LlamaForCausalLM,
+    *,
+    remat: bool = True,
+    scan: bool = False,
+    stacked: bool = False,
+    **options: Any,
 ) -> FSDP:
     """Embedding, every layer, and head each a unit; the last norm is left to the outermost one.
-    With ``scan`` the layers run as one loop.
+    With ``scan`` the layers run as one loop, their parameters ``stacked`` or each its own.
 
     ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
     """
@@ -82,7 +101,7 @@ def shard_model(
     options = {**own, "shard_param_on_dim_0": scan, **options}
     inner = model.model
     inner.embed_tokens = FSDP(inner.embed_tokens, **options)
-    wrap_blocks(inner.layers, remat=remat, scan=scan, **options)
+    wrap_blocks(inner.layers, remat=remat, scan=scan, stacked=stacked, **options)
     model.lm_head = FSDP(model.lm_head, **options)
     return FSDP(model, **options)
 
@@ -105,24 +124,34 @@ def step(
     vocabulary: int = 128256,
     remat: bool = True,
     scan: bool = False,
+    lean: bool = False,
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
-    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it."""
+    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it;
+    ``lean`` needs the least memory: layers as a loop over stacked parameters, which AdamW steps in
+    backward, and an embedding and a head that are never whole."""
     import torch_xla
 
     sizes = Sizes(width, blocks, heads, kv_heads, ffn, vocabulary)
     model = shard_model(
-        build_model(sizes),
+        build_model(sizes, streamed=lean),
         remat=remat,
-        scan=scan,
+        scan=scan or lean,
+        stacked=lean,
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=leave_alone,
     )
     device = torch_xla.device()
     tokens, targets = (torch.zeros(batch, length, dtype=torch.long).to(device) for _ in range(2))
-    return training_step(model, lambda: next_token_loss(model, tokens, targets))
+    loss = streamed_loss if lean else next_token_loss
+    return training_step(model, lambda: loss(model, tokens, targets), within=lean)
+
+
+def streamed_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """``next_token_loss`` of a ``StreamedLlama``."""
+    return model(tokens, targets, attention_mask=causal_mask(tokens))
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

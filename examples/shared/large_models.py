@@ -20,22 +20,31 @@ from torch import Tensor, nn
 
 from xla_fsdp import LocalCollectives, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
+from xla_fsdp.optim import step_in_backward
 
 GIB = 2**30
 
 
-def wrap_blocks(blocks: nn.ModuleList, *, remat: bool, scan: bool, **options: Any) -> None:
+def wrap_blocks(
+    blocks: nn.ModuleList, *, remat: bool, scan: bool, stacked: bool = False, **options: Any
+) -> None:
     """Make every block a unit in place, recomputed in backward with ``remat``; with ``scan`` all of
-    them run as one loop. ``options`` are those of the wrapper."""
+    them run as one loop, their parameters ``stacked`` or each its own. ``options`` are those of the
+    wrapper."""
     for index, block in enumerate(blocks):
         blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
     if scan:
-        scan_blocks(blocks, remat="full" if remat else "none")
+        scan_blocks(blocks, remat="full" if remat else "none", stacked=stacked)
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """One step of AdamW on what ``loss()`` returns, as preflight wants it."""
+def training_step(
+    model: nn.Module, loss: Callable[[], Tensor], *, within: bool = False
+) -> Callable[[], None]:
+    """One step of AdamW on what ``loss()`` returns, as preflight wants it; made after backward, or
+    ``within`` it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+    if within:
+        step_in_backward(model, optimizer)
 
     def step() -> None:
         loss().backward()

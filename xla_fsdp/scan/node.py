@@ -28,10 +28,34 @@ from xla_fsdp.unit_backward import refuse_changed
 
 
 class Pass:
-    """One forward of all blocks whose backward has not run; lives as long as that may come."""
+    """One forward of all blocks whose backward has not run; lives as long as that may come.
+
+    Attributes:
+        is_alone: whether no other such forward has been seen, whose gradients are added to its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_alone = True
 
 
-Passes = weakref.WeakSet[Pass]
+class Passes:
+    """Those of some blocks."""
+
+    def __init__(self) -> None:
+        self._waiting: weakref.WeakSet[Pass] = weakref.WeakSet()
+
+    def begin(self) -> Pass:
+        """One more."""
+        begun = Pass()
+        self._waiting.add(begun)
+        return begun
+
+    def end(self, one: Pass) -> bool:
+        """Its backward runs now; returns whether it is alone."""
+        self._waiting.discard(one)
+        for other in self._waiting:
+            one.is_alone = other.is_alone = False
+        return one.is_alone
 
 
 @dataclass(frozen=True)
@@ -42,7 +66,7 @@ class Job:
         units: the blocks', in order.
         shards: the blocks'.
         weights: how parameters travel.
-        passes: those of the blocks whose backward may still come, this one from its forward on.
+        passes: of these blocks.
         forward: returns the forward loop for these inputs, and for which of the other arguments
             need gradients; None where there will be no backward.
         backward: returns the backward loop.
@@ -97,8 +121,7 @@ class _Blocks(torch.autograd.Function):
         ctx.needs = tuple(ctx.needs_input_grad[4 : 4 + num_others])
         output, inputs, seeds, collected, program = _forward(job, held, stream, others, ctx.needs)
         ctx.job, ctx.program = job, program
-        ctx.waits = Pass()
-        job.passes.add(ctx.waits)
+        ctx.begun = job.passes.begin()
         # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
         # shards of their own would take as much memory as all these in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
@@ -159,9 +182,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]
     sliced = [*inputs.sliced, *collected]
-    alone = reduces and set(job.passes) <= {ctx.waits}
-    steps = loop_steps(job.units, job.shards, weights, program) if alone else None
-    job.passes.discard(ctx.waits)
+    steps = None
+    if job.passes.end(ctx.begun) and reduces:
+        steps = loop_steps(job.units, job.shards, weights, program)
     update = None if steps is None else steps.update
     results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds, update)
     if steps is not None:

@@ -75,8 +75,9 @@ def _traced(
 
     def step(values: list[Tensor]) -> list[Tensor]:
         sums, slices = values[: len(numbers)], values[len(numbers) :]
-        grads = shards.finished({at: each[None] for at, each in zip(numbers, sums, strict=True)})
-        return _each_at_once(steps.new_slices([grad[0] for grad in present(grads)], slices), counts)
+        found = shards.finished({at: each[None] for at, each in zip(numbers, sums, strict=True)})
+        grads = present([found[at] for at in numbers])
+        return _each_at_once(steps.new_slices([grad[0] for grad in grads], slices), counts)
 
     stacks = [each for kept in steps.kept for each in kept]
     likes = [*program.loop.collected[: len(numbers)], *map(Like.slice_of, stacks)]

@@ -22,6 +22,15 @@ scenario, result = scenarios.add, scenarios.result
 
 STEPS = 4
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def syncfree(name: str) -> Make:
+    """An optimizer of torch_xla, which only ranks import."""
+    import torch_xla.amp.syncfree as optimizers
+
+    return getattr(optimizers, name)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
@@ -31,6 +40,8 @@ OPTIMIZERS: dict[str, Make] = {
     "capturable": lambda params: torch.optim.AdamW(params, lr=0.01, capturable=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "syncfree": lambda params: syncfree("AdamW")(params, lr=0.01),
+    "syncfree momentum": lambda params: syncfree("SGD")(params, lr=0.1, momentum=0.9),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
 IN_LOOP = tuple(name for name in OPTIMIZERS if name != "adafactor")

@@ -1,8 +1,8 @@
 """What a GPT of width 1024 and 24 blocks is to need at most on v5e:4x4, as the compiler makes it.
 
-The bounds of memory are parts of what upstream's step needs for the same model, 1,276 MiB, and of
-what plain JAX's scan over layers does, 866 MiB; those of traffic, of what bf16 needs at least, and
-of the 251 MB that that scan waits for (``benchmarks/tpu_compile.md``).
+The bounds of memory are parts of what upstream's step needs for the same model and of what plain
+JAX's scan over layers does; those of traffic, of what bf16 needs at least, and of the 251 MB that
+that scan waits for (``benchmarks/tpu_compile.md``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[pr
 pytestmark = pytest.mark.slow
 
 MIB, MB = 2**20, 10**6
-UPSTREAM, JAX = 1276 * MIB, 866 * MIB
+UPSTREAM, JAX = 1198 * MIB, 811 * MIB
 LEAST = 2091 * MB  # on the wire, in bf16
 PEAK = {
     "ours": 0.55 * UPSTREAM,
@@ -44,6 +44,17 @@ def test_memory(program: str) -> None:
     found = report(program)
     assert found["peak_bytes"] <= PEAK[program]
     assert found["memory"]["code"] <= CODE[program]
+
+
+def test_memory_of_a_wider_model() -> None:
+    """Width 2048: 1,013 MiB are parameters and AdamW's state; 144 MiB more would be gradients, if
+    the loop did not step with them."""
+    [found] = reports(
+        "test.tpu_benchmark:build", "--set", "program=streamed", "--set", "width=2048"
+    )
+    assert found["peak_bytes"] <= 1375 * MIB
+    assert found["memory"]["code"] <= 30 * MIB
+    assert found["wire_bytes"] <= 1.05 * 7579 * MB
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -112,7 +112,7 @@ def _install_step_marker(slot: RunSlot) -> None:
 
 COLLECTIVE_NODES = re.compile(
     r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
-    r"|fsdp_scan)"  # loops of scan_xla_ops
+    r"|fsdp_scan)"  # loops of loop_xla_ops
 )
 
 

@@ -3,8 +3,8 @@
 Files named ``*xla_ops.py`` are the only ones that touch torch_xla's internals, and every workaround
 there names its reason: ``host_xla_ops`` for values on the host, ``program_xla_ops`` for reading
 what has been traced, ``gradient_xla_ops`` for torch_xla's own reductions, ``cpu_rank_xla_ops`` for
-ranks that are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` for
-loops.
+ranks that are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` and
+``loop_xla_ops`` for loops.
 Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
 *release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its
 value. Always true: nothing here knows about modules, parameters or sharding.

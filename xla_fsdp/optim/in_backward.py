@@ -4,7 +4,8 @@ Words: a shard's gradient is *consumed* when the optimizer has made its step wit
 then. Always true: a gradient is consumed once in a backward pass, when all uses of its parameter
 have added to it; the optimizer is the user's own object, whose groups, state and state dict stay as
 they are. What could only be done with all gradients at hand (clipping by norm) is refused.
-Gathering and reducing is ``unit``'s, the order of units ``backward``'s.
+Loops over blocks with stacked parameters ask for the step themselves (``slice_steps``). Gathering
+and reducing is ``unit``'s, the order of units ``backward``'s.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
 
     Call it once, before training. Loops stay as they are: ``optimizer.step()`` afterwards steps
     what has a gradient left (parameters that FSDP ignores), and schedulers go on as usual. Under
-    ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step.
+    ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step. Loops
+    over blocks with stacked parameters step slice by slice, where that comes to the same.
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
     the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.

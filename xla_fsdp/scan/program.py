@@ -1,6 +1,6 @@
 """The two loops that run identical blocks forward and backward: what each round computes.
 
-How they are laid out (one round is one block; see ``scan_xla_ops`` for the words of loops, and
+How they are laid out (one round is one block; see ``loop_xla_ops`` for the words of loops, and
 ``weights`` for small, large, ahead and sent):
 
 forward    carried    the stream x, full parameters ahead (gathered before the loop for block 0)
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from xla_fsdp import xla_ops
+from xla_fsdp.loop_xla_ops import Loop
 from xla_fsdp.scan.activations import Policy, Replay
 from xla_fsdp.scan.template import Template, only_tensor
 from xla_fsdp.scan.weights import BlockWeights
-from xla_fsdp.scan_xla_ops import Body, Like, Loop, trace_body
+from xla_fsdp.scan_xla_ops import Body, Like, trace_body
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from xla_fsdp import xla_ops
 from xla_fsdp.graph_nodes import present
+from xla_fsdp.loop_xla_ops import Update
 from xla_fsdp.scan.program import BackwardProgram
 from xla_fsdp.scan.shards import Shards
 from xla_fsdp.scan.weights import BlockWeights
-from xla_fsdp.scan_xla_ops import Like, Update, trace_body
+from xla_fsdp.scan_xla_ops import Like, trace_body
 from xla_fsdp.shard_stacks import is_stack
 from xla_fsdp.stepping import CannotSliceError, SliceSteps
 from xla_fsdp.unit import Unit

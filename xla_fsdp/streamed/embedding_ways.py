@@ -2,7 +2,7 @@
 
 Words: *numbers* are those of the rows that a rank asks for, [n] int32, or -1; a rank's *shard* has
 ``shard_rows`` rows, as it is sent. To *stream*, a loop gathers a piece of all shards at a time (one
-round is one piece; see ``pieces``, and ``scan_xla_ops`` for the words of loops). To *exchange*,
+round is one piece; see ``pieces``, and ``loop_xla_ops`` for the words of loops). To *exchange*,
 every rank looks up what all ranks ask for in its own shard, and what it found is sent instead.
 Always true: neither holds the table or its gradient; to exchange takes memory for the rows of all
 ranks, and for their gradients in float32. Gradients are summed in float32, streaming over a rank's
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp import xla_ops
-from xla_fsdp.scan_xla_ops import Like, Loop, trace_body
+from xla_fsdp.loop_xla_ops import Loop
+from xla_fsdp.scan_xla_ops import Like, trace_body
 from xla_fsdp.streamed.kept import Kept
 from xla_fsdp.streamed.pieces import Pieces
 from xla_fsdp.streamed.weights import StreamedWeights

@@ -1,6 +1,6 @@
 """The two loops that stream a head: what each round computes.
 
-How they are laid out (one round is one piece; see ``scan_xla_ops`` for the words of loops):
+How they are laid out (one round is one piece; see ``loop_xla_ops`` for the words of loops):
 
 forward    carried    sums per row so far, the gathered piece (first that of piece 0)
            sliced     what is sent of the next piece, the piece's number, its bias if there is one
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xla_fsdp.scan_xla_ops import Like, Loop, trace_body
+from xla_fsdp.loop_xla_ops import Loop
+from xla_fsdp.scan_xla_ops import Like, trace_body
 from xla_fsdp.streamed.pieces import Pieces
 from xla_fsdp.streamed.softmax import Goal, logits_of
 from xla_fsdp.streamed.weights import BIAS, WEIGHT, StreamedWeights

@@ -22,9 +22,12 @@ SMALL_LLAMA = {
 
 
 def make_steps(rank: int, module: str, sizes: dict[str, int]) -> bool:
-    """Run two steps of a script's ``step``, with parameters as they are and flattened."""
-    for flat in (False, True):
-        step = importlib.import_module(module).step(**sizes, flat=flat)
+    """Run two steps of a script's ``step``, in all its ways."""
+    ways: list[dict[str, bool]] = [{}, {"flat": True}, {"scan": True}]
+    if "llama" in module:
+        ways.append({"lean": True})
+    for how in ways:
+        step = importlib.import_module(module).step(**sizes, **how)
         step()
         step()
     return True

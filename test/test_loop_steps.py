@@ -5,7 +5,8 @@ Two ranks in the quick tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,9 +43,15 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
     "syncfree": lambda params: syncfree("AdamW")(params, lr=0.01),
     "syncfree momentum": lambda params: syncfree("SGD")(params, lr=0.1, momentum=0.9),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01, maximize=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "rates": lambda params: torch.optim.Rprop(params, lr=0.01, capturable=True),
+    "reading": lambda params: torch.optim.Rprop(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
-IN_LOOP = tuple(name for name in OPTIMIZERS if name != "adafactor")
+AFTER = ("reading", "adafactor")
+STATELESS = ("sgd", "adagrad")  # or with state from the start
+QUICK = ("adamw", "momentum", "sgd", "capturable", "nadam", "syncfree", *AFTER)
 
 
 def model_of(kind: str = "stacked", *, rows: bool = False, **options: Any) -> Any:
@@ -76,6 +83,7 @@ def train(
     make_optimizer: Make,
     *,
     within: bool,
+    in_loops: bool = True,
     loss_of: Callable[[Any, Tensor], Tensor] = mean_square,
     watch: Callable[[Any, Any], None] = lambda model, optimizer: None,
     quiet: int = 0,
@@ -91,7 +99,7 @@ def train(
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if within:
-        step_in_backward(model, optimizer)
+        step_in_backward(model, optimizer, in_loops=in_loops)
     watch(model, optimizer)
     for number in range(STEPS):
         optimizer.zero_grad()
@@ -103,45 +111,56 @@ def train(
         schedule.step()
         torch_xla.sync()
     state = optimizer.state_dict()["state"]
+    entries = {number: sorted(each) for number, each in state.items()}
     values = [value for number in sorted(state) for value in state[number].values()]
     kept = [value.cpu() for value in values if value is not None]
-    return {"values": whole(model), "kept": kept, "loops": loops_of(model)}
+    return {"values": whole(model), "kept": kept, "entries": entries, "loops": loops_of(model)}
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["values"].keys() == expected["values"].keys()
+    assert found["entries"] == expected["entries"]
     for name, value in expected["values"].items():
         torch.testing.assert_close(found["values"][name], value, rtol=1e-5, atol=1e-6, msg=name)
     for mine, other in zip(found["kept"], expected["kept"], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-@scenario
-def optimizers(rank: int) -> dict[Any, Any]:
+def train_with(rank: int, names: Sequence[str]) -> dict[Any, Any]:
     return {
-        (name, within): train(make, within=within)
-        for name, make in OPTIMIZERS.items()
+        (name, within): train(OPTIMIZERS[name], within=within)
+        for name in names
         for within in (False, True)
     }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_values_and_state_as_with_steps_after_backward(name: str) -> None:
+@scenario
+def optimizers(rank: int) -> dict[Any, Any]:
+    return train_with(rank, QUICK)
+
+
+def assert_stepped(found: dict[Any, Any], name: str) -> None:
+    """The same values and state as with steps after backward; in one loop, once there is something
+    kept, also where numbers change from step to step: rates, counts, corrections."""
+    assert_alike(found[name, True], found[name, False])
+    plain = {"stepping": 0, "plain": 1}
+    assert found[name, False]["loops"] == plain
+    in_loops = {"stepping": 1, "plain": 0 if name in STATELESS else 1}
+    assert found[name, True]["loops"] == (plain if name in AFTER else in_loops)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_same_as_with_steps_after_backward(name: str) -> None:
     for rank in range(2):
-        found = result("optimizers", rank)
-        assert_alike(found[name, True], found[name, False])
+        assert_stepped(result("optimizers", rank), name)
 
 
-@pytest.mark.parametrize("name", IN_LOOP)
-def test_steps_are_made_in_one_loop_once_there_is_something_kept(name: str) -> None:
-    """Also where numbers change from step to step: rates, counts, corrections."""
-    found = result("optimizers")[name, True]["loops"]
-    assert found == {"stepping": 1, "plain": 0 if name == "sgd" else 1}
-    assert result("optimizers")[name, False]["loops"] == {"stepping": 0, "plain": 1}
-
-
-def test_an_optimizer_that_looks_at_whole_matrices_steps_after_the_loop() -> None:
-    assert result("optimizers")["adafactor", True]["loops"] == {"stepping": 0, "plain": 1}
+@pytest.mark.slow
+def test_the_same_with_all_optimizers() -> None:
+    names = tuple(name for name in OPTIMIZERS if name not in QUICK)
+    for found in run_on_ranks(train_with, 2, names):
+        for name in names:
+            assert_stepped(found, name)
 
 
 # ---------------------------------------------------------------- what others have a part in
@@ -170,10 +189,16 @@ def of_features(model: Any, x: Tensor) -> Tensor:
     return mean_square(model, x[:, :FEATURES])
 
 
+def with_own_step(model: Any, optimizer: Any) -> None:
+    optimizer.step = partial(type(optimizer).step, optimizer)
+
+
 NOT_IN_LOOP: dict[str, dict[str, Any]] = {
     "used twice": {"loss_of": twice},
     "hook on stacks": {"watch": with_hook_on_stacks},
     "hook on steps": {"watch": with_hook_on_steps},
+    "a step of its own": {"watch": with_own_step},
+    "penalty": {"loss_of": with_penalty, "in_loops": False},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "rows": {"rows": True, "loss_of": of_features},
@@ -222,19 +247,24 @@ def handled(rank: int) -> dict[str, Any]:
     from xla_fsdp.optim import step_in_backward
 
     model = model_of()
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
     handle = step_in_backward(model, optimizer)
     for number in range(2):
         mean_square(model, batch(number)).backward()
         torch_xla.sync()
-    unused = model(batch(2))  # a forward without a backward, whose graph is then gone
-    del unused
-    mean_square(model, batch(2)).backward()
-    torch_xla.sync()
     found: dict[str, Any] = {"loops": loops_of(model)}
+    # Backward passes that are not asked for gradients of parameters.
+    start = whole(model)
+    x = batch(2).requires_grad_()
+    torch.autograd.grad(mean_square(model, x), x)
+    mean_square(model, x).backward(inputs=[x])
+    found["for inputs"] = all(torch.equal(start[name], each) for name, each in whole(model).items())
+    model.zero_grad()
     copied = copy.deepcopy(model)
     mean_square(copied, batch(2)).backward()
     found["copy keeps gradients"] = all(p.grad is not None for p in copied.parameters())
+    mean_square(model, batch(2)).backward()  # after the loop, as forwards above came to nothing
+    torch_xla.sync()
     found["penalty"] = message(lambda: with_penalty(model, batch(3)).backward())
     handle.remove()
     model.zero_grad()
@@ -244,8 +274,39 @@ def handled(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_a_forward_whose_backward_cannot_come_does_not_matter() -> None:
-    assert result("handled")["loops"] == {"stepping": 1, "plain": 1}
+@scenario
+def abandoned(rank: int) -> list[dict[str, int]]:
+    """Loops before and after a forward without a backward, whose graph is there still or gone."""
+    import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
+
+    model = model_of()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step_in_backward(model, optimizer)
+    mean_square(model, batch(0)).backward()
+    found = [loops_of(model)]
+    unused = model(batch(1))
+    kept = unused.detach() if rank == 0 else unused
+    del unused
+    torch_xla.sync()
+    mean_square(model, batch(1)).backward()
+    torch_xla.sync()
+    del kept
+    return [*found, loops_of(model)]
+
+
+def test_ranks_agree_on_a_forward_whose_backward_may_not_come() -> None:
+    """It costs one step in the loop, whether its graph is still there or not."""
+    for rank in range(2):
+        before, after = result("abandoned", rank)
+        assert before == {"stepping": 1, "plain": 0}
+        assert after == {"stepping": 1, "plain": 1}
+
+
+def test_backward_that_asks_for_other_gradients_steps_nothing() -> None:
+    assert result("handled")["loops"] == {"stepping": 1, "plain": 0}
+    assert result("handled")["for inputs"]
 
 
 def test_a_gradient_from_elsewhere_after_the_step_is_refused() -> None:

@@ -64,3 +64,20 @@ def test_large_gradients_of_a_loop_go_around_rings_that_compute_hides() -> None:
     # What is left is the root's, which has nothing to hide under.
     reduced = sum(e["wire_bytes"] for e in found["traffic"] if e["kind"] == "reduce-scatter")
     assert reduced <= 0.1 * matrices
+
+
+def test_of_a_program_that_is_refused_all_the_same_is_known() -> None:
+    """But for its code, which is not counted where the compiler decides."""
+    fits = wide()
+    buffers = fits["peak_bytes"] - fits["memory"]["code"]
+    limit = buffers // MIB - 16
+    [refused] = reports(
+        TARGET,
+        *("--set", "scan=on", "--set", f"width={WIDTH}", "--set", f"depth={DEPTH}"),
+        f"--flags=--xla_tpu_max_hbm_size_mib={limit}",
+        fits=False,
+    )
+    assert (fits["fits"], refused["fits"]) == (True, False)
+    assert 0 < refused["memory"]["too_large_by"] <= 20 * MIB
+    assert refused["wire_bytes"] == pytest.approx(fits["wire_bytes"], rel=0.1)
+    assert refused["memory"]["code"] == 0 < fits["memory"]["code"]

@@ -47,6 +47,11 @@ def install() -> None:
         register_optimizer_step_pre_hook(guard)
 
 
+def is_guard(hook: Any) -> bool:
+    """Whether a hook that all optimizers' steps call is one of these."""
+    return isinstance(hook, _OptimizerGuard)
+
+
 def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,12 @@ class Update:
     takes: int
     stacks: tuple[Tensor, ...]
     sliced: tuple[int | None, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for updates that one loop can make, with these operands in its order."""
+        body = self.body
+        return body.text, body.numbers, tuple(body.captured), self.takes, self.sliced
 
     @property
     def operands(self) -> list[Tensor]:
@@ -81,7 +87,7 @@ class Loop:
         self._ahead = frozenset(carried + each for each in ahead)
         self._backwards = backwards
         self._inputs = len(body.numbers)
-        self._computations: dict[bytes, Any] = {}  # by what the update computes
+        self._computations: dict[Hashable, Any] = {}  # by what the update computes, and of what
 
     @property
     def collected(self) -> tuple[Like, ...]:
@@ -103,7 +109,7 @@ class Loop:
         if self._body.draws_random_numbers and seeds is not None:
             operands.append(seeds)
         further = [] if update is None else update.operands
-        key = b"" if update is None else update.body.text
+        key = None if update is None else update.key
         if key not in self._computations:
             self._computations[key] = self._build(operands, further, update)
         name = f"xla::{LOOP_NAME}"

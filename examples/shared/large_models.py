@@ -30,7 +30,9 @@ def wrap_blocks(
 ) -> None:
     """Make every block a unit in place, recomputed in backward with ``remat``; with ``scan`` all of
     them run as one loop, their parameters ``stacked`` or each its own. ``options`` are those of the
-    wrapper."""
+    wrapper. ValueError for stacks without a loop."""
+    if stacked and not scan:
+        raise ValueError("stacked parameters are those of blocks that run as a loop; scan, too")
     for index, block in enumerate(blocks):
         blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
     if scan:

@@ -37,9 +37,11 @@ class StepInBackward:
     Args:
         units: of the model.
         optimizer: over their shards.
+        in_loops: whether loops may step slices of stacks.
     """
 
-    def __init__(self, units: list[Unit], optimizer: Optimizer) -> None:
+    def __init__(self, units: list[Unit], optimizer: Optimizer, *, in_loops: bool) -> None:
+        self._in_loops = in_loops
         self._units = [weakref.ref(unit) for unit in units]
         self._optimizer = weakref.ref(optimizer)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -69,7 +71,7 @@ class StepInBackward:
     def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
         """See ``stepping.Stepper``; for loops over blocks whose parameters are stacked."""
         optimizer = self._kept_optimizer()
-        if not can_slice(optimizer, stacks):
+        if not self._in_loops or not can_slice(optimizer, stacks):
             return None
         return OptimizerSliceSteps(optimizer, stacks, partial(self._note, stacks))
 
@@ -95,8 +97,8 @@ class StepInBackward:
         if self._stepped.get(shard, -1) == current_pass():
             raise RuntimeError(
                 "a parameter of scanned blocks was stepped in their loop, and then got a gradient "
-                "from elsewhere: the loss uses it directly, too. Leave it to the blocks, or step "
-                "after backward (remove() of what step_in_backward returned)"
+                "from elsewhere: the loss uses it directly, too. The step was made without that, "
+                "so load the last checkpoint, and call step_in_backward(..., in_loops=False)"
             )
         optimizer = self._kept_optimizer()
         with _others_hidden(optimizer, shard):
@@ -120,7 +122,9 @@ def _others_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
             param.grad = grad
 
 
-def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
+def step_in_backward(
+    model: nn.Module, optimizer: Optimizer, *, in_loops: bool = True
+) -> StepInBackward:
     """Make ``optimizer``'s steps inside ``loss.backward()``: each shard is stepped as soon as its
     gradient is reduced, and the gradient freed at once.
 
@@ -137,6 +141,9 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
         model: wrapped with FSDP, or a module that holds wrapped ones.
         optimizer: over the model's parameters; any that steps parameters one by one. Keep it: only
             a weak reference is kept here.
+        in_loops: let loops over blocks with stacked parameters step each block's slices, so that
+            gradients of all never exist; a loss that uses these parameters directly, too (a penalty
+            on weights), is refused then.
 
     Returns:
         A handle whose ``remove()`` goes back to steps after backward.
@@ -149,7 +156,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepInBackward:
     problems = list(_problems(units, optimizer))
     if problems:
         raise ValueError("\n".join(problems))
-    return StepInBackward(units, optimizer)
+    return StepInBackward(units, optimizer, in_loops=in_loops)
 
 
 def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:

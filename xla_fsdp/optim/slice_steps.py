@@ -9,6 +9,7 @@ Where that would not come to the same as a step on whole stacks, there is none.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from xla_fsdp.elementwise import steps_elementwise
+from xla_fsdp.elementwise import device_options, steps_elementwise
+from xla_fsdp.guards import is_guard
 from xla_fsdp.stepping import CannotSliceError
 
 
@@ -36,15 +39,14 @@ class OptimizerSliceSteps:
         self._optimizer = optimizer
         self._stacks = list(stacks)
         self._on_take = on_take
-        self._names = [_kept_names(optimizer.state.get(each, {}), each) for each in self._stacks]
+        self._names = [_kept_names(self._state(each), each) for each in self._stacks]
         self._others: list[dict[str, Any]] = []
 
     @property
     def kept(self) -> list[list[Tensor]]:
         """See ``stepping.SliceSteps``."""
-        state = self._optimizer.state
         return [
-            [stack, *(state[stack][name] for name in names)]
+            [stack, *(self._state(stack)[name] for name in names)]
             for stack, names in zip(self._stacks, self._names, strict=True)
         ]
 
@@ -56,7 +58,7 @@ class OptimizerSliceSteps:
         for stack, names, grad in zip(self._stacks, self._names, grads, strict=True):
             param = next(given).requires_grad_()
             param.grad = grad
-            own = {name: _copy(each) for name, each in self._optimizer.state[stack].items()}
+            own = {name: _copy(each) for name, each in self._state(stack).items()}
             state[param] = {**own, **{name: next(given) for name in names}}
             params.append(param)
         self._step(params, state)
@@ -80,8 +82,13 @@ class OptimizerSliceSteps:
             for each, new in zip(old, stacks, strict=True):
                 each.copy_(new)
             for stack, others in zip(self._stacks, self._others, strict=True):
-                _put(self._optimizer.state[stack], others)
+                if others:
+                    _put(self._optimizer.state[stack], others)
         self._on_take()
+
+    def _state(self, stack: Tensor) -> dict[str, Any]:
+        """What is kept for a stack; the optimizer's own dict makes entries when it is asked."""
+        return self._optimizer.state.get(stack, {})
 
     def _step(self, params: Sequence[Tensor], state: defaultdict[Tensor, dict[str, Any]]) -> None:
         """The optimizer's step on ``params`` in the place of its own."""
@@ -99,15 +106,31 @@ class OptimizerSliceSteps:
 
 def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
     """Whether steps of slices come to the same as those of the stacks, and nobody sees a
-    difference: neither hooks of the optimizer nor of a stack, but for the one that steps it."""
+    difference: no hooks on steps or on a stack, but for the one that steps it."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return (
+        _is_plain(optimizer)
+        and all(id(stack) in held and _is_free(stack) for stack in stacks)
+        and not any(_has_others(optimizer.state.get(stack, {}), stack) for stack in stacks)
+    )
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Whether it steps elements, without reading values, as its class does and unobserved."""
+    hooks = itertools.chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+        _global_optimizer_post_hooks.values(),
+    )
+    wanted = device_options(type(optimizer)).items()
+    own_step = vars(optimizer).get("step")
     return (
         steps_elementwise(optimizer)
         and not hasattr(optimizer, "inner")
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and all(id(stack) in held and _is_free(stack) for stack in stacks)
-        and not any(_has_others(optimizer.state.get(stack, {}), stack) for stack in stacks)
+        and all(map(is_guard, hooks))
+        and all(group[name] == value for group in optimizer.param_groups for name, value in wanted)
+        and (own_step is None or getattr(own_step, "_wrapped_by_lr_sched", False))
     )
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     program = (folder / "program.pb").read_bytes()
     started, cpu = time.monotonic(), time.process_time()
     try:
-        found = _made(program, job, folder / "dump")
+        found = _made(program, job, folder)
     except Exception as error:  # the compiler's own exception types are many
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         return 1
@@ -61,7 +61,8 @@ class _Made:
     too_large_by: int
 
 
-def _made(program: bytes, job: dict[str, Any], dump: Path) -> _Made:
+def _made(program: bytes, job: dict[str, Any], folder: Path) -> _Made:
+    dump = folder / "dump"
     dumping = {"xla_dump_to": str(dump)}
     try:
         executable = _compile(program, job, dumping)
@@ -69,6 +70,8 @@ def _made(program: bytes, job: dict[str, Any], dump: Path) -> _Made:
         too_large_by = bytes_over_capacity(str(error))
         if not too_large_by:
             raise
+        # The next attempt may end this process; then this is what there is to say.
+        _write(folder, {"error": f"{type(error).__name__}: {error}"})
         shutil.rmtree(dump, ignore_errors=True)
         with contextlib.suppress(Exception):  # it cannot be loaded
             _compile(program, job, {**dumping, **KEEP_ON})

@@ -99,7 +99,11 @@ def compile_program(
         job = Path(name)
         _write_job(job, program, topology)
         environment = compiler_environment(topology, _all_flags(program, topology, flags))
-        _run_child(job, environment, max_host_mem, progress)
+        try:
+            _run_child(job, environment, max_host_mem, progress)
+        except CompileError:
+            if not (job / "result.json").exists():
+                raise
         compiled = _result(job)
     _keep(entry, compiled)
     return compiled
@@ -238,7 +242,10 @@ def _result(folder: Path) -> Compiled:
     result = json.loads((folder / "result.json").read_text())
     if "error" in result:
         raise CompileError(f"the TPU compiler refused the program: {result['error']}")
-    buffers = assigned_buffers(folder / "dump")
+    try:
+        buffers = assigned_buffers(folder / "dump")
+    except FileNotFoundError as error:
+        raise CompileError(str(error)) from error
     return Compiled(
         text=(folder / "optimized.txt").read_text(),
         arguments=buffers.arguments,

@@ -141,8 +141,9 @@ def report_on(
     modules = [Module(each.text) for each in compiled]
     by_module = [collectives_of(module) for module in modules]
     collectives = [each for found in by_module for each in found]
-    sizes = [(each.too_large_by, each.peak) for each in compiled]
-    largest = sizes.index(max(sizes))
+    usable = topology.chip.usable_bytes
+    short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
+    largest = short_of.index(max(short_of))
     peak = fullest_moment(modules[largest])
     return Report(
         topology=topology.name,

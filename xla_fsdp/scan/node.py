@@ -8,7 +8,6 @@ are kept, or go through a user's hook) are handed to the blocks' units, in full.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,35 +26,23 @@ from xla_fsdp.unit import Unit
 from xla_fsdp.unit_backward import refuse_changed
 
 
-class Pass:
-    """One forward of all blocks whose backward has not run; lives as long as that may come.
-
-    Attributes:
-        is_alone: whether no other such forward has been seen, whose gradients are added to its own.
-    """
-
-    def __init__(self) -> None:
-        self.is_alone = True
-
-
 class Passes:
-    """Those of some blocks."""
+    """Counts the forwards of some blocks, whose gradients may be added to each other: those that
+    ran with the same values. All ranks count alike, as they run the same program; which of them
+    still have a graph they may not know alike."""
 
     def __init__(self) -> None:
-        self._waiting: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._versions: list[int] = []
+        self._count = 0
 
-    def begin(self) -> Pass:
-        """One more."""
-        begun = Pass()
-        self._waiting.add(begun)
-        return begun
+    def begin(self, versions: list[int]) -> None:
+        """One more, with parameters of these versions."""
+        self._count = self._count + 1 if versions == self._versions else 1
+        self._versions = versions
 
-    def end(self, one: Pass) -> bool:
-        """Its backward runs now; returns whether it is alone."""
-        self._waiting.discard(one)
-        for other in self._waiting:
-            one.is_alone = other.is_alone = False
-        return one.is_alone
+    def is_alone(self, versions: list[int]) -> bool:
+        """Whether there was one forward with these."""
+        return versions == self._versions and self._count == 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ class Job:
         units: the blocks', in order.
         shards: the blocks'.
         weights: how parameters travel.
-        passes: of these blocks.
+        passes: counts the blocks' forwards.
         forward: returns the forward loop for these inputs, and for which of the other arguments
             need gradients; None where there will be no backward.
         backward: returns the backward loop.
@@ -121,7 +108,6 @@ class _Blocks(torch.autograd.Function):
         ctx.needs = tuple(ctx.needs_input_grad[4 : 4 + num_others])
         output, inputs, seeds, collected, program = _forward(job, held, stream, others, ctx.needs)
         ctx.job, ctx.program = job, program
-        ctx.begun = job.passes.begin()
         # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
         # shards of their own would take as much memory as all these in the compute dtype.
         sliced = [*inputs.small, *inputs.own]
@@ -129,6 +115,7 @@ class _Blocks(torch.autograd.Function):
         ctx.sizes = [len(part) for part in parts]
         ctx.save_for_backward(*sliced, *collected, *inputs.constant, *present([seeds]))
         ctx.versions = job.shards.versions
+        job.passes.begin(ctx.versions)
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         mark_constants(ctx, [output], [True])
         return output
@@ -183,7 +170,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     ]
     sliced = [*inputs.sliced, *collected]
     steps = None
-    if job.passes.end(ctx.begun) and reduces:
+    if reduces and job.passes.is_alone(ctx.versions):
         steps = loop_steps(job.units, job.shards, weights, program)
     update = None if steps is None else steps.update
     results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds, update)

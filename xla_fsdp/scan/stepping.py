@@ -2,8 +2,8 @@
 
 Why: a loop that only reduces gradients has those of all blocks in the end. One that steps each
 block's parameters when it has their gradients keeps none.
-Always true: a gradient that a step is made with is all there is: blocks that are used again in the
-same step, or whose gradients others wait for, are stepped with whole stacks, after the loop. The
+Always true: blocks that ran in more than one loop since they were changed, or whose gradients
+others wait for or nobody does, are stepped with whole stacks after the loop, or not at all. The
 step is traced anew every time, as an optimizer's numbers change; a loop that would compute the same
 is not.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from xla_fsdp import xla_ops
 from xla_fsdp.graph_nodes import present
@@ -64,8 +66,18 @@ def loop_steps(
         return None
     if not is_last or group.replicas.num_shards > 1:  # their sums come after the loop
         return None
+    if not all(map(_gets_gradient, stacks)):  # of a backward that was asked for others'
+        return None
     steps = group.stepper.slice_steps(stacks)
     return None if steps is None else _traced(steps, shards, weights, program)
+
+
+def _gets_gradient(leaf: Tensor) -> bool:
+    """Whether the backward pass that is running adds to the gradient of a leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # autograd.grad was asked for the leaf's
+        return False
 
 
 def _traced(

@@ -44,8 +44,8 @@ def test_loss_parallel_never_holds_all_logits() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="by the assignment of buffers the program cut along the sequence needs 952 MB, the other "
-    "576; the cause is not known",
+    reason="by the assignment of buffers the program cut along the sequence needs 952 MB, the "
+    "other 576; the cause is not known",
 )
 def test_activations_between_blocks_shrink_by_the_degree() -> None:
     """Of rematerialized blocks, their inputs are kept (as results of the program, where a tensor

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp import xla_ops
+from xla_fsdp.backward import current_pass
 from xla_fsdp.param_group import ParamGroup
 from xla_fsdp.ties import remember_shown
 from xla_fsdp.unit_settings import UnitSettings
@@ -145,7 +146,7 @@ class FullParams:
         if kept:
             own = [tensor.clone() for tensor in kept]
             return partial(self._group.gather.full_of_larger, xla_ops.after_(before, own))
-        return partial(self._group.gather.full, self._group.gather.after(before))
+        return partial(self._group.gather.full, self._group.gather.after(before, again=True))
 
     def copies(self) -> list[Tensor]:
         """Of the full parameters that the modules hold."""
@@ -182,7 +183,7 @@ class FullParams:
 
     def _gather(self, before: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
         gather = self._group.gather
-        joined = gather.after(before)
+        joined = gather.after(before, again=current_pass() != -1)
         if not self._settings.keeps_larger_shards:
             return gather.full(joined)
         kept += gather.larger(joined)

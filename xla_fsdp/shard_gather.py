@@ -47,12 +47,22 @@ class ShardGather:
 
     # ------------------------------------------------------------ all parameters
 
-    def after(self, before: Sequence[Tensor] = ()) -> list[Tensor]:
+    def after(self, before: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
         """What ``full`` makes full tensors of; not available until ``before`` are. In the dtype of
-        the shards: what is cast ahead of time takes memory until then."""
+        the shards: what is cast ahead of time takes memory until then.
+
+        Args:
+            before: what is to be computed first.
+            again: there was a gather of the same shards in the program. What was cast and laid out
+                for that is not to be kept for this: it takes as much memory as all shards.
+        """
         with torch.no_grad():
-            shards = [param.cut.in_rows(param.shard) for param in self._params]
-            return xla_ops.after_(before, [operand.join(shards) for operand in self._all])
+            shards = [param.shard for param in self._params]
+            if again:
+                shards = xla_ops.once_computed(before[:1], [shard.detach() for shard in shards])
+            pairs = zip(self._params, shards, strict=True)
+            rows = [param.cut.in_rows(shard) for param, shard in pairs]
+            return xla_ops.after_(before, [operand.join(rows) for operand in self._all])
 
     def full(self, joined: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, in their compute dtype."""

@@ -229,7 +229,7 @@ class Unit:
         """
         params, before = self.params, call.take_before()
         if params.state is UnitState.SHARDED:
-            joined = self.group.gather.after(before)
+            joined = self.group.gather.after(before, again=True)
             self.in_backward.open(partial(self.group.gather.full, joined))
         for_backward, versions = params.full, params.versions
         full = unshard(call, params.copies)

@@ -126,16 +126,19 @@ def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(tensors)
 
 
-def zero_after(tensors: Sequence[Tensor]) -> Tensor:
-    """A zero, [1] float32, that is known only when the floating-point ``tensors`` are.
+def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors``, in whatever schedule the TPU compiler makes, once ``before`` are computed.
 
-    Added to something, it orders the TPU compiler's schedule, in which barriers have no say: they
-    are gone by then.
+    Barriers have no say there: they are gone by then, and what two of them kept apart is one again.
+    So something is added that is known only then, and is zero; 1e-30 if a value is not a number.
     """
     # Of all of it: what is cut from a result of a reduce-scatter turns that into an all-reduce. Not
-    # a multiple of a value, which may be infinite.
-    flags = [(tensor.detach() != tensor.detach()).any().float() for tensor in tensors]
-    return torch.stack(flags).sum(0, keepdim=True) * 0.0
+    # a multiple of a value, which may be infinite, nor zero times a flag: the compiler knows that.
+    flags = [(each.detach() != each.detach()).any() for each in before if each.is_floating_point()]
+    if not flags or not tensors:
+        return list(tensors)
+    added = (torch.stack(flags).any() if flags[1:] else flags[0]).float() * 1e-30
+    return [each + added.to(each.dtype) for each in tensors]
 
 
 # A reshape to the same shape is an operation like any other; without it, and where a copy and a

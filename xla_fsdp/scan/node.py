@@ -215,8 +215,9 @@ def _gated(job: Job, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, lis
     if unit.config.optimization_barrier_in_backward:
         grad, *rest = xla_ops.barrier([*before, *leaves])
         leaves = rest[len(before) - 1 :]
-    # Before all shards are stacked, what is left of the units after the blocks, such as the head's
-    # gradient, is to be done with.
+        # What is left of the units after the blocks, such as the head's gradient or its step, is to
+        # be done with: what a loop does not use lies beside all that it needs.
+        [grad] = xla_ops.once_computed(before[1:], [grad])
     return grad, job.shards.to_send(large, leaves, before)
 
 

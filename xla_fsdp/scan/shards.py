@@ -112,7 +112,8 @@ class SingleShards:
                 torch.cat([_as_stored(param, each) for each in own])
                 for param, own in zip(params, by_param, strict=True)
             ]
-            pairs = zip(xla_ops.barrier(_behind(after, joined)), by_param, strict=True)
+            stacks = xla_ops.barrier(xla_ops.once_computed(after, joined))
+            pairs = zip(stacks, by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
 
     def to_send(
@@ -169,7 +170,7 @@ class StackedShards:
         """See ``Shards``."""
         params = [self._group.params[at] for at in numbers]
         with torch.no_grad():
-            return _behind(after, self._group.gather.sent_of_all(params, leaves))
+            return xla_ops.once_computed(after, self._group.gather.sent_of_all(params, leaves))
 
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
@@ -214,14 +215,6 @@ class StackedShards:
                 f"Synchronize the gradients of all blocks, or of none"
             )
         return [_stacked(of_param) for of_param in zip(*grads, strict=True)]
-
-
-def _behind(after: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``tensors``, once ``after`` is computed."""
-    if not after or not tensors:
-        return list(tensors)
-    zero = xla_ops.zero_after(after)
-    return [each + zero.to(each.dtype) for each in tensors]
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -102,7 +102,14 @@ def streamed(shape: Shape) -> Callable[[], None]:
     return _scanned(shape, stacked=True, streamed=True)
 
 
-def _scanned(shape: Shape, *, stacked: bool, streamed: bool = False) -> Callable[[], None]:
+def offloaded(shape: Shape) -> Callable[[], None]:
+    """``streamed`` whose blocks' inputs wait for backward in the memory of the host."""
+    return _scanned(shape, stacked=True, streamed=True, offload=True)
+
+
+def _scanned(
+    shape: Shape, *, stacked: bool, streamed: bool = False, offload: bool = False
+) -> Callable[[], None]:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
     # A whole head stays for its backward, which follows at once; one in pieces is gathered again.
@@ -111,7 +118,7 @@ def _scanned(shape: Shape, *, stacked: bool, streamed: bool = False) -> Callable
     model: Any = _wrapped(
         shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends, streamed=streamed
     )
-    scan_blocks(model.blocks, stacked=stacked)
+    scan_blocks(model.blocks, stacked=stacked, offload_activations=offload)
     return _step(model, shape, model if streamed else None)
 
 

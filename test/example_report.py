@@ -33,6 +33,7 @@ def report(**changes: Any) -> Report:
         ),
         "minimum_wire_bytes": 2_500_000, "step_time": StepTime(0.02, 0.01, 10**12, 0.25),
         "compile_seconds": 5.0, "compile_cpu_seconds": 9.0, "host_bytes": 2**30,
+        "offloaded_bytes": 0,
         "warnings": (), "findings": ("<something> to look at",), "timeline": TIMELINE,
     }  # fmt: skip
     return Report(**{**facts, **changes})

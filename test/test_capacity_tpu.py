@@ -75,13 +75,15 @@ allocation 3: size 8, output shape is |(f32[1024])|, maybe-live-out:
 allocation 4: size 128, constant:
 allocation 5: size 9000, preallocated-temp:
 allocation 6: size 7000, color 1, preallocated-temp:
+allocation 7: size 640, color 5, preallocated-temp:
 """
 
 
 def test_buffers_of_other_memories_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "module_1.buffer-assignment.txt").write_text("allocation 0: size 3, constant:\n")
     (tmp_path / "module_2.after-buffer-assignment.txt").write_text(ASSIGNMENT)
-    assert assigned_buffers(tmp_path) == Buffers(arguments=6144, outputs=8, temporaries=9128)
+    expected = Buffers(arguments=6144, outputs=8, temporaries=9128, on_host=640)
+    assert assigned_buffers(tmp_path) == expected
 
 
 def test_a_compiler_that_leaves_no_assignment_is_told(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ CASES = {
     "no_remat": Case("ScanNet", scan={"remat": "none"}),
     "named": Case("ScanNet", scan={"remat": ["qkv", "up"]}),
     "remat_inside": Case("ScanNet", remat="inside", scan={}),
+    "offload": Case("ScanNet", scan={"offload_activations": True}),
+    "offload_named": Case("ScanNet", scan={"remat": ["qkv"], "offload_activations": True}),
+    "offload_one_block": Case("ScanNetOfOne", scan={"offload_activations": True}),
+    "offload_adapters": Case("AdapterNet", scan={"remat": "none", "offload_activations": True}),
     "bf16": Case("ScanNet", scan={}, options=BF16, tolerance=0.05),
     "bf16_fp32_reduce": Case(
         "ScanNet", scan={}, options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05
@@ -54,6 +58,7 @@ CASES = {
 }  # fmt: skip
 QUICK = (
     (3, "plain"), (3, "no_sync"), (3, "no_remat"), (3, "adapters"), (3, "auto_by_name"),
+    (3, "offload_named"),
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 OTHERS = [run for run in ALL if run not in QUICK]

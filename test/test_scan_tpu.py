@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from test.ranks import cached_outcome
+from test.ranks import cached_outcome, run_python
 from test.test_graph_tpu import TARGET, counts
 from test.tpu_reports import reports
+from test.tpu_steps import LENGTH
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow
 
 DEPTHS = (4, 24, 48)
-DEPTH, WIDTH = 4, 1024
+BATCH, DEPTH, WIDTH = 2, 4, 1024
 MIB = 2**20
 
 
@@ -64,6 +65,30 @@ def test_large_gradients_of_a_loop_go_around_rings_that_compute_hides() -> None:
     # What is left is the root's, which has nothing to hide under.
     reduced = sum(e["wire_bytes"] for e in found["traffic"] if e["kind"] == "reduce-scatter")
     assert reduced <= 0.1 * matrices
+
+
+@cached_outcome
+def offloaded() -> dict[str, Any]:
+    """``wide`` with the blocks' inputs on the host."""
+    options = ("scan=on", "offload=on", f"width={WIDTH}", f"depth={DEPTH}")
+    [found] = reports(TARGET, *(word for each in options for word in ("--set", each)))
+    return found
+
+
+def test_offloaded_inputs_of_blocks_lie_in_the_hosts_memory() -> None:
+    found, inputs = offloaded(), DEPTH * BATCH * LENGTH * WIDTH * 2
+    assert found["offloaded_bytes"] == inputs
+    assert wide()["offloaded_bytes"] == 0
+    assert found["wire_bytes"] == wide()["wire_bytes"]
+    assert found["blocking_bytes"] <= 1.05 * wide()["blocking_bytes"]
+    assert any("wait in the host's memory" in each for each in found["findings"])
+
+
+def test_a_sync_between_forward_and_backward_is_told_where_activations_are_offloaded() -> None:
+    options = ("--set", "scan=on", "--set", "offload=on", "--set", "cut=on")
+    done = run_python("-m", "xla_fsdp.preflight", TARGET, *options)
+    assert done.returncode == 1
+    assert "leave out the sync between them" in done.stderr
 
 
 def test_of_a_program_that_is_refused_all_the_same_is_known() -> None:

@@ -139,7 +139,7 @@ def as_stacked(case: Case) -> Case:
     return replace(case, scan={**(case.scan or {}), "stacked": True})
 
 
-LEFT_OUT = ("flat", "adapters", "adapters_no_remat")  # are refused
+LEFT_OUT = ("flat", "adapters", "adapters_no_remat", "offload_adapters")  # are refused
 CASES = {
     **{n: as_stacked(c) for n, c in test_scan_parity.CASES.items() if n not in LEFT_OUT},
     "adapters": as_stacked(Case("AllAdaptersNet", scan={})),

@@ -19,14 +19,16 @@ pytestmark = pytest.mark.slow
 
 MIB, MB = 2**20, 10**6
 UPSTREAM, JAX = 1198 * MIB, 811 * MIB
+JAX_WIDE = 2052 * MIB  # at width 2048
 LEAST = 2091 * MB  # on the wire, in bf16
 PEAK = {
     "ours": 0.55 * UPSTREAM,
     "scan": 0.5 * UPSTREAM,
-    "streamed": min(0.45 * UPSTREAM, 0.6 * JAX),
+    "streamed": 0.5 * JAX,
+    "offloaded": 0.42 * JAX,
 }
-CODE = {"ours": 60 * MIB, "scan": 35 * MIB, "streamed": 25 * MIB}
-BLOCKING = {"ours": 1500 * MB, "scan": 500 * MB, "streamed": 251 * MB}
+CODE = {"ours": 60 * MIB, "scan": 35 * MIB, "streamed": 25 * MIB, "offloaded": 25 * MIB}
+BLOCKING = {"ours": 1500 * MB, "scan": 500 * MB, "streamed": 251 * MB, "offloaded": 251 * MB}
 PROGRAMS = tuple(PEAK)
 
 
@@ -46,13 +48,14 @@ def test_memory(program: str) -> None:
     assert found["memory"]["code"] <= CODE[program]
 
 
-def test_memory_of_a_wider_model() -> None:
+@pytest.mark.parametrize(("program", "part"), [("streamed", 0.65), ("offloaded", 0.6)])
+def test_memory_of_a_wider_model(program: str, part: float) -> None:
     """Width 2048: 1,013 MiB are parameters and AdamW's state; 144 MiB more would be gradients, if
-    the loop did not step with them."""
+    the loop did not step with them, and 96 the blocks' inputs, unless they are on the host."""
     [found] = reports(
-        "test.tpu_benchmark:build", "--set", "program=streamed", "--set", "width=2048"
+        "test.tpu_benchmark:build", "--set", f"program={program}", "--set", "width=2048"
     )
-    assert found["peak_bytes"] <= 1375 * MIB
+    assert found["peak_bytes"] <= part * JAX_WIDE
     assert found["memory"]["code"] <= 30 * MIB
     assert found["wire_bytes"] <= 1.05 * 7579 * MB
 
@@ -64,5 +67,5 @@ def test_traffic(program: str) -> None:
     assert found["blocking_bytes"] <= BLOCKING[program]
     assert counts(found)["all-reduce"] == 0
     # Row numbers, which an embedding sends in place of its table, are integers.
-    of_integers = {"s32"} if program == "streamed" else set()
+    of_integers = {"s32"} if program in ("streamed", "offloaded") else set()
     assert {each["dtype"] for each in found["traffic"]} == {"bf16", *of_integers}

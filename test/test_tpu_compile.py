@@ -77,22 +77,23 @@ def test_the_benchmark_writes_figures_of_all_programs_and_their_ratios(tmp_path:
     rows = {
         cells[0]: cells[1:]
         for line in table.read_text().splitlines()
-        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 12
+        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 14
     }
-    programs = ["ours", "scan", "stacked", "streamed", "upstream", "jax"]
+    programs = ["ours", "scan", "stacked", "streamed", "offloaded", "upstream", "jax"]
     assert rows[""] == [*programs, *(f"/ {name}" for name in programs[1:])]
-    ours, scan, stacked, streamed, upstream, jax, *ratios = map(number, rows["wire, MB"])
+    ours, scan, stacked, streamed, offloaded, upstream, jax, *ratios = map(number, rows["wire, MB"])
     over_upstream, over_jax = ratios[-2:]
     assert ours == pytest.approx(number(rows["minimum on the wire, MB"][0]), rel=0.1)
     assert scan == pytest.approx(ours, rel=0.1)
     assert stacked == pytest.approx(scan, rel=0.01)
     assert scan < streamed < 1.35 * scan  # the head is gathered twice
+    assert offloaded == streamed
     assert over_upstream == pytest.approx(ours / upstream, abs=0.02)
     assert over_jax == pytest.approx(ours / jax, abs=0.02)
     for label in ("peak, MiB", "program code, MiB", "collectives", "compile, CPU s"):
         assert all(number(cell) > 0 for cell in rows[label][: len(programs)])
     traced = [bool(cell) for cell in rows["tracing a step, CPU ms"][: len(programs)]]
-    assert traced == [True, True, True, True, True, False]
+    assert traced == [*[True] * 6, False]
     assert "python benchmarks/tpu_compile.py --models 128x2" in table.read_text()
 
 

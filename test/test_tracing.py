@@ -22,6 +22,7 @@ BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 ELEMENTS = BLOCK + 2 * VOCABULARY * WIDTH  # a block, embedding and head
 TOPOLOGY = "v5e:4x4"
 DEPTHS = {"two blocks": (2, False), "loop of two": (2, True), "loop of five": (5, True)}
+OFFLOADED = {"offloaded": True, "kept": False}
 
 
 def traced(name: str) -> dict[str, Any]:
@@ -42,12 +43,14 @@ def traced(name: str) -> dict[str, Any]:
         "hybrid": init_mesh((REPLICAS, SHARDS), ("replica", "shard"), coords=coords),
         "scattered": mesh_of(scattered, (REPLICAS, SHARDS), ("replica", "shard")),
     }
-    depth, loop = DEPTHS.get(name, (1, False))
-    found = trace_step(lambda: build(depth=depth, mesh=meshes.get(name), scan=loop), coords)
+    depth, loop = DEPTHS.get(name, (2, True) if name in OFFLOADED else (1, False))
+    options = {"mesh": meshes.get(name), "offload": OFFLOADED.get(name, False)}
+    found = trace_step(lambda: build(depth=depth, scan=loop, **options), coords)
     return {
         "collectives": Counter(
             sorted(key.partition(".")[0] for key in found.programs[0].operand_sizes)
         ),
+        "to_host": found.programs[0].hlo.count(b"pinned_host"),
         "flops": found.model_flops,
         "minimum": sum(each.gathered_bytes + each.reduced_bytes for each in found.parameters),
         "warnings": list(about_groups(found.parameters)),
@@ -81,8 +84,8 @@ def traced_that_reads() -> dict[str, Any]:
 
 @cached_outcome
 def outcomes(*names: str) -> dict[str, dict[str, Any]]:
-    """What is known of these cases (default: those that are not of loops)."""
-    names = names or ("all shards", "hybrid", "scattered")
+    """What is known of these cases (default: those of quick tests)."""
+    names = names or ("all shards", "hybrid", "scattered", *OFFLOADED)
     done = run_warm("-m", "test.test_tracing", *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -103,6 +106,11 @@ def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> No
     assert looped["collectives"] == five["collectives"] != two["collectives"]
     assert looped["minimum"] == two["minimum"] < five["minimum"]
     assert looped["flops"] == two["flops"] < five["flops"]
+
+
+def test_a_program_for_a_tpu_keeps_the_inputs_of_blocks_on_the_host_if_asked_to() -> None:
+    placed = {name: each["to_host"] for name, each in outcomes().items()}
+    assert {name: placed[name] for name in OFFLOADED} == {"offloaded": 1, "kept": 0}
 
 
 def test_shards_over_all_ranks_send_the_least() -> None:

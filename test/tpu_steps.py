@@ -61,6 +61,8 @@ def build(
     fp32_reduce_scatter: bool = False,
     meta: bool = False,
     scan: bool = False,
+    offload: bool = False,
+    cut: bool = False,
     fails: str = "",
 ) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
@@ -75,11 +77,19 @@ def build(
         fp32_reduce_scatter: reduce gradients in fp32.
         meta: build the model on the meta device, so that one unit is in memory at a time.
         scan: run the blocks as one loop.
+        offload: and let what they keep wait in the host's memory.
+        cut: make two programs of a step, which ends the first one after the forward.
         fails: "build" or "step": raise there, as a user's code may.
     """
     import torch_xla
 
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, xla_ops
+    from xla_fsdp import (
+        XlaFullyShardedDataParallel,
+        checkpoint_module,
+        init_mesh,
+        scan_blocks,
+        xla_ops,
+    )
     from xla_fsdp.collectives import XlaCollectives
 
     if fails == "build":
@@ -101,7 +111,9 @@ def build(
         model: Any = Transformer(depth, width)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
-    model = XlaFullyShardedDataParallel(model, scan_layers=scan, **options)
+    model = XlaFullyShardedDataParallel(model, **options)
+    if scan:
+        scan_blocks(model.blocks, offload_activations=offload)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
 
@@ -109,6 +121,8 @@ def build(
         if fails == "step":
             raise ValueError("the batch does not fit the mask")
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        if cut:
+            torch_xla.sync()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

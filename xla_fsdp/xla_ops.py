@@ -4,7 +4,7 @@ Files named ``*xla_ops.py`` are the only ones that touch torch_xla's internals, 
 there names its reason: ``host_xla_ops`` for values on the host, ``program_xla_ops`` for reading
 what has been traced, ``gradient_xla_ops`` for torch_xla's own reductions, ``cpu_rank_xla_ops`` for
 ranks that are threads, ``pretended_xla_ops`` for ranks that do not exist, ``scan_xla_ops`` and
-``loop_xla_ops`` for loops.
+``loop_xla_ops`` for loops, ``offload_xla_ops`` for the host's memory.
 Words: an *optimization barrier* is an XLA op that nothing is moved across or merged through; to
 *release* a tensor is to point its handle at a small dummy, so that the graph no longer needs its
 value. Always true: nothing here knows about modules, parameters or sharding.
@@ -91,6 +91,11 @@ def torus_coords() -> list[list[int]]:
         [each.get("core_on_chip", 0), *each["coords"], each.get("slice_index", 0)]
         for each in by_number
     ]
+
+
+def runs_on_cpu() -> bool:
+    """Whether what is traced is for the CPU; what a pretended rank traces is for a TPU."""
+    return xr.device_type() == "CPU" and getattr(torus_coords, "pretended", None) is None
 
 
 def sync() -> None:

@@ -17,21 +17,24 @@ from pathlib import Path
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _ELSEWHERE = re.compile(r", color [1-9]|, thread-local")
+_ON_HOST = ", color 5,"
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of HBM.
+    """Bytes of HBM, but for the last.
 
     Args:
         arguments: inputs, their padding included; results may take their place.
         outputs: results that take no input's place.
         temporaries: all else, constants too.
+        on_host: bytes of the host's memory, for what waits there.
     """
 
     arguments: int
     outputs: int
     temporaries: int
+    on_host: int
 
 
 def assigned_buffers(dump: Path) -> Buffers:
@@ -49,9 +52,11 @@ def assigned_buffers(dump: Path) -> Buffers:
 def _read(text: str) -> Buffers:
     sizes: Counter[str] = Counter()
     for size, what in _ALLOCATION.findall(text):
+        if _ON_HOST in what:
+            sizes["host"] += int(size)
         if not _ELSEWHERE.search(what):
             sizes[_use(what)] += int(size)
-    return Buffers(sizes["argument"], sizes["output"], sizes["temporary"])
+    return Buffers(sizes["argument"], sizes["output"], sizes["temporary"], sizes["host"])
 
 
 def _use(what: str) -> str:

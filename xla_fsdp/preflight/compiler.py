@@ -44,6 +44,7 @@ class Compiled:
         arguments: see ``buffers``.
         outputs: see there.
         temporaries: see there.
+        on_host: see there.
         code: of the program itself, which lies in device memory, too.
         too_large_by: what a chip is short of, if the compiler refused the program for that; then
             ``code`` is not known, and 0.
@@ -56,6 +57,7 @@ class Compiled:
     arguments: int
     outputs: int
     temporaries: int
+    on_host: int
     code: int
     too_large_by: int
     seconds: float
@@ -238,10 +240,21 @@ def _resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _refusal(said: str) -> str:
+    """What is said of a program that the compiler refused, and what to do, if that is known."""
+    told = f"the TPU compiler refused the program: {said}"
+    if "moved to host" not in said:
+        return told
+    return (
+        "what offload_activations leaves on the host cannot outlive its program, so a forward and "
+        f"its backward are to be in one: leave out the sync between them; {told}"
+    )
+
+
 def _result(folder: Path) -> Compiled:
     result = json.loads((folder / "result.json").read_text())
     if "error" in result:
-        raise CompileError(f"the TPU compiler refused the program: {result['error']}")
+        raise CompileError(_refusal(result["error"]))
     try:
         buffers = assigned_buffers(folder / "dump")
     except FileNotFoundError as error:
@@ -251,6 +264,7 @@ def _result(folder: Path) -> Compiled:
         arguments=buffers.arguments,
         outputs=buffers.outputs,
         temporaries=buffers.temporaries,
+        on_host=buffers.on_host,
         code=result["code"],
         too_large_by=result["too_large_by"],
         seconds=result["seconds"],

@@ -158,6 +158,7 @@ def report_on(
         compile_seconds=sum(each.seconds for each in compiled),
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
+        offloaded_bytes=max(each.on_host for each in compiled),
         warnings=tuple(findings.about_groups(traced.parameters)),
         findings=tuple(_findings(traced, compiled[largest], modules, collectives)),
         timeline=timeline(modules[largest], by_module[largest], topology),
@@ -187,6 +188,7 @@ def _findings(
     yield from findings.about_overlap(collectives)
     yield from findings.about_dtypes(modules, _dtype(collectives))
     yield from findings.about_inputs(largest.outputs)
+    yield from findings.about_offloading(largest.on_host)
     yield from findings.about_loops(modules)
     yield from findings.about_estimates(modules)
 

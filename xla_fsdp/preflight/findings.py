@@ -138,6 +138,16 @@ def about_inputs(kept: int) -> Iterator[str]:
         )
 
 
+def about_offloading(on_host: int) -> Iterator[str]:
+    """Activations in the memory of the host."""
+    if on_host >= WORTH_SAYING:
+        yield (
+            f"{on_host / MB:.0f} MB of activations per rank wait in the host's memory. They go "
+            f"there and come back in every step, for which the estimate allows no time: divide "
+            f"by what a chip has of its host's bus, and see that it is less than the step's compute"
+        )
+
+
 def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
     matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
     if not matching:

@@ -118,6 +118,7 @@ class Report:
         step_time: an estimate.
         compile_seconds: that the compiler took, and of CPU time.
         host_bytes: host memory that the compiler took.
+        offloaded_bytes: of the memory of a TPU's host that the step takes per rank.
         warnings: what is done in a worse way than it could be because of the configuration.
         findings: what to look at, in words.
         timeline: of the program that needs most memory.
@@ -135,6 +136,7 @@ class Report:
     compile_seconds: float
     compile_cpu_seconds: float
     host_bytes: int
+    offloaded_bytes: int
     warnings: tuple[str, ...]
     findings: tuple[str, ...]
     timeline: Timeline

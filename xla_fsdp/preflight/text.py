@@ -109,6 +109,8 @@ def _memory(report: Report) -> str:
     memory = report.memory
     rows = [(label, "", f"{getattr(memory, name) / MIB:,.1f}") for name, label in PARTS.items()]
     rows.append(("peak", "", f"{memory.peak / MIB:,.1f}"))
+    if report.offloaded_bytes:
+        rows.append(("beside it, in the host's memory", "", f"{report.offloaded_bytes / MIB:,.1f}"))
     verdict = f"fits, with {memory.left / MIB:,.0f} left"
     if not report.fits:
         verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"

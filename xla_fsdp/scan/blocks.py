@@ -28,6 +28,7 @@ from xla_fsdp.scan import node
 from xla_fsdp.scan.activations import policy_of
 from xla_fsdp.scan.arguments import Arguments
 from xla_fsdp.scan.identical import refuse_hooks, refuse_host_tensors
+from xla_fsdp.scan.keeping import OnDevice, OnHost
 from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.programs import Programs
 from xla_fsdp.scan.shards import shards_of
@@ -48,6 +49,7 @@ class Options:
 
     remat: str | tuple[str, ...] = "full"
     gather_once_below: int = GATHER_ONCE_BELOW
+    offload_activations: bool = False
 
 
 @dataclass
@@ -85,7 +87,8 @@ class BlockScan:
         self._blocks, self._options = state
         self._pass: _Pass | None = None
         self._one_by_one = False
-        self._programs = Programs(policy_of(self._options.remat))
+        keeping = OnHost() if self._options.offload_activations else OnDevice()
+        self._programs = Programs(policy_of(self._options.remat), keeping)
         self._shared = SharedTensors()
         self._passes = node.Passes()
 
@@ -191,6 +194,7 @@ class BlockScan:
             shards_of([unit.group for unit in units]),
             weights,
             self._passes,
+            self._programs.keeping,
             partial(self._programs.forward, key, template, weights, length),
             partial(self._programs.backward, key, template, weights, length),
         )

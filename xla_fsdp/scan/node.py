@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from xla_fsdp import scan_xla_ops, xla_ops
 from xla_fsdp.graph_nodes import mark_constants, present
+from xla_fsdp.scan.keeping import Keeping
 from xla_fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
 from xla_fsdp.scan.shards import Shards
 from xla_fsdp.scan.stepping import loop_steps
@@ -54,6 +55,7 @@ class Job:
         shards: the blocks'.
         weights: how parameters travel.
         passes: counts the blocks' forwards.
+        keeping: where what is collected waits.
         forward: returns the forward loop for these inputs, and for which of the other arguments
             need gradients; None where there will be no backward.
         backward: returns the backward loop.
@@ -63,6 +65,7 @@ class Job:
     shards: Shards
     weights: BlockWeights
     passes: Passes
+    keeping: Keeping
     forward: Callable[[Inputs, Sequence[bool] | None], ForwardProgram]
     backward: Callable[..., BackwardProgram]
 
@@ -165,6 +168,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     reduces = _reduces_as_one(job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
     ahead = _first_ahead(weights, inputs, len(job.units) - 1)
+    ahead += job.keeping.first(collected)
     wanted = [
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]

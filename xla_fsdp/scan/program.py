@@ -9,8 +9,8 @@ forward    carried    the stream x, full parameters ahead (gathered before the l
            constant   the other arguments, tensors that all blocks share
            collected  each block's input x, and what the policy keeps of its activations;
                       nothing where there will be no backward
-backward   carried    gradient of the stream, full parameters ahead (first of the last block),
-                      gradients of the other arguments so far
+backward   carried    gradient of the stream, full parameters ahead (first of the last block), what
+                      ``keeping`` carries, gradients of the other arguments so far
            sliced     as in forward, then what forward collected
            constant   as in forward
            collected  gradients: of large parameters reduced over the ranks, of small ones full, to
@@ -32,6 +32,7 @@ from torch import Tensor
 from xla_fsdp import xla_ops
 from xla_fsdp.loop_xla_ops import Loop
 from xla_fsdp.scan.activations import Policy, Replay
+from xla_fsdp.scan.keeping import Keeping
 from xla_fsdp.scan.template import Template, only_tensor
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.scan_xla_ops import Body, Like, trace_body
@@ -113,6 +114,7 @@ def forward_program(
     inputs: Inputs,
     length: int,
     policy: Policy,
+    keeping: Keeping,
     needs: Sequence[bool] | None,
 ) -> ForwardProgram:
     """Trace a round of the forward loop.
@@ -123,6 +125,7 @@ def forward_program(
         inputs: what the loop will take.
         length: number of blocks.
         policy: what to keep for backward.
+        keeping: where.
         needs: which of the other arguments need gradients; None where there will be no backward.
     """
     result: dict[str, Any] = {}
@@ -149,7 +152,8 @@ def forward_program(
             others = _asked(others, needs)
         recorded = policy.record(run, template.module, x)
         result["replay"] = recorded.replay
-        return [recorded.output, *following, values[0], *recorded.kept]
+        kept = keeping.collected([values[0], *recorded.kept])
+        return [recorded.output, *following, *kept]
 
     traced = trace_body(body, _likes([stream, *ahead], inputs, []), "fsdp_block_forward")
     loop = Loop(traced, length, 1 + len(ahead), len(inputs.sliced), ahead=_sent_ahead(weights))
@@ -164,6 +168,7 @@ def backward_program(
     length: int,
     forward: ForwardProgram,
     collected: Sequence[Tensor],
+    keeping: Keeping,
     needs: Sequence[bool],
     *,
     reduces: bool,
@@ -177,18 +182,23 @@ def backward_program(
         length: number of blocks.
         forward: the other loop.
         collected: what it collected.
+        keeping: where that waits.
         needs: which of the other arguments need gradients.
         reduces: whether gradients are reduced over the ranks.
     """
     result: dict[str, list[int]] = {}
     stream = template.likes[0]
     ahead = _ahead(template, weights)
+    held = keeping.carried(collected)
     wanted = [other for other, need in zip(inputs.others, needs, strict=True) if need]
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        grad, given = values[0], values[1 : 1 + len(ahead)]
-        so_far = values[1 + len(ahead) : 1 + len(ahead) + len(wanted)]
-        own, (x, *kept) = inputs.of_round(values[1 + len(ahead) + len(wanted) :])
+        grad, rest = values[0], values[1:]
+        given, rest = _split(rest, len(ahead))
+        carried, rest = _split(rest, len(held))
+        so_far, rest = _split(rest, len(wanted))
+        own, found = inputs.of_round(rest)
+        (x, *kept), next_held = keeping.of_round(carried, found)
         full, following = _gathered(weights, given, own)
         grad_x, grads, other_grads = _differentiated(
             template, forward.replay, (x, full, own, kept, needs), grad
@@ -199,16 +209,16 @@ def backward_program(
         done = weights.members(large)
         left = {member: each for member, each in grads.items() if member not in done}
         result["reduced"], result["full"] = list(reduced), list(left)
-        return [grad_x, *following, *sums, *reduced.values(), *left.values()]
+        return [grad_x, *following, *next_held, *sums, *reduced.values(), *left.values()]
 
-    likes = _likes([stream, *ahead, *wanted], inputs, collected)
+    likes = _likes([stream, *ahead, *held, *wanted], inputs, collected)
     traced = trace_body(body, likes, "fsdp_block_backward")
     loop = Loop(
         traced,
         length,
-        1 + len(ahead) + len(wanted),
+        1 + len(ahead) + len(held) + len(wanted),
         len(inputs.sliced) + len(collected),
-        ahead=_sent_ahead(weights),
+        ahead=[*_sent_ahead(weights), *(len(inputs.sliced) + at for at in range(len(held)))],
         backwards=True,
     )
     return BackwardProgram(loop, traced, result["reduced"], result["full"])

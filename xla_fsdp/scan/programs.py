@@ -20,6 +20,7 @@ from xla_fsdp.scan.identical import (
     difference_of_bodies,
     difference_of_settings,
 )
+from xla_fsdp.scan.keeping import Keeping
 from xla_fsdp.scan.program import (
     BackwardProgram,
     ForwardProgram,
@@ -39,10 +40,12 @@ class Programs:
 
     Args:
         policy: which activations loops keep for backward.
+        keeping: where.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, keeping: Keeping) -> None:
         self._policy = policy
+        self.keeping = keeping
         self._first: dict[Hashable, tuple[Alone, BlockState]] = {}
         self._checked: set[Hashable] = set()
         self._loops: dict[Hashable, Any] = {}
@@ -86,7 +89,9 @@ class Programs:
         """See ``program.forward_program``."""
         return self._kept(
             ("forward", needs, key),
-            lambda: forward_program(template, weights, inputs, length, self._policy, needs),
+            lambda: forward_program(
+                template, weights, inputs, length, self._policy, self.keeping, needs
+            ),
         )
 
     def backward(
@@ -106,7 +111,15 @@ class Programs:
         return self._kept(
             ("backward", how, key),
             lambda: backward_program(
-                template, weights, inputs, length, forward, collected, needs, reduces=reduces
+                template,
+                weights,
+                inputs,
+                length,
+                forward,
+                collected,
+                self.keeping,
+                needs,
+                reduces=reduces,
             ),
         )
 

@@ -24,6 +24,7 @@ def scan_blocks(
     remat: str | Sequence[str] = "full",
     gather_once_below: int = GATHER_ONCE_BELOW,
     stacked: bool = False,
+    offload_activations: bool = False,
 ) -> BlockScan:
     """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
     then as large, and compiles as fast, for any number of them.
@@ -46,6 +47,10 @@ def scan_blocks(
             whole from forward to backward.
         stacked: keep the parameters of all blocks in stacks for good, so that neither tracing a
             step nor its program grows with the number of blocks.
+        offload_activations: what blocks keep for backward (each one's input, and what ``remat``
+            keeps) waits in the host's memory, [number of blocks, ...] each, copied there and back
+            beside compute. A forward and its backward are then to be in one program: no
+            ``torch_xla.sync()`` between them. On CPU, whose memory that is, it changes nothing.
 
     Returns:
         What the blocks share; its ``remove()`` lets them run one by one again (stacked ones then
@@ -70,7 +75,7 @@ def scan_blocks(
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
         raise ValueError("; ".join(problems[:3]) + others)
     names = remat if isinstance(remat, str) else tuple(remat)
-    scan = BlockScan(found, Options(names, gather_once_below))
+    scan = BlockScan(found, Options(names, gather_once_below, offload_activations))
     _warn_about_ignored(found)
     if stacked:
         stack_blocks([block._fsdp_unit for block in found])

@@ -5,8 +5,8 @@
 ``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``stacked`` that with the
 parameters of all blocks in stacks, ``streamed`` that with a head that computes the loss piece by
 piece and an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs on the
-host, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers
-under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
+host, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over
+layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
 fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled

@@ -6,8 +6,8 @@
 parameters of all blocks in stacks, ``streamed`` that with a head that computes the loss piece by
 piece and an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs on the
 host, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over
-layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
-fp32 state, bf16 compute, rematerialized blocks, in the steady state.
+layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW
+with fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled
 programs are kept by preflight, so a second run takes only the time to trace.

@@ -89,10 +89,12 @@ def shard_model(
     remat: bool = True,
     scan: bool = False,
     stacked: bool = False,
+    offload: bool = False,
     **options: Any,
 ) -> FSDP:
     """Embedding, every layer, and head each a unit; the last norm is left to the outermost one.
-    With ``scan`` the layers run as one loop, their parameters ``stacked`` or each its own.
+    With ``scan`` the layers run as one loop, their parameters ``stacked`` or each its own, and what
+    they keep for backward in the host's memory with ``offload``.
 
     ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
     """
@@ -101,7 +103,8 @@ def shard_model(
     options = {**own, "shard_param_on_dim_0": scan, **options}
     inner = model.model
     inner.embed_tokens = FSDP(inner.embed_tokens, **options)
-    wrap_blocks(inner.layers, remat=remat, scan=scan, stacked=stacked, **options)
+    how = {"remat": remat, "scan": scan, "stacked": stacked, "offload": offload}
+    wrap_blocks(inner.layers, **how, **options)
     model.lm_head = FSDP(model.lm_head, **options)
     return FSDP(model, **options)
 
@@ -125,12 +128,14 @@ def step(
     remat: bool = True,
     scan: bool = False,
     lean: bool = False,
+    offload: bool = False,
     flat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
     """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it;
     ``lean`` needs the least memory: layers as a loop over stacked parameters, which AdamW steps in
-    backward, and an embedding and a head that are never whole."""
+    backward, and an embedding and a head that are never whole; ``offload`` for what layers that run
+    as a loop keep for backward."""
     import torch_xla
 
     sizes = Sizes(width, blocks, heads, kv_heads, ffn, vocabulary)
@@ -139,6 +144,7 @@ def step(
         remat=remat,
         scan=scan or lean,
         stacked=lean,
+        offload=offload,
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=leave_alone,

@@ -26,17 +26,25 @@ GIB = 2**30
 
 
 def wrap_blocks(
-    blocks: nn.ModuleList, *, remat: bool, scan: bool, stacked: bool = False, **options: Any
+    blocks: nn.ModuleList,
+    *,
+    remat: bool,
+    scan: bool,
+    stacked: bool = False,
+    offload: bool = False,
+    **options: Any,
 ) -> None:
     """Make every block a unit in place, recomputed in backward with ``remat``; with ``scan`` all of
-    them run as one loop, their parameters ``stacked`` or each its own. ``options`` are those of the
-    wrapper. ValueError for stacks without a loop."""
-    if stacked and not scan:
-        raise ValueError("stacked parameters are those of blocks that run as a loop; scan, too")
+    them run as one loop, their parameters ``stacked`` or each its own, and what they keep for
+    backward in the host's memory with ``offload``. ``options`` are those of the wrapper.
+    ValueError for stacks and offloading without a loop."""
+    if (stacked or offload) and not scan:
+        raise ValueError("stacking and offloading are for blocks that run as a loop; scan, too")
     for index, block in enumerate(blocks):
         blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
     if scan:
-        scan_blocks(blocks, remat="full" if remat else "none", stacked=stacked)
+        policy = "full" if remat else "none"
+        scan_blocks(blocks, remat=policy, stacked=stacked, offload_activations=offload)
 
 
 def training_step(

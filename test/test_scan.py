@@ -781,6 +781,64 @@ def test_named_activations_are_not_computed_again() -> None:
     assert found["full"]["dot"] == found["['lin']"]["dot"] + 1 == found["none"]["dot"] + 1
 
 
+@scenarios.add
+def kept_once(rank: int) -> list[tuple[int, ...]]:
+    """What is collected of blocks that begin with a product, which needs their input, too."""
+    from xla_fsdp import scan_blocks
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    blocks = [fsdp(make(block)) for _ in range(2)]
+    scan = scan_blocks(blocks, remat="none")
+    x: Any = torch.ones(3, 4).to("xla").requires_grad_()
+    for each in blocks:
+        x = each(x)
+    [program] = scan._programs._loops.values()
+    return [like.shape for like in program.loop.collected]
+
+
+def test_an_input_that_a_policy_keeps_is_kept_once() -> None:
+    assert result("kept_once") == [(3, 4), (3, 4)]  # it, and what tanh returned
+
+
+@scenarios.add
+def ordered(rank: int) -> dict[str, bool]:
+    """Whether tensors stay what they are once others are computed."""
+    from xla_fsdp.xla_ops import once_computed
+
+    tensors = [
+        torch.tensor([1.5, -2.0, float("inf")]),
+        torch.tensor([0.1, 3.0]).bfloat16(),
+        torch.tensor(7.0).half(),
+        torch.zeros(0, 4),
+        torch.tensor([3, 4]),
+    ]
+    large, broken = torch.tensor([float("inf"), 1.0]), torch.tensor([float("nan"), 1.0])
+
+    def same(*before: Tensor) -> bool:
+        given = [each.to("xla") for each in tensors]
+        found = once_computed([each.to("xla") for each in before], given)
+        pairs = list(zip(found, tensors, strict=True))
+        assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs)
+        return all(torch.equal(a.cpu(), b) for a, b in pairs)
+
+    zero = torch.zeros(2).to("xla")
+    [hint] = once_computed([broken.to("xla")], [zero])
+    return {
+        "nothing": same(),
+        "numbers": same(large, tensors[1]),
+        "no numbers": same(broken, large),
+        "integers": same(tensors[4]),
+        "no elements": same(tensors[3]),
+        "depends": bool((hint != 0).all()),
+    }
+
+
+def test_what_waits_for_others_keeps_its_value() -> None:
+    assert all(result("ordered").values()), result("ordered")
+
+
 def _with_dropout_around(blocks: Any, x: Tensor) -> Tensor:
     x = F.dropout(x)
     for block in blocks:

@@ -128,6 +128,40 @@ def test_ignored_parameters_are_stepped_once_and_after_backward() -> None:
 
 
 @scenario
+def what_is_pending(rank: int) -> dict[str, list[int]]:
+    """After backward, of scanned blocks without a unit around them, and of a pass without units."""
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+    from xla_fsdp.optim import step_in_backward
+
+    blocks = [fsdp(make(lambda: nn.Linear(FEATURES, FEATURES))) for _ in range(3)]
+    scan_blocks(blocks)
+    holder = nn.ModuleList(blocks)
+    optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
+    step_in_backward(holder, optimizer)
+
+    def stepped(loss: Tensor) -> list[int]:
+        before = values(holder)
+        loss.backward()
+        torch_xla.sync()
+        same = [torch.equal(*pair) for pair in zip(before, values(holder), strict=True)]
+        assert rank == 1 or not any(same)  # what is this small is rank 0's
+        return [len(block._fsdp_unit.backward.pending) for block in blocks]
+
+    x = torch.ones(4, FEATURES, device=torch_xla.device())
+    for block in blocks:
+        x = block(x)
+    found = {"blocks": stepped(x.square().mean())}
+    penalty = torch.stack([param.square().sum() for param in holder.parameters()]).sum()
+    return {**found, "penalty": stepped(penalty)}
+
+
+def test_nothing_is_pending_after_a_pass() -> None:
+    assert result("what_is_pending") == {"blocks": [0, 0, 0], "penalty": [0, 0, 0]}
+
+
+@scenario
 def parameters_kept(rank: int) -> dict[Any, list[Tensor]]:
     """By what is kept after forward and after backward."""
     from xla_fsdp.optim import step_in_backward

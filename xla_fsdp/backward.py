@@ -2,8 +2,9 @@
 
 Words: a unit is *open* from when its parameters are gathered for backward until they are freed;
 *pending* tensors must be computed before the next gather may start (the reduced gradients and
-input gradients of units already done), so that two units' parameters are not alive at once; a unit
-*lingers* while it holds parameters gathered for a forward, or ahead of one, that may not come.
+input gradients of units already done, and shards that were stepped), so that two units' parameters
+are not alive at once; a unit *lingers* while it holds parameters gathered for a forward, or ahead
+of one, that may not come.
 Always true: when a backward pass ends, no unit that it opened is open. A pass that raised leaves
 units open until ``abandon``, which every forward and every look at the parameters call first.
 The root unit makes one ``BackwardPass`` and hands it to the units below it.
@@ -144,6 +145,12 @@ class BackwardPass:
         pending, self.pending = self.pending, []
         self.backward_gate.clear()
         return [*tensors, *pending]
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """Make ``tensor`` pending, if a unit of this tree takes part in the current pass: else
+        nothing would forget it."""
+        if current_pass() in self._open:
+            self.pending.append(tensor)
 
     def linger(self, unit: PassMember) -> None:
         """``unit`` holds parameters that a forward or backward to come may need or not."""

@@ -76,8 +76,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         ignored_params: parameters to leave alone in the same way.
         ignored_states: modules or parameters; another spelling of the two above.
         scan_layers: run containers of identical units inside as one loop each (see
-            ``scan_blocks``, which has options): True for all that hold two or more units and
-            nothing else, or names of containers.
+            ``scan_blocks``, which has options, to offload activations, say): True for all that hold
+            two or more units and nothing else, or names of containers.
         scan_stacked: keep the parameters of these in stacks, one for all blocks (``stacked`` of
             ``scan_blocks``).
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see

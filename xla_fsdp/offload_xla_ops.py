@@ -16,7 +16,7 @@ from xla_fsdp import xla_ops
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """``tensor``, in the host's memory; what outlives the program comes back by itself."""
+    """``tensor``, in the host's memory; for loops to collect, and not to outlive the program."""
     return _placed(tensor, "pinned_host")
 
 

@@ -59,7 +59,8 @@ class ShardGather:
         with torch.no_grad():
             shards = [param.shard for param in self._params]
             if again:
-                shards = xla_ops.once_computed(before[:1], [shard.detach() for shard in shards])
+                first = [each for each in before if each.is_floating_point()][:1]
+                shards = xla_ops.once_computed(first, [shard.detach() for shard in shards])
             pairs = zip(self._params, shards, strict=True)
             rows = [param.cut.in_rows(shard) for param, shard in pairs]
             return xla_ops.after_(before, [operand.join(rows) for operand in self._all])

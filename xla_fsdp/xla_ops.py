@@ -135,7 +135,8 @@ def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[T
     """``tensors``, in whatever schedule the TPU compiler makes, once ``before`` are computed.
 
     Barriers have no say there: they are gone by then, and what two of them kept apart is one again.
-    So something is added that is known only then, and is zero; 1e-30 if a value is not a number.
+    So something is added that is known only then, and is zero, or next to it (1e-30, where the
+    dtype has that) if a value is not a number.
     """
     # Of all of it: what is cut from a result of a reduce-scatter turns that into an all-reduce. Not
     # a multiple of a value, which may be infinite, nor zero times a flag: the compiler knows that.

@@ -104,7 +104,7 @@ class StepInBackward:
         with _others_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None
-        unit.backward.pending.append(shard.detach())
+        unit.backward.wait_for(shard.detach())
 
 
 @contextlib.contextmanager

@@ -243,11 +243,12 @@ def _resident(pid: int) -> int:
 def _refusal(said: str) -> str:
     """What is said of a program that the compiler refused, and what to do, if that is known."""
     told = f"the TPU compiler refused the program: {said}"
-    if "moved to host" not in said:
+    if "layout for this output is not set to host memory" not in said:
         return told
     return (
-        "what offload_activations leaves on the host cannot outlive its program, so a forward and "
-        f"its backward are to be in one: leave out the sync between them; {told}"
+        f"{told}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
+        f"forward and its backward are to be in one: leave out the sync between them, or what "
+        f"reads a value there; and what has no backward runs under torch.no_grad()"
     )
 
 

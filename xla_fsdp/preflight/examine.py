@@ -145,6 +145,7 @@ def report_on(
     short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
     largest = short_of.index(max(short_of))
     peak = fullest_moment(modules[largest])
+    offloaded = max(each.on_host for each in compiled)
     return Report(
         topology=topology.name,
         num_ranks=topology.num_ranks,
@@ -158,9 +159,12 @@ def report_on(
         compile_seconds=sum(each.seconds for each in compiled),
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
-        offloaded_bytes=max(each.on_host for each in compiled),
+        offloaded_bytes=offloaded,
         warnings=tuple(findings.about_groups(traced.parameters)),
-        findings=tuple(_findings(traced, compiled[largest], modules, collectives)),
+        findings=(
+            *_findings(traced, compiled[largest], modules, collectives),
+            *findings.about_offloading(offloaded),
+        ),
         timeline=timeline(modules[largest], by_module[largest], topology),
     )
 
@@ -188,7 +192,6 @@ def _findings(
     yield from findings.about_overlap(collectives)
     yield from findings.about_dtypes(modules, _dtype(collectives))
     yield from findings.about_inputs(largest.outputs)
-    yield from findings.about_offloading(largest.on_host)
     yield from findings.about_loops(modules)
     yield from findings.about_estimates(modules)
 

@@ -132,10 +132,10 @@ def _handed_on(
 
 def _place(array: Array) -> tuple[str, str, bool]:
     """What tells the buffers that one instruction hands on apart."""
-    return array[0], array[1], _on_chip(array[3])
+    return array[0], array[1], _outside_hbm(array[3])
 
 
-def _on_chip(layout: str) -> bool:
+def _outside_hbm(layout: str) -> bool:
     return re.search(r"S\([1-9]", layout) is not None
 
 
@@ -168,7 +168,7 @@ def _purpose(module: Module, each: Instruction) -> str:
 
 
 def _hbm_only(array: Array) -> int:
-    return 0 if _on_chip(array[3]) else _anywhere(array)
+    return 0 if _outside_hbm(array[3]) else _anywhere(array)
 
 
 def _anywhere(array: Array) -> int:

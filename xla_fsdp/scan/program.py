@@ -35,7 +35,7 @@ from xla_fsdp.scan.activations import Policy, Replay
 from xla_fsdp.scan.keeping import Keeping
 from xla_fsdp.scan.template import Template, only_tensor
 from xla_fsdp.scan.weights import BlockWeights
-from xla_fsdp.scan_xla_ops import Body, Like, trace_body
+from xla_fsdp.scan_xla_ops import Body, Like, identity, trace_body
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,13 @@ class ForwardProgram:
         loop: of (x, ahead, ...) to (x, ahead, collected).
         body: a round.
         replay: how backward runs it again.
+        places: where among what is collected the block's input is, and what the policy keeps.
     """
 
     loop: Loop
     body: Body
     replay: Replay
+    places: list[int]
 
 
 @dataclass
@@ -152,13 +154,13 @@ def forward_program(
             others = _asked(others, needs)
         recorded = policy.record(run, template.module, x)
         result["replay"] = recorded.replay
-        kept = keeping.collected([values[0], *recorded.kept])
-        return [recorded.output, *following, *kept]
+        once, result["places"] = _once_each([values[0], *recorded.kept])
+        return [recorded.output, *following, *keeping.collected(once)]
 
     traced = trace_body(body, _likes([stream, *ahead], inputs, []), "fsdp_block_forward")
     loop = Loop(traced, length, 1 + len(ahead), len(inputs.sliced), ahead=_sent_ahead(weights))
     replay = result.get("replay", lambda run, module, kept: run())
-    return ForwardProgram(loop, traced, replay)
+    return ForwardProgram(loop, traced, replay, result.get("places", []))
 
 
 def backward_program(
@@ -198,7 +200,8 @@ def backward_program(
         carried, rest = _split(rest, len(held))
         so_far, rest = _split(rest, len(wanted))
         own, found = inputs.of_round(rest)
-        (x, *kept), next_held = keeping.of_round(carried, found)
+        once, next_held = keeping.of_round(carried, found)
+        x, *kept = (once[at] for at in forward.places)
         full, following = _gathered(weights, given, own)
         grad_x, grads, other_grads = _differentiated(
             template, forward.replay, (x, full, own, kept, needs), grad
@@ -298,6 +301,14 @@ def _asked(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
 
 def _split(values: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tensor]]:
     return list(values[:at]), list(values[at:])
+
+
+def _once_each(values: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """``values`` without those that are computed alike, and where each is among them."""
+    known: dict[tuple[bytes, Like], int] = {}
+    keys = [(identity(each), Like.of(each)) for each in values]
+    places = [known.setdefault(key, len(known)) for key in keys]
+    return [values[places.index(at)] for at in range(len(known))], places
 
 
 def _tensors(template: Template, own: Inputs) -> list[Tensor]:

@@ -57,10 +57,12 @@ def scan_blocks(
         compute with slices of their stacks).
 
     Raises:
-        TypeError: if something is no module.
+        TypeError: if something is no module, or no bool.
         ValueError: if blocks are no units, are not identical, cannot be stacked, or an option
             makes no sense.
     """
+    if not isinstance(offload_activations, bool):
+        raise TypeError(f"offload_activations is {offload_activations!r}; give True or False")
     found: list[Any] = list(blocks)
     problems = [
         f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "

@@ -25,7 +25,7 @@ def make_steps(rank: int, module: str, sizes: dict[str, int]) -> bool:
     """Run two steps of a script's ``step``, in all its ways."""
     ways: list[dict[str, bool]] = [{}, {"flat": True}, {"scan": True}]
     if "llama" in module:
-        ways.append({"lean": True, "offload": True})
+        ways += [{"lean": True}, {"lean": True, "offload": True}]
     for how in ways:
         step = importlib.import_module(module).step(**sizes, **how)
         step()

@@ -81,7 +81,7 @@ def test_offloaded_inputs_of_blocks_lie_in_the_hosts_memory() -> None:
     assert wide()["offloaded_bytes"] == 0
     assert found["wire_bytes"] == wide()["wire_bytes"]
     assert found["blocking_bytes"] <= 1.05 * wide()["blocking_bytes"]
-    assert any("wait in the host's memory" in each for each in found["findings"])
+    assert any("go to the host's memory" in each for each in found["findings"])
 
 
 def test_a_sync_between_forward_and_backward_is_told_where_activations_are_offloaded() -> None:

@@ -48,7 +48,7 @@ def test_memory(program: str) -> None:
     assert found["memory"]["code"] <= CODE[program]
 
 
-@pytest.mark.parametrize(("program", "part"), [("streamed", 0.65), ("offloaded", 0.6)])
+@pytest.mark.parametrize(("program", "part"), [("streamed", 0.63), ("offloaded", 0.6)])
 def test_memory_of_a_wider_model(program: str, part: float) -> None:
     """Width 2048: 1,013 MiB are parameters and AdamW's state; 144 MiB more would be gradients, if
     the loop did not step with them, and 96 the blocks' inputs, unless they are on the host."""

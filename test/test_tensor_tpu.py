@@ -43,12 +43,26 @@ def test_loss_parallel_never_holds_all_logits() -> None:
     assert max(each["nbytes"] for each in whole["largest"]) >= LOGITS
 
 
-def test_activations_between_blocks_shrink_by_the_degree() -> None:
+@pytest.mark.parametrize(
+    "chip",
+    [
+        f"--flags=--xla_tpu_max_hbm_size_mib={LITTLE}",
+        pytest.param(
+            "--flags=",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="with 16 GB at hand the compiler keeps whole activations for products that "
+                "it hides the sequence's gathers under: 700 MB cut along it, 571 not, blocking 950 "
+                "and 1,147 MB",
+            ),
+        ),
+    ],
+    ids=["little memory", "ample memory"],
+)
+def test_activations_between_blocks_shrink_by_the_degree(chip: str) -> None:
     """Of rematerialized blocks, their inputs are kept (as results of the program, where a tensor
-    that nobody needs any more has not been collected yet). On a chip with little memory: else the
-    compiler keeps whole activations for products that it hides the sequence's gathers under."""
-    little = f"--flags=--xla_tpu_max_hbm_size_mib={LITTLE}"
-    cut, whole = (report(little, depth=DEPTH, sequence=on) for on in (True, False))
+    that nobody needs any more has not been collected yet)."""
+    cut, whole = (report(chip, depth=DEPTH, sequence=on) for on in (True, False))
 
     def kept(found: dict[str, Any]) -> int:
         return held(found) + found["memory"]["outputs"]

@@ -79,7 +79,7 @@ def torus_coords() -> list[list[int]]:
 
     Devices are asked for their places; a rank is the device of that number.
     """
-    if (pretended := getattr(torus_coords, "pretended", None)) is not None:
+    if (pretended := _pretended_coords()) is not None:
         return pretended
     if xr.device_type() != "TPU":
         return []
@@ -95,7 +95,12 @@ def torus_coords() -> list[list[int]]:
 
 def runs_on_cpu() -> bool:
     """Whether what is traced is for the CPU; what a pretended rank traces is for a TPU."""
-    return xr.device_type() == "CPU" and getattr(torus_coords, "pretended", None) is None
+    return xr.device_type() == "CPU" and _pretended_coords() is None
+
+
+def _pretended_coords() -> list[list[int]] | None:
+    """What ``pretended_xla_ops`` has put in the place of the TPU's own."""
+    return getattr(torus_coords, "pretended", None)
 
 
 def sync() -> None:

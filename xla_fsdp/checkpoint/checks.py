@@ -18,6 +18,7 @@ import torch
 
 from xla_fsdp.checkpoint.format import state_name
 from xla_fsdp.checkpoint.full_tensors import Plan
+from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource
@@ -136,7 +137,7 @@ def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]
     yield from _whole_problems(plan, shard.state_dict, reference)
     yield from _tie_problems(plan, shard.state_dict)
     if plan.optimizer is not None:
-        yield from _optimizer_problems(plan, shard, reference)
+        yield from _optimizer_problems(plan, plan.optimizer, shard, reference)
 
 
 def _piece_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
@@ -163,10 +164,11 @@ def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{alias} and {canonical} are tied, but their shards differ"
 
 
-def _optimizer_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
-    assert plan.optimizer is not None
+def _optimizer_problems(
+    plan: Plan, record: OptimizerRecord, shard: Shard, reference: Shard
+) -> Iterator[str]:
     listed = set()
-    for key, state in plan.optimizer.states.items():
+    for key, state in record.states.items():
         for what in state.sharded + state.whole:
             listed.add(name := state_name(key, what))
             found, model = shard.optimizer.get(name), reference.optimizer.get(name)

@@ -116,7 +116,7 @@ def full_checkpoint(plan: Plan, shards: Sequence[Shard]) -> FullCheckpoint:
     return FullCheckpoint(
         model=_full_model(plan, [shard.state_dict for shard in shards]),
         ties=dict(plan.ties),
-        optimizer=None if plan.optimizer is None else _full_optimizer(plan, shards),
+        optimizer=None if plan.optimizer is None else _full_optimizer(plan, plan.optimizer, shards),
     )
 
 
@@ -205,9 +205,9 @@ class _Once:
 # ---------------------------------------------------------------- optimizer
 
 
-def _full_optimizer(plan: Plan, shards: Sequence[Shard]) -> FullOptimizer:
-    record = plan.optimizer
-    assert record is not None
+def _full_optimizer(
+    plan: Plan, record: OptimizerRecord, shards: Sequence[Shard]
+) -> FullOptimizer:
     states: dict[str, dict[str, Any]] = {}
     for key, state in record.states.items():
         by_name: dict[str, dict[str, Any]] = {name: {} for name in plan.names_of(key)}

@@ -142,9 +142,9 @@ def about_offloading(on_host: int) -> Iterator[str]:
     """Activations in the memory of the host."""
     if on_host >= WORTH_SAYING:
         yield (
-            f"{on_host / MB:.0f} MB of activations per rank wait in the host's memory. They go "
-            f"there and come back in every step, for which the estimate allows no time: divide "
-            f"by what a chip has of its host's bus, and see that it is less than the step's compute"
+            f"{on_host / MB:.0f} MB of activations per rank go to the host's memory and come back "
+            f"in every step. The estimated step has no time for that: it is hidden if twice these "
+            f"bytes, at the speed of the link between host and chip, take less than the compute"
         )
 
 

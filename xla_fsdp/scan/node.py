@@ -167,8 +167,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     needs = ctx.needs
     reduces = _reduces_as_one(job.units)
     program = job.backward(inputs, ctx.program, collected, needs, reduces)
-    ahead = _first_ahead(weights, inputs, len(job.units) - 1)
-    ahead += job.keeping.first(collected)
+    first = _first_ahead(weights, inputs, len(job.units) - 1) + job.keeping.first(collected)
     wanted = [
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]
@@ -177,10 +176,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     if reduces and job.passes.is_alone(ctx.versions):
         steps = loop_steps(job.units, job.shards, weights, program)
     update = None if steps is None else steps.update
-    results = program.loop.run([grad, *ahead, *wanted, *sliced, *inputs.constant], seeds, update)
+    results = program.loop.run([grad, *first, *wanted, *sliced, *inputs.constant], seeds, update)
     if steps is not None:
         results = steps.taken(results)
-    at = 1 + len(ahead)
+    at = 1 + len(first)
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
     reduced, full = gradients(program, stacks, reduced=steps is None)
     leaves = _reduced(job, reduced, full) if reduces else _handed_over(job, full)

@@ -43,8 +43,7 @@ def find_cut_problems(
     wanted: dict[int, dict[int | None, str]] = defaultdict(dict)
     sites: dict[tuple[int, str], str] = {}
     for name, cut in cuts:
-        param = cut.owner._parameters[cut.attribute]
-        assert param is not None
+        param = cut.param
         own = join_name(name, cut.attribute)
         first = sites.setdefault((id(cut.owner), cut.attribute), own)
         if first is not own:
@@ -82,8 +81,7 @@ def distribute(cuts: Sequence[ParamCut], axis: MeshAxis, src_data_rank: int | No
 
 
 def _make(cut: ParamCut, axis: MeshAxis, source: int | None) -> None:
-    param = cut.owner._parameters[cut.attribute]
-    assert param is not None
+    param = cut.param
     placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
     known = _became.get(param)
     if known is None:

@@ -32,6 +32,17 @@ class ParamCut:
     attribute: str
     dim: int | None
 
+    @property
+    def param(self) -> nn.Parameter:
+        """What is cut; ValueError if there is no such parameter."""
+        found = self.owner._parameters.get(self.attribute)
+        if found is None:
+            raise ValueError(
+                f"a style cuts {self.attribute!r} of {type(self.owner).__name__}, which has no such "
+                f"parameter; leave it out of what the style's cuts() returns"
+            )
+        return found
+
 
 class ParallelStyle(ABC):
     """How a module is parallelized; base class of all styles."""

@@ -48,7 +48,7 @@ from xla_fsdp.checkpoint.outputs import Fingerprints, SafetensorsOutput, WriteOp
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
 from xla_fsdp.checkpoint.torch_file import read_torch_file
-from xla_fsdp.layout import ShardLayout
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 STATES = ("exp_avg", "exp_avg_sq")
 WIDTH = 4096

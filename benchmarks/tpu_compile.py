@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import gpt
+from xla_fsdp.distributed.tpu_flags import compiler_flags
+from xla_fsdp.preflight.api import report_on
 from xla_fsdp.preflight.compiler import (
     Compiled,
     CompileError,
     compile_program,
     compiler_environment,
 )
-from xla_fsdp.preflight.examine import report_on
 from xla_fsdp.preflight.program import Traced
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
-from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
 FLAGGED = ("ours", "scan", "stacked", "streamed", "offloaded")

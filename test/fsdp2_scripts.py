@@ -299,7 +299,8 @@ def apply_fsdp(
 
 def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, Any]:
     """Meta init, ``apply_fsdp``, ``to_empty``, ``init_weights``, a few steps with accumulation."""
-    from xla_fsdp import full_state_dict, init_mesh, program_xla_ops
+    from xla_fsdp import full_state_dict, init_mesh
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     args, device = ModelArgs(layers=2), torch_xla.device()
     with torch.device("meta"):

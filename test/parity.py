@@ -26,7 +26,7 @@ from test import models
 from test.models import CLASSES, FEATURES, Block
 from xla_fsdp import init_mesh, one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
-from xla_fsdp.torus import reduction_steps
+from xla_fsdp.distributed.topology import reduction_steps
 
 STEPS = 3
 ROUNDING = 2e-6  # of a sum over a few hundred fp32 products near 1, in another order
@@ -220,7 +220,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
 
 def _grads_of_shards(name: str, param: nn.Parameter) -> list[tuple[str, Tensor]]:
     """Copies; a stack of ``model.blocks`` has one for each of them."""
-    from xla_fsdp.shard_stacks import is_stack
+    from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
     if param.grad is None:
         return []
@@ -239,7 +239,7 @@ def _state(model: nn.Module, case: Case) -> dict[str, Any]:
 
 def whole(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full tensors of what is cut like the model's shards, or not cut at all."""
-    from xla_fsdp.ties import known_group, known_shard
+    from xla_fsdp.fsdp.engine.registry import known_group, known_shard
 
     params = dict(model.named_parameters(remove_duplicate=False))
     params.update(model.get_original_names_and_sharded_parameters())  # not stacks, their slices
@@ -354,7 +354,7 @@ def _shard_in_place(model: nn.Module, case: Case) -> Any:
 
 def on_torus(sizes: tuple[int, ...], rank: int) -> Any:
     """Collectives that reduce as on a TPU's torus of these sizes."""
-    from xla_fsdp.collectives import XlaCollectives
+    from xla_fsdp.distributed.collectives import XlaCollectives
 
     slowest_first = [range(size) for size in reversed(sizes)]
     coords = [tuple(reversed(place)) for place in itertools.product(*slowest_first)]

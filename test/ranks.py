@@ -133,7 +133,7 @@ def _call(rank: int, target: str, *args: Any) -> Any:
 
 
 def _main(job: Path) -> None:
-    from xla_fsdp.launcher import launch
+    from xla_fsdp.distributed.launcher import launch
 
     target, num_ranks, args = pickle.loads(job.read_bytes())
     results = launch(_call, (target, *args), num_ranks=num_ranks)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint import MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.checkpoint.commit import Place, Ranks, Save
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.plain_values import pack
-from xla_fsdp.checkpoint.rank_file import RankContent, write_rank_file
 from xla_fsdp.checkpoint.reshard import Target
+from xla_fsdp.checkpoint.save_protocol import Place, Ranks, Save
+from xla_fsdp.checkpoint.shard_writer import RankContent, write_rank_file
 from xla_fsdp.checkpoint.step_directory import complete_attempts
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 

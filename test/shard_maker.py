@@ -25,7 +25,7 @@ from xla_fsdp.checkpoint import (
     ShardMetadata,
     StateRecord,
 )
-from xla_fsdp.layout import ShardLayout
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 Bits = tuple[torch.dtype, tuple[int, ...], bytes]
 

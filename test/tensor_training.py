@@ -134,7 +134,7 @@ def sharded(model: Any, case: Case, mesh: Any) -> Any:
 def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[str, Any]:
     """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own."""
     from xla_fsdp import full_state_dict, optim_state_dict
-    from xla_fsdp.scan import scan_blocks
+    from xla_fsdp.fsdp.scan import scan_blocks
 
     mesh, model = (case.make_mesh(), None) if made is None else made()
     if model is None:
@@ -154,7 +154,8 @@ def train_steps(
     """Train on this rank's part of the batches; losses, norms, and which part it is."""
     import torch_xla
 
-    from xla_fsdp import clip_grad_norm_, xla_ops
+    from xla_fsdp import clip_grad_norm_
+    from xla_fsdp.distributed.xla import ops as xla_ops
     from xla_fsdp.tensor_parallel import loss_parallel
 
     rank, device = xla_ops.rank(), torch_xla.device()

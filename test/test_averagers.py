@@ -48,7 +48,7 @@ def _compiled() -> int:
     """Programs compiled in this process so far; all ranks wait for each other to read it."""
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import host_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     host_xla_ops.exchange(b"")
     count = metrics.counter_value("UncachedCompile") or 0
@@ -167,7 +167,7 @@ def written_and_read(rank: int) -> int:
     optimizers."""
     import torch_xla
 
-    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
 
     optim, alone = _averagers(), [[each] for each in range(RANKS)]
     groups = {"sharding_groups": alone, "sharding_rank": 0, "sharding_world_size": 1}

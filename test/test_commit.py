@@ -25,10 +25,11 @@ from test.saving import (
     read,
     save_step,
 )
-from xla_fsdp.checkpoint import CheckpointError, commit, storage
-from xla_fsdp.checkpoint.commit import Place, Ranks, Save
+from xla_fsdp.checkpoint import CheckpointError, storage
+from xla_fsdp.checkpoint import save_protocol as commit
 from xla_fsdp.checkpoint.plain_values import pack
-from xla_fsdp.checkpoint.rank_file import write_rank_file
+from xla_fsdp.checkpoint.save_protocol import Place, Ranks, Save
+from xla_fsdp.checkpoint.shard_writer import write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
     Attempt,

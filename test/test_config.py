@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from xla_fsdp.config import FSDPConfig
+from xla_fsdp.fsdp.engine.config import FSDPConfig
 
 
 def test_defaults_are_valid_and_frozen() -> None:

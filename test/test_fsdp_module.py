@@ -24,7 +24,7 @@ def gathers(rank: int) -> dict[str, int]:
     def count(change: Any, steps: int = 1, **options: Any) -> int:
         import torch_xla
 
-        from xla_fsdp import program_xla_ops
+        from xla_fsdp.distributed.xla import graph as program_xla_ops
 
         model = in_place(make(), **options)
         change(model)
@@ -95,7 +95,7 @@ class EmbeddingNet(nn.Module):
 def embedding(rank: int) -> dict[bool, Any]:
     import torch_xla
 
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     found = {}
     for unshards in (True, False):
@@ -169,7 +169,8 @@ def test_sums_of_gradients_are_divided_as_asked() -> None:
 
 @scenarios.add
 def hooks(rank: int) -> dict[str, Any]:
-    from xla_fsdp import comm_hooks, program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     expected, seen = step(in_place(make())), []
 
@@ -250,7 +251,7 @@ def _before(program: Any, name: str, op: str) -> int:
 def last_backward(rank: int) -> dict[bool, int]:
     """How many tensors the barriers of two passes wait for."""
     from test.hlo import Program
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     found = {}
     for is_last in (True, False):
@@ -290,7 +291,8 @@ class Deep(nn.Module):
 def prefetch(rank: int) -> dict[str, Any]:
     """For each gather of a block, how many matrix products it has to wait for."""
     from test.hlo import Program
-    from xla_fsdp import fully_shard, program_xla_ops
+    from xla_fsdp import fully_shard
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     def waits(ahead: int, backward_ahead: int) -> tuple[list[int], dict[str, Tensor]]:
         model = make(Deep)

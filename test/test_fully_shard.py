@@ -83,7 +83,8 @@ def test_without_replicas_no_gradient_waits_for_them() -> None:
 
 @scenarios.add
 def unshard(rank: int) -> dict[str, Any]:
-    from xla_fsdp import MixedPrecisionPolicy, host_xla_ops
+    from xla_fsdp import MixedPrecisionPolicy
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     plain = make()
     model = in_place(make(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -128,13 +129,8 @@ def shown(rank: int) -> dict[str, Any]:
     """What is done with the parameters of a model that keeps them after backward."""
     import tempfile
 
-    from xla_fsdp import (
-        clip_grad_norm_,
-        host_xla_ops,
-        load_optim_state_dict,
-        optim_state_dict,
-        save_checkpoint,
-    )
+    from xla_fsdp import clip_grad_norm_, load_optim_state_dict, optim_state_dict, save_checkpoint
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     found: dict[str, Any] = {}
     model = in_place(make())
@@ -233,7 +229,8 @@ def precision(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from test.hlo import Program
-    from xla_fsdp import MixedPrecisionPolicy, fully_shard, program_xla_ops
+    from xla_fsdp import MixedPrecisionPolicy, fully_shard
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     def look(**policy: Any) -> dict[str, Any]:
         seen = []
@@ -509,7 +506,8 @@ def test_copies_prefetch_their_own_units() -> None:
 
 @scenarios.add
 def several_modules(rank: int) -> dict[str, Any]:
-    from xla_fsdp import full_state_dict, fully_shard, program_xla_ops
+    from xla_fsdp import full_state_dict, fully_shard
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     plain, model = make(), make()
     listed = [model.mid, model.mid2, model.head]
@@ -610,11 +608,11 @@ def checkpoints(rank: int) -> dict[str, Any]:
         XlaFullyShardedDataParallel,
         full_state_dict,
         fully_shard,
-        host_xla_ops,
         load_checkpoint,
         optim_state_dict,
         save_checkpoint,
     )
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     def listed() -> Any:
         model = make()

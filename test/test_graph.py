@@ -48,7 +48,7 @@ def steady_step(rank: int, cases: dict[str, Case]) -> dict[str, str]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     device, programs = torch_xla.device(), {}
     for name, case in cases.items():

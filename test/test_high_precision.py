@@ -32,7 +32,7 @@ def high(params: Any, inner_class: Any = torch.optim.SGD, **options: Any) -> Any
 
 
 def bits(salt: int, count: int = COUNT) -> Tensor:
-    from xla_fsdp.optim.noise import random_bits
+    from xla_fsdp.distributed.random_bits import random_bits
 
     return random_bits(torch.Size([count]), torch.tensor([salt], dtype=torch.int32))
 
@@ -69,7 +69,7 @@ def test_uses_that_differ_a_little_have_nothing_in_common(other: tuple[str, int 
 def test_salts_of_seeds_steps_parameters_and_ranks_differ() -> None:
     from itertools import product
 
-    from xla_fsdp.optim.noise import salt_of
+    from xla_fsdp.distributed.random_bits import salt_of
 
     salts = {salt_of(*each) for each in product(range(5), range(20), range(20), range(8))}
     assert len(salts) >= 5 * 20 * 20 * 8 - 1  # one chance meeting among 2**32 is likely enough
@@ -273,7 +273,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import host_xla_ops, optim_state_dict
+    from xla_fsdp import optim_state_dict
+    from xla_fsdp.distributed.xla import host as host_xla_ops
     from xla_fsdp.optim import ZeroRedundancyOptimizer
 
     found: dict[str, Any] = {}
@@ -326,7 +327,7 @@ def test_replicas_round_alike_and_shards_do_not() -> None:
 
 
 def test_ranks_do_not_round_with_each_others_bits() -> None:
-    from xla_fsdp.optim.noise import salt_of
+    from xla_fsdp.distributed.random_bits import salt_of
 
     first, second = (bits(salt_of(0, 0, 0, rank)) for rank in range(2))
     agree = ((first & 0xFFFF) == (second & 0xFFFF)).double().mean().item()

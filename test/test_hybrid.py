@@ -71,7 +71,7 @@ def program(rank: int) -> str:
     """HLO of the second step; on CPU ranks an all-reduce is a reduce-scatter and an all-gather."""
     import torch_xla
 
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     options = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
     case = Case(model="LinearNet", mesh=(REPLICAS, SHARDS), options=options)
@@ -91,7 +91,7 @@ def program(rank: int) -> str:
 def groups_of_gathers(when: str) -> int:
     """How many gathers of a step are among some of the ranks, where parameters are to be kept in
     groups of two, until ``set_reshard_after_forward(True)``: before the forward, or after it."""
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     model = in_place(make(), reshard_after_forward=2)
     if when == "before":

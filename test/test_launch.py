@@ -34,7 +34,7 @@ from test.ranks import (
     run_warm,
     warm_python,
 )
-from xla_fsdp import cpu_ranks, launcher, tpu_flags
+from xla_fsdp.distributed import cpu_ranks, launcher, tpu_flags
 
 SIZES = [1, 2, 3, 4, 8, 16]
 STEPS = 4
@@ -649,7 +649,7 @@ def test_number_from_the_environment_is_checked(
 def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_xla
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp.distributed.xla import ops as xla_ops
 
     calls: list[Any] = []
     monkeypatch.setattr(torch_xla, "launch", lambda *args, **options: calls.append((args, options)))

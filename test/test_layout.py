@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.layout import LANES, ShardLayout, offsets, shard_multiple
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, offsets, shard_multiple
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))

@@ -23,8 +23,8 @@ from test.ranks import cached_outcome, run_on_ranks
 from test.readme_snippets import snippets
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
-from xla_fsdp.streamed.pieces import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
-from xla_fsdp.streamed.softmax import Goal, logits_of
+from xla_fsdp.fsdp.chunked.chunks import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
+from xla_fsdp.fsdp.chunked.softmax import Goal, logits_of
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -385,8 +385,8 @@ def test_nothing_to_count_and_no_class_under_fsdp() -> None:
 def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
     """By number of pieces: collectives, loops, and whether anything is as large as the head or the
     logits. "kept" are 8 that backward does not gather."""
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.program_xla_ops import lowered_hlo
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
 
     found = {}
     for pieces in (1, 2, 8, "kept"):
@@ -417,7 +417,7 @@ def left_alive(rank: int) -> list[int]:
     import torch_xla
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp.host_xla_ops import exchange
+    from xla_fsdp.distributed.xla.host import exchange
 
     model = streamed(net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -445,8 +445,8 @@ def test_nothing_of_a_step_stays_alive() -> None:
 
 @scenarios.add
 def calls(rank: int) -> dict[str, Any]:
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.xla_ops import is_pending
+    from xla_fsdp.distributed.xla.host import settle
+    from xla_fsdp.distributed.xla.ops import is_pending
 
     model, plain = streamed(net()), make(net())
     x, y = to_device(*batch(rank))
@@ -528,7 +528,7 @@ def test_products_follow_autocast() -> None:
 @scenarios.add
 def hooked(rank: int) -> dict[str, float]:
     """A hook of the user's replaces the reduction."""
-    from xla_fsdp import comm_hooks
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     model = in_place(net())
     model.head.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
@@ -564,7 +564,7 @@ def test_copies_stream_by_themselves() -> None:
 def not_streamed(rank: int) -> dict[str, Any]:
     """Warnings of heads that run as any unit, and their differences from the plain model."""
 
-    from xla_fsdp.streamed.runners import runner_for
+    from xla_fsdp.fsdp.chunked.runners import runner_for
 
     class Scaled(LinearCrossEntropy):
         def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
@@ -809,7 +809,7 @@ def sentences(rank: int) -> Tensor:
 def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
     """The README's snippet, from its model to its loss, and a backward."""
     from xla_fsdp import XlaFullyShardedDataParallel, one_rank_at_a_time
-    from xla_fsdp.streamed import pieces
+    from xla_fsdp.fsdp.chunked import chunks as pieces
     from xla_fsdp.wrap import transformer_auto_wrap_policy
 
     pieces.PIECE_BYTES = 1  # of the whole process, which does nothing else

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xla_fsdp import init_mesh
-from xla_fsdp.mesh import Mesh
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.topology import reduction_steps
 from xla_fsdp.preflight.topologies import find_topology
-from xla_fsdp.torus import reduction_steps
 
 HSDP = ("replica", "shard")
 ALL = ("replica", "shard", "tensor")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.operands import TILE, Operand, operands_of
+from xla_fsdp.distributed.buckets import TILE, Operand, operands_of
 
 SHAPES = {0: (5,), 1: (2, 128), 2: (0,), 3: (300,), 4: (4, 256), 5: (7,)}
 FP32 = dict.fromkeys(SHAPES, torch.float32)

@@ -39,7 +39,7 @@ CREATED = ("momentum", "adamw capturable", "adafactor")
 
 
 def params(model: Any) -> dict[str, Tensor]:
-    from xla_fsdp.optim_state import params_by_key
+    from xla_fsdp.fsdp.state_dict.optim import params_by_key
 
     return params_by_key(
         model.get_original_names_and_sharded_parameters(), model.named_parameters()
@@ -63,7 +63,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def continues(make_optimizer: Callable[[Any], Any], **arguments: Any) -> bool:
     """Whether two steps and one more equal three steps, with state moved in between."""
-    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
 
     model, straight = fsdp(make(Pair)), fsdp(make(Pair))
     optimizer = make_optimizer(model.parameters())
@@ -103,7 +103,7 @@ def scaled_states(rank: int) -> dict[str, bool]:
     import torch_xla
     from torch_xla.amp import syncfree
 
-    from xla_fsdp.state_dicts import load_optim_state_dict, optim_state_dict
+    from xla_fsdp.fsdp.state_dict.model import load_optim_state_dict, optim_state_dict
 
     found = {}
     on_device = torch.zeros((), device=torch_xla.device())
@@ -134,7 +134,7 @@ def test_new_optimizers_take_what_is_kept_with_a_scaler_and_without() -> None:
 
 @scenario
 def places(rank: int) -> dict[str, Any]:
-    from xla_fsdp.optim_state import read_optimizer
+    from xla_fsdp.fsdp.state_dict.optim import read_optimizer
 
     model = fsdp(make(Pair), shard_param_on_dim_0=True)
     found: dict[str, Any] = {}
@@ -173,8 +173,7 @@ class CodesPair(Pair):
 @scenario
 def wide_and_whole(rank: int) -> dict[str, Any]:
     """State in a wider dtype than the parameter's, and a parameter that is not sharded."""
-    from xla_fsdp.optim_entries import Place
-    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+    from xla_fsdp.fsdp.state_dict.optim import Place, read_optimizer, write_optimizer
 
     model = fsdp(make(CodesPair).to(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,7 +206,7 @@ def test_state_keeps_its_dtype() -> None:
 
 @scenario
 def created(rank: int) -> dict[str, bool]:
-    from xla_fsdp.optim_state import create_state
+    from xla_fsdp.fsdp.state_dict.optim import create_state
 
     found = {}
     for name in CREATED:
@@ -238,7 +237,7 @@ def test_state_made_before_the_first_step_changes_nothing() -> None:
 
 @scenario
 def refusals(rank: int) -> dict[str, str]:
-    from xla_fsdp.optim_state import read_optimizer, write_optimizer
+    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
 
     plain, model = make(Pair), fsdp(make(Pair))
     before_wrapping = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -13,8 +13,8 @@ import pytest
 
 from test.ranks import run_python
 from test.scenarios import fsdp, make
-from xla_fsdp.launcher import launch
-from xla_fsdp.stop_signals import Listening, listen, was_asked
+from xla_fsdp.distributed.launcher import launch
+from xla_fsdp.distributed.preemption import Listening, listen, was_asked
 
 RANKS, SIGNALLED_AT = 3, 4
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from test.example_report import report
-from xla_fsdp.mesh import init_mesh
+from xla_fsdp.distributed.mesh import init_mesh
+from xla_fsdp.distributed.topology import reduction_steps
 from xla_fsdp.preflight import CompileError, preflight, text
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
+from xla_fsdp.preflight.api import noted_options
 from xla_fsdp.preflight.compiler import compile_program
 from xla_fsdp.preflight.estimate import estimate
-from xla_fsdp.preflight.examine import noted_options
 from xla_fsdp.preflight.findings import (
     about_bytes,
     about_dtypes,
@@ -27,7 +28,6 @@ from xla_fsdp.preflight.report import Memory
 from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
-from xla_fsdp.torus import reduction_steps
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
 OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4

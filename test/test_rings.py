@@ -20,7 +20,7 @@ ROWS, WIDTH = 512, 256  # more than collectives.RING
 
 
 def by_gather(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
-    from xla_fsdp import xla_ops
+    from xla_fsdp.distributed.xla import ops as xla_ops
 
     [sender] = [source for source, target in sends if target == xla_ops.rank()]
     return xla_ops.all_gather(value, None)[sender : sender + 1]
@@ -33,9 +33,8 @@ def stack_of(rank: int, size: int) -> Tensor:
 def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp import xla_ops
-    from xla_fsdp.collectives import RingCollectives
-    from xla_fsdp.rings import Rings
+    from xla_fsdp.distributed.collectives import RingCollectives, Rings
+    from xla_fsdp.distributed.xla import ops as xla_ops
 
     xla_ops.collective_permute = by_gather  # the process is this test's own
     device = torch_xla.device()

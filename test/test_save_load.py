@@ -265,8 +265,9 @@ may_write = threading.Event()
 def make_steps_fail() -> None:
     """From now on, writing steps 102 and 104 fails, and 105 waits, on all ranks: they share the
     module."""
-    from xla_fsdp import one_rank_at_a_time, save_load
+    from xla_fsdp import one_rank_at_a_time
     from xla_fsdp.checkpoint import CheckpointError
+    from xla_fsdp.fsdp import train_checkpoint as save_load
 
     with one_rank_at_a_time():
         original = save_load.write_rank_file
@@ -285,7 +286,8 @@ def make_steps_fail() -> None:
 
 def asynchronous(directory: Path) -> dict[str, Any]:
     """A save that fails says so at the next one, or when it is waited for."""
-    from xla_fsdp import host_xla_ops, latest_step, load_checkpoint, save_checkpoint
+    from xla_fsdp import latest_step, load_checkpoint, save_checkpoint
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     make_steps_fail()
     model = fsdp(make(TiedNet))

@@ -597,7 +597,7 @@ def test_other_methods_of_scanned_blocks_run_by_themselves() -> None:
 
 
 def add_comm_hook(model: Any) -> None:
-    from xla_fsdp import comm_hooks
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
 
@@ -621,7 +621,7 @@ def checkpointed_around(model: Any) -> Tensor:
 
 
 def one_by_one_checkpointed(model: Any) -> Tensor:
-    from xla_fsdp.scan import blocks_one_by_one
+    from xla_fsdp.fsdp.scan import blocks_one_by_one
 
     with blocks_one_by_one():
         return checkpointed_around(model)
@@ -697,7 +697,7 @@ def make_kind(kind: int, seed: int = 3) -> tuple[Any, Any]:
 
 
 def shared_folder(rank: int) -> str:
-    from xla_fsdp import host_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     made = tempfile.mkdtemp() if rank == 0 else ""
     return host_xla_ops.exchange(made.encode())[0].decode()
@@ -752,7 +752,7 @@ def operations(model: Any) -> dict[str, int]:
     """How often some operations are in the program of a step's gradients."""
     import torch_xla
 
-    from xla_fsdp import program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     torch_xla.sync()  # nothing of what came before
     model(batch()).square().mean().backward()
@@ -805,7 +805,7 @@ def test_an_input_that_a_policy_keeps_is_kept_once() -> None:
 @scenarios.add
 def ordered(rank: int) -> dict[str, bool]:
     """Whether tensors stay what they are once others are computed."""
-    from xla_fsdp.xla_ops import once_computed
+    from xla_fsdp.distributed.xla.ops import once_computed
 
     tensors = [
         torch.tensor([1.5, -2.0, float("inf")]),
@@ -851,7 +851,7 @@ def steady(rank: int) -> dict[str, Any]:
     """What a step with dropout before, in and after the loop compiles and keeps."""
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp import host_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     def with_dropout(model: Any) -> None:
         for block in model.blocks:

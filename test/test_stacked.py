@@ -101,7 +101,7 @@ def trained(kind: str, steps: int = 2, seed: int = 3) -> tuple[Any, Any]:
 def batch(seed: int = 1) -> Tensor:
     import torch_xla
 
-    from xla_fsdp import xla_ops
+    from xla_fsdp.distributed.xla import ops as xla_ops
 
     generator = torch.Generator().manual_seed(10 * seed + xla_ops.rank())
     return torch.randn(4, WIDTH, generator=generator).to(torch_xla.device())
@@ -193,8 +193,8 @@ def _compare(name: str, num_ranks: int, ranks: list[dict[str, Any]]) -> None:
 @scenarios.add
 def leaves(rank: int) -> dict[str, Any]:
     from xla_fsdp import fully_shard, scan_blocks
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.xla_ops import is_pending
+    from xla_fsdp.distributed.xla.host import settle
+    from xla_fsdp.distributed.xla.ops import is_pending
 
     model = of_kind("stacked")
     settle()
@@ -255,7 +255,10 @@ def test_stacks_say_where_they_are_cut() -> None:
 @scenarios.add
 def state_dicts(rank: int) -> dict[str, Any]:
     from xla_fsdp import load_optim_state_dict, optim_state_dict
-    from xla_fsdp.state_dicts import load_sharded_optim_state_dict, sharded_optim_state_dict
+    from xla_fsdp.fsdp.state_dict.model import (
+        load_sharded_optim_state_dict,
+        sharded_optim_state_dict,
+    )
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -382,7 +385,7 @@ def _over_files_of_an_in_place_model(rank: int) -> tuple[dict[str, Tensor], dict
 
 
 def shared_folder(rank: int) -> str:
-    from xla_fsdp import host_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     made = tempfile.mkdtemp() if rank == 0 else ""
     return host_xla_ops.exchange(made.encode())[0].decode()
@@ -437,7 +440,7 @@ def test_checkpoints_move_to_other_numbers_of_ranks(
 @scenarios.add
 def one_by_one(rank: int) -> dict[str, Any]:
     from xla_fsdp import scan_blocks
-    from xla_fsdp.scan import blocks_one_by_one
+    from xla_fsdp.fsdp.scan import blocks_one_by_one
 
     def gradients(how: str) -> dict[str, Tensor]:
         model = of_kind("stacked", execute_sharding_on_init=False)
@@ -543,7 +546,8 @@ def test_copies_have_stacks_of_their_own() -> None:
 def optimizers(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
 
-    from xla_fsdp import host_xla_ops, scan_blocks
+    from xla_fsdp import scan_blocks
+    from xla_fsdp.distributed.xla import host as host_xla_ops
     from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
 
     def before_stacking() -> None:
@@ -733,7 +737,8 @@ def program(kind: str, depth: int) -> dict[str, int]:
     """Inputs and operations of a whole training step."""
     import torch_xla
 
-    from xla_fsdp import program_xla_ops, scan_blocks
+    from xla_fsdp import scan_blocks
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     model = wrapped(depth=depth)
     scan_blocks(model.blocks, stacked=kind == "stacked", gather_once_below=100)

@@ -24,8 +24,8 @@ from test.parity import Case, assert_same, join, reference, run_cases, whole
 from test.ranks import cached_outcome, run_on_ranks
 from test.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import StreamedEmbedding
-from xla_fsdp.streamed.embedding_runner import _pays
-from xla_fsdp.streamed.pieces import Pieces, cut_into
+from xla_fsdp.fsdp.chunked.chunks import Pieces, cut_into
+from xla_fsdp.fsdp.chunked.embedding_runner import _pays
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -410,8 +410,8 @@ def test_a_number_that_is_no_row_gives_nan_and_nothing_else_changes() -> None:
 @scenarios.add
 def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
     """By number of pieces: collectives, loops, and whether anything is as large as the table."""
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.program_xla_ops import lowered_hlo
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
 
     found = {}
     for pieces in (1, None, 2, 8):
@@ -449,8 +449,8 @@ def test_a_table_of_long_rows_needs_no_option_to_stream() -> None:
 def sent_rows(rank: int) -> tuple[int, bool, int]:
     """Loops, whether anything is as large as the table, and the largest thing that is gathered or
     reduced."""
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.program_xla_ops import lowered_hlo
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
 
     model = streamed(net(**LARGE))
     settle()
@@ -470,8 +470,8 @@ def test_few_rows_of_a_large_table_are_sent_in_its_place() -> None:
 @scenarios.add
 def many_rows(rank: int) -> tuple[int, dict[str, float]]:
     """Loops where a rank asks for more rows than it has, and distances from the plain model."""
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.program_xla_ops import lowered_hlo
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
 
     def of(rank: int) -> Tensor:
         return (torch.arange(35_001) * 2 + rank) % LARGE["rows"]
@@ -504,8 +504,8 @@ def test_rows_are_sent_where_that_is_less(num_rows: int, pays: bool) -> None:
 @scenarios.add
 def tied(rank: int) -> tuple[int, bool, dict[str, float]]:
     """A table that is a head's weight: loops, whether it is ever whole, how far gradients are."""
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.program_xla_ops import lowered_hlo
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
 
     def data(rank: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(rank))
@@ -536,7 +536,7 @@ def left_alive(rank: int) -> list[int]:
     import torch_xla
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp.host_xla_ops import exchange
+    from xla_fsdp.distributed.xla.host import exchange
 
     model = streamed(net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -564,8 +564,8 @@ def test_nothing_of_a_step_stays_alive() -> None:
 
 @scenarios.add
 def calls(rank: int) -> dict[str, Any]:
-    from xla_fsdp.host_xla_ops import settle
-    from xla_fsdp.xla_ops import is_pending
+    from xla_fsdp.distributed.xla.host import settle
+    from xla_fsdp.distributed.xla.ops import is_pending
 
     model, plain = streamed(net()), make(net())
     numbers = usual(rank)
@@ -644,7 +644,7 @@ def test_gradients_that_are_not_reduced_yet_are_kept() -> None:
 @scenarios.add
 def hooked(rank: int) -> dict[str, float]:
     """A hook of the user's replaces the reduction."""
-    from xla_fsdp import comm_hooks
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     calls = []
 
@@ -736,7 +736,7 @@ def as_any_unit(rank: int, name: str, model: Any) -> Any:
 @scenarios.add
 def not_streamed(rank: int) -> dict[str, list[Any]]:
     """Whether each has something that streams it, how it runs, and what it warns of."""
-    from xla_fsdp.streamed.runners import runner_for
+    from xla_fsdp.fsdp.chunked.runners import runner_for
 
     models = {name: streamed(build, **options) for name, (build, options) in WHOLE.items()}
     found = {
@@ -773,7 +773,7 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     from torch.distributed.tensor import Replicate, Shard
 
     from xla_fsdp import fully_shard, init_mesh
-    from xla_fsdp.streamed.runners import runner_for
+    from xla_fsdp.fsdp.chunked.runners import runner_for
     from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
 
     def embedding() -> nn.Module:

@@ -19,7 +19,7 @@ from test.hlo import Program
 from test.scenarios import Scenarios, fsdp, make, message
 from test.tensor_models import VOCABULARY, WIDTH, FeedForward, Gpt, GptBlock, plan_of
 from xla_fsdp import init_mesh
-from xla_fsdp.mesh import mesh_of
+from xla_fsdp.distributed.mesh import mesh_of
 
 scenarios = Scenarios(__name__)
 RANKS = 2
@@ -62,7 +62,7 @@ def own(rank: int, tensor: Tensor, layout: Any) -> Tensor:
 @scenarios.add
 def layouts(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of values and gradients of every change."""
-    from xla_fsdp.mesh_axis import MeshAxis
+    from xla_fsdp.distributed.mesh_axis import MeshAxis
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
     from xla_fsdp.tensor_parallel.layouts import changed
 
@@ -90,7 +90,7 @@ def test_every_change_of_layout_has_the_values_and_gradients_of_the_whole() -> N
 @scenarios.add
 def changed_in_place(rank: int) -> tuple[float, float]:
     """Errors of the gradients of what was gathered, and of what was then added to it in place."""
-    from xla_fsdp.mesh_axis import MeshAxis
+    from xla_fsdp.distributed.mesh_axis import MeshAxis
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
     from xla_fsdp.tensor_parallel.layouts import changed, for_use
 
@@ -138,8 +138,8 @@ class Table(nn.Module):
 def styled(rank: int, module: nn.Module, plan: Any, out_layout: Any, *args: Tensor, **kw: Tensor):
     """Errors of the output, and of the gradients of parameters and inputs, against the plain
     module's."""
+    from xla_fsdp.distributed.placement import placement_in
     from xla_fsdp.tensor_parallel import parallelize_module
-    from xla_fsdp.tensor_placement import placement_in
 
     def computed(model: Any, place: Any, layout: Any) -> tuple[Tensor, list[Tensor]]:
         inputs = [place(t.clone()).requires_grad_(t.is_floating_point()) for t in args]
@@ -398,7 +398,8 @@ def test_loss_parallel_leaves_other_losses_alone() -> None:
 
 def step_of(rank: int, *, sequence: bool) -> str:
     """The program of a forward and backward of one block."""
-    from xla_fsdp import host_xla_ops, program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
     from xla_fsdp.tensor_parallel import parallelize_module
 
     plan = plan_of("Gpt", sequence=sequence)
@@ -438,7 +439,8 @@ def test_ranks_run_one_program() -> None:
 def sizes_of_logits(rank: int) -> dict[bool, bool]:
     """Whether anything in the program of a step has as many elements along a dim as there are
     classes, with ``loss_parallel`` and without."""
-    from xla_fsdp import host_xla_ops, program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
     from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
 
     found = {}
@@ -473,8 +475,8 @@ def initialized(rank: int) -> dict[str, bool]:
         init_from_checkpoint,
         one_rank_at_a_time,
     )
+    from xla_fsdp.distributed.placement import placement_in
     from xla_fsdp.tensor_parallel import parallelize_module
-    from xla_fsdp.tensor_placement import placement_in
 
     mesh = tensor_mesh()
     plain = make(FeedForward).state_dict()

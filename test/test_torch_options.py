@@ -27,7 +27,7 @@ from xla_fsdp import (
     StateDictType,
     init_mesh,
 )
-from xla_fsdp.device_mesh import as_mesh
+from xla_fsdp.distributed.mesh import as_mesh
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -104,7 +104,7 @@ def test_original_parameters_are_flattened_where_they_are_not_used() -> None:
 
 
 def test_hybrid_sharding_makes_a_slice_a_replica() -> None:
-    from xla_fsdp.torch_options import _one_replica_per_slice
+    from xla_fsdp.fsdp.fsdp1_options import _one_replica_per_slice
 
     coords = [(0, x, y, 0, at) for at in range(2) for y in range(2) for x in range(4)]
     mesh = _one_replica_per_slice(coords)
@@ -218,7 +218,7 @@ def test_contradictions_and_what_cannot_be_met(name: str, parts: list[str]) -> N
 
 @scenarios.add
 def warned(rank: int) -> tuple[list[str], list[str]]:
-    from xla_fsdp.torch_options import TorchOptions, _ignored
+    from xla_fsdp.fsdp.fsdp1_options import TorchOptions, _ignored
 
     # Not by catching warnings: filters belong to the process, in which the other rank goes on.
     ignored = _ignored(TorchOptions(backward_prefetch=None, limit_all_gathers=False, device_id=0))
@@ -238,7 +238,7 @@ def test_options_without_a_meaning_are_named() -> None:
 
 
 def test_one_warning_for_all_of_them() -> None:
-    from xla_fsdp.torch_options import TorchOptions, translate
+    from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
 
     options = TorchOptions(backward_prefetch=BackwardPrefetch.BACKWARD_POST, device_id=3)
     upstream = {"sharding_groups": None, "reshard_after_forward": True}
@@ -339,8 +339,8 @@ def test_states_are_those_of_the_first_rank() -> None:
 def same_bits(rank: int) -> list[torch.Tensor]:
     import torch_xla
 
-    from xla_fsdp.broadcast import broadcast_
-    from xla_fsdp.collectives import LocalCollectives, XlaCollectives
+    from xla_fsdp.distributed.broadcast import broadcast_
+    from xla_fsdp.distributed.collectives import LocalCollectives, XlaCollectives
 
     values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
     broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())
@@ -530,10 +530,10 @@ def saved_whatever_the_type(rank: int) -> bool:
     from xla_fsdp import (
         XlaFullyShardedDataParallel,
         full_state_dict,
-        host_xla_ops,
         load_checkpoint,
         save_checkpoint,
     )
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     model = nested(make())
     XlaFullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xla_fsdp.torus import Coords, Groups, reduction_steps
+from xla_fsdp.distributed.topology import Coords, Groups, reduction_steps
 
 
 def torus(*sizes: int) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ OFFLOADED = {"offloaded": True, "kept": False}
 
 def traced(name: str) -> dict[str, Any]:
     """What is known of one case; run in the child."""
-    from xla_fsdp.mesh import init_mesh, mesh_of
+    from xla_fsdp.distributed.mesh import init_mesh, mesh_of
     from xla_fsdp.preflight.findings import about_groups
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step
@@ -177,10 +177,12 @@ def traced_in_little_memory() -> dict[str, Any]:
     import torch_xla
     from torch import nn
 
-    from xla_fsdp import XlaFullyShardedDataParallel, program_xla_ops, xla_ops
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla.fake_rank import HollowTensors
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step, use_one_cpu_device
-    from xla_fsdp.pretended_xla_ops import HollowTensors
 
     use_one_cpu_device()
     hollow = HollowTensors()

@@ -44,10 +44,10 @@ from test.hf_jobs import (
     plain_loss,
     train_plain,
 )
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
+from xla_fsdp.distributed.shard_layout import LANES
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
 from xla_fsdp.integrations.transformers import install
-from xla_fsdp.layout import LANES
 
 install()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from xla_fsdp.tree import map_tensors, replace_tensors, tensors_in
+from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -492,7 +492,8 @@ def test_integer_parameters_stay_whole() -> None:
 @scenario
 def without_communication(rank: int) -> dict[str, Any]:
     from test.hlo import Program
-    from xla_fsdp import LocalCollectives, program_xla_ops
+    from xla_fsdp import LocalCollectives
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
 
     model = fsdp(make(Peeking), collectives=LocalCollectives(rank, 2))
     model(rows()).sum().backward()
@@ -536,7 +537,8 @@ def live_tensors() -> int:
 
     from torch_xla.debug import metrics
 
-    from xla_fsdp import host_xla_ops, one_rank_at_a_time
+    from xla_fsdp import one_rank_at_a_time
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     with one_rank_at_a_time():  # a collection does nothing while another thread's runs
         gc.collect()

@@ -217,7 +217,8 @@ def programs(rank: int) -> dict[str, Any]:
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp import host_xla_ops, program_xla_ops
+    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla import host as host_xla_ops
 
     found: dict[str, Any] = {}
     for name, options in (("local", {}), ("averaged", {"gradients_are_averaged": True})):

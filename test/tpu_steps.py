@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp import LinearCrossEntropy
-from xla_fsdp.mesh import Mesh
+from xla_fsdp.distributed.mesh import Mesh
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 128, 2, 512, 128
 
@@ -83,14 +83,9 @@ def build(
     """
     import torch_xla
 
-    from xla_fsdp import (
-        XlaFullyShardedDataParallel,
-        checkpoint_module,
-        init_mesh,
-        scan_blocks,
-        xla_ops,
-    )
-    from xla_fsdp.collectives import XlaCollectives
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, scan_blocks
+    from xla_fsdp.distributed.collectives import XlaCollectives
+    from xla_fsdp.distributed.xla import ops as xla_ops
 
     if fails == "build":
         raise ValueError("no model\nof that name")
@@ -189,7 +184,8 @@ def build_in_place(depth: int = 3, prefetch: int = 0, reduce: str = "bf16") -> C
     """
     import torch_xla
 
-    from xla_fsdp import MixedPrecisionPolicy, comm_hooks, fully_shard
+    from xla_fsdp import MixedPrecisionPolicy, fully_shard
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     reduce_dtype = torch.bfloat16 if reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_fsdp.mesh import Mesh
+from xla_fsdp.distributed.mesh import Mesh
 
 WIDTH, HEAD, VOCABULARY, ROWS, LENGTH = 1024, 256, 32768, 16, 1024
 

@@ -28,6 +28,7 @@ from xla_fsdp.checkpoint.consolidate import (
     read_shards,
 )
 from xla_fsdp.checkpoint.copying import Progress, default_threads
+from xla_fsdp.checkpoint.errors import CheckpointError, one_line
 from xla_fsdp.checkpoint.jobs import Job
 from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, parse_size
 from xla_fsdp.checkpoint.outputs import WriteOptions
@@ -35,9 +36,9 @@ from xla_fsdp.checkpoint.report import describe_shards, size_line, verify_shards
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.transform import DTYPES, parse_rule
-from xla_fsdp.checkpoint.validate import CheckpointError, one_line
 
 FORMATS = ("pth", "safetensors", "dcp")
+
 PROGRAM = "consolidate_sharded_ckpts"
 
 

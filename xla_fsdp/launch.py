@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from .launcher import INTERRUPTED_EXIT_CODE, RankError, launch
+from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE, RankError, launch
 
 USAGE_EXIT_CODE = 2
 
@@ -144,7 +144,8 @@ def _run_in_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) 
 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    from . import compat, cpu_rank_xla_ops
+    from xla_fsdp import compat
+    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
 
     compat.install()
     cpu_rank_xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)

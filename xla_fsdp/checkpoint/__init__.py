@@ -1,6 +1,8 @@
 """Shard files and what can be done with them. Works without torch_xla."""
 
-from xla_fsdp.checkpoint.checks import find_problems
+from __future__ import annotations
+
+from xla_fsdp.checkpoint.consistency import find_problems
 from xla_fsdp.checkpoint.consolidate import (
     MergeOptions,
     consolidate_sharded_model_checkpoints,
@@ -8,13 +10,13 @@ from xla_fsdp.checkpoint.consolidate import (
     merge_files,
     read_shards,
 )
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.checkpoint.model_files import Kind, Layout
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.outputs import WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard
 from xla_fsdp.checkpoint.shard_files import Shard, open_shard
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 __all__ = [
     "CheckpointError",

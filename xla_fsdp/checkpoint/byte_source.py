@@ -17,7 +17,7 @@ from typing import IO, Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.validate import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError
 
 
 class ByteSource(Protocol):

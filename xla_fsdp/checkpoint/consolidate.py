@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.checks import find_problems
+from xla_fsdp.checkpoint.consistency import find_problems
 from xla_fsdp.checkpoint.copying import Watched, find_damage
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.jobs import DcpJob, FilesJob, Job
 from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, model_outputs
@@ -43,7 +44,6 @@ from xla_fsdp.checkpoint.shard_files import (
 )
 from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
 from xla_fsdp.checkpoint.transform import Rule, in_dtype, renamed
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 
 @dataclass(frozen=True)

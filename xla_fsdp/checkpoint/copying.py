@@ -17,12 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Lock
 
+from xla_fsdp.checkpoint.atomic_files import writing
 from xla_fsdp.checkpoint.byte_source import ByteSource
 from xla_fsdp.checkpoint.fingerprint import combine, written
-from xla_fsdp.checkpoint.pending_files import writing
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 
 CHUNK = 1 << 24
+
 """Bytes. Larger ones are not faster; smaller ones cost a Python call more often."""
 
 Progress = Callable[[int], None]

@@ -26,21 +26,16 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from xla_fsdp.checkpoint.atomic_files import EXISTS, writing
 from xla_fsdp.checkpoint.copying import Progress, Watched, default_threads, find_damage
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.model_files import optimizer_content
 from xla_fsdp.checkpoint.outputs import WriteOptions
-from xla_fsdp.checkpoint.pending_files import EXISTS, writing
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 ITEM = 1 << 26
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from xla_fsdp.checkpoint.byte_source import TensorBytes
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata, state_name
 from xla_fsdp.checkpoint.optimizer_format import (
     GroupRecord,
@@ -42,8 +43,7 @@ from xla_fsdp.checkpoint.reshard import slice_of
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
-from xla_fsdp.layout import LANES
+from xla_fsdp.distributed.shard_layout import LANES
 
 _CLASSES = {
     ("torch", "Size"),
@@ -93,6 +93,7 @@ def import_dcp(directory: str) -> Shard:
 
 
 Name = tuple[str, str, str]
+
 """``("model", name, "")``, or ``("optim", parameter, state)``."""
 
 

@@ -16,11 +16,15 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 PREFIX = "crc32:"
+
 EMPTY = f"{PREFIX}00000000"
+
 """Of no bytes; also what a header holds in a fingerprint's place before it is known."""
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32's, with the lowest power in the highest bit, as zlib has it
+
 _ONE = 1 << 31
+
 _PATTERN = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
 
 

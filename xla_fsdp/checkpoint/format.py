@@ -16,9 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.fingerprint import is_fingerprint
-from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
-from xla_fsdp.checkpoint.validate import (
+from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     check_rank,
     dtype_named,
@@ -26,12 +24,17 @@ from xla_fsdp.checkpoint.validate import (
     refuse_repeated,
     typed,
 )
-from xla_fsdp.layout import ShardLayout
-from xla_fsdp.tensor_placement import local_shape
+from xla_fsdp.checkpoint.fingerprint import is_fingerprint
+from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
+from xla_fsdp.distributed.placement import local_shape
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 FORMAT = "xla_fsdp"
+
 VERSION = 3
+
 READABLE_VERSIONS = (1, 2, 3)
+
 """Version 2 added groups, global_rank, optimizer and fingerprints, version 3 tensor_parts and
 tensor_dim; all else is as in version 1."""
 

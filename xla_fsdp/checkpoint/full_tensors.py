@@ -23,7 +23,7 @@ from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_parts import whole_of
 from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource
-from xla_fsdp.layout import ShardLayout, offsets
+from xla_fsdp.distributed.shard_layout import ShardLayout, offsets
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,7 @@ class _Once:
 # ---------------------------------------------------------------- optimizer
 
 
-def _full_optimizer(
-    plan: Plan, record: OptimizerRecord, shards: Sequence[Shard]
-) -> FullOptimizer:
+def _full_optimizer(plan: Plan, record: OptimizerRecord, shards: Sequence[Shard]) -> FullOptimizer:
     states: dict[str, dict[str, Any]] = {}
     for key, state in record.states.items():
         by_name: dict[str, dict[str, Any]] = {name: {} for name in plan.names_of(key)}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xla_fsdp.checkpoint.copying import Watched
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.outputs import (
     Output,
@@ -21,7 +22,6 @@ from xla_fsdp.checkpoint.outputs import (
     write_outputs,
 )
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 
 class Job(ABC):
@@ -120,6 +120,6 @@ class DcpJob(Job):
 
     def write(self, options: WriteOptions) -> None:
         """See ``Job``."""
-        from xla_fsdp.checkpoint.dcp_export import export_dcp  # takes a second to load
+        from xla_fsdp.checkpoint.dcp_export import export_dcp
 
         export_dcp(self.full, self.directory, options, self.watched)

@@ -17,23 +17,24 @@ from typing import Any
 from torch import Tensor
 
 from xla_fsdp.checkpoint.byte_source import bytes_of
+from xla_fsdp.checkpoint.errors import CheckpointError, typed
 from xla_fsdp.checkpoint.fingerprint import fingerprint
 from xla_fsdp.checkpoint.format import state_name
 from xla_fsdp.checkpoint.full_tensors import Plan
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord
 from xla_fsdp.checkpoint.plan import make_plan
-from xla_fsdp.checkpoint.rank_file import SUFFIXES
-from xla_fsdp.checkpoint.rank_reader import RankFiles, TorchRankFiles
 from xla_fsdp.checkpoint.reshard import Cut, CutState, Saved, Target, cut_model
 from xla_fsdp.checkpoint.reshard_optimizer import cut_optimizer
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.shard_reader import RankFiles, TorchRankFiles
+from xla_fsdp.checkpoint.shard_writer import SUFFIXES
 from xla_fsdp.checkpoint.step_directory import Attempt, Marker, rank_file_name, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError, typed
 
 REMOTE_REQUESTS = 16
+
 """At a time: a request to an object store takes some 50 ms, whatever its size."""
 
 

@@ -20,6 +20,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, FullOptimizer
 from xla_fsdp.checkpoint.outputs import (
     BytesOutput,
@@ -29,14 +30,17 @@ from xla_fsdp.checkpoint.outputs import (
     TorchOutput,
 )
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 SAFETENSORS = ".safetensors"
+
 FINGERPRINTS = "xla_fsdp_fingerprints"
+
 OPTIMIZER = "xla_fsdp_optimizer"
+
 """Keys of a merged file's metadata; their values are JSON."""
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.validate import CheckpointError, item, refuse_repeated, typed
+from xla_fsdp.checkpoint.errors import CheckpointError, item, refuse_repeated, typed
 
 MAX_DEPTH = 20
+
 """How deep hyperparameters may be nested: a file's author must not make us run out of stack."""
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from xla_fsdp.checkpoint.atomic_files import EXISTS, PendingFiles, sync, writing
 from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.copying import (
     Placement,
@@ -27,12 +28,11 @@ from xla_fsdp.checkpoint.copying import (
     default_threads,
     find_damage,
 )
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.fingerprint import EMPTY, written
-from xla_fsdp.checkpoint.pending_files import EXISTS, PendingFiles, sync, writing
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
 from xla_fsdp.checkpoint.tensor_source import Part, TensorSource
 from xla_fsdp.checkpoint.torch_file import write_checksums, write_skeleton
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 Fingerprints = Mapping[str, str]
 

@@ -19,13 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.validate import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError
 
 TAG = "!"
+
 PLAIN = (bool, int, float, str, type(None))
+
 SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
 MAPPINGS = {"dict": dict, "Counter": Counter}
+
 MAX_DEPTH = 100
+
 """Far below the depth at which Python's own JSON gives up."""
 
 

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_named, refuse_bad_names, typed
 from xla_fsdp.checkpoint.format import FORMAT, ParamRecord, ShardMetadata
 from xla_fsdp.checkpoint.full_tensors import Piece, Plan
-from xla_fsdp.checkpoint.upstream_format import is_upstream, upstream_identity, upstream_plan
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_named, refuse_bad_names, typed
-from xla_fsdp.layout import ShardLayout
+from xla_fsdp.checkpoint.torch_xla_format import is_upstream, upstream_identity, upstream_plan
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer", "tensor_parts")
+
 UPSTREAM_KEYS = ("shard_info", "flatten_info", "buffer_info")
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 from xla_fsdp.checkpoint.copying import Progress, checksums
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
 from xla_fsdp.checkpoint.fingerprint import written
 from xla_fsdp.checkpoint.full_tensors import Plan
 from xla_fsdp.checkpoint.plan import identify, make_plan
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
 
 
 def size_line(shard: Shard, *, optimizer: bool) -> str:

@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Any
 
 from xla_fsdp.checkpoint.byte_source import ByteSource
+from xla_fsdp.checkpoint.errors import dtype_named
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata, state_name
 from xla_fsdp.checkpoint.full_tensors import Plan, joined_members
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord, StateRecord
@@ -27,8 +28,7 @@ from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_parts import part_of
 from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource, Zeros
-from xla_fsdp.checkpoint.validate import dtype_named
-from xla_fsdp.layout import offsets
+from xla_fsdp.distributed.shard_layout import offsets
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
 from xla_fsdp.checkpoint.format import (
     FORMAT,
     VERSION,
@@ -33,8 +34,7 @@ from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, watch_shards
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, Marker, rank_file_name
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name
-from xla_fsdp.layout import LANES, shard_multiple
+from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,17 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.byte_source import ByteSource, bytes_of
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, refuse_repeated
 from xla_fsdp.checkpoint.format import ShardMetadata
-from xla_fsdp.checkpoint.validate import CheckpointError, dtype_name, refuse_repeated
 
 METADATA_KEY = "xla_fsdp"
+
 """Where in a shard file's metadata the ``ShardMetadata`` is."""
 
 OWN_METADATA = ("format", METADATA_KEY)
 
 MAX_HEADER = 100_000_000
+
 """Bytes; the limit of the safetensors library itself."""
 
 MAX_DIMS = 64
@@ -54,6 +56,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

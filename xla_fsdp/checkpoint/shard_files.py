@@ -18,6 +18,7 @@ from typing import Any
 
 from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.copying import Watched, watch
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.fingerprint import is_fingerprint
 from xla_fsdp.checkpoint.format import model_name, state_name
 from xla_fsdp.checkpoint.safetensors_file import OWN_METADATA, read_header, shard_metadata_of
@@ -25,12 +26,15 @@ from xla_fsdp.checkpoint.step_directory import MARKER, Marker, complete_attempts
 from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.checkpoint.tensor_source import Part, TensorSource
 from xla_fsdp.checkpoint.torch_file import read_torch_file
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 OUTPUT_MARK = "_consolidated"
+
 DEFAULT_SUFFIX = "*.pth"
+
 SAFETENSORS = ".safetensors"
+
 DCP_METADATA = ".metadata"
+
 """The file that tells a directory of torch.distributed.checkpoint."""
 
 _MODEL, _OPTIMIZER = model_name(""), state_name("", "").rstrip("/") + "/"
@@ -155,7 +159,7 @@ def open_shard(path: str) -> Shard:
             is foreign.
     """
     if os.path.exists(os.path.join(path, DCP_METADATA)):
-        from xla_fsdp.checkpoint.dcp_import import import_dcp  # takes a second to load
+        from xla_fsdp.checkpoint.dcp_import import import_dcp
 
         return import_dcp(path)
     return _from_safetensors(path) if path.endswith(SAFETENSORS) else _from_torch(path)

@@ -19,12 +19,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xla_fsdp.checkpoint.errors import CheckpointError, item, typed
 from xla_fsdp.checkpoint.storage import Storage, open_storage
-from xla_fsdp.checkpoint.validate import CheckpointError, item, typed
 
 MARKER = "complete.json"
+
 FORMAT = "xla_fsdp checkpoint"
+
 VERSION = 1
+
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xla_fsdp.checkpoint.byte_source import ByteSource, LocalFile
-from xla_fsdp.checkpoint.validate import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError
 
 Chunk = bytes | memoryview
+
 LOCAL = "file://"
 
 

@@ -21,6 +21,7 @@ from xla_fsdp.checkpoint.safetensors_file import TensorSpec
 from xla_fsdp.checkpoint.tensor_source import Joined, Part, TensorSource
 
 BLOCK = 1 << 23
+
 """Bytes of rows, of all parts, that are read at a time."""
 
 

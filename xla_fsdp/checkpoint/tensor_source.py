@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.byte_source import ByteSource, TensorBytes, bytes_of
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 
 @dataclass(frozen=True)

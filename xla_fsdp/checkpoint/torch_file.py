@@ -26,14 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from xla_fsdp.checkpoint.byte_source import LocalFile
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.fingerprint import written
 from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
 from xla_fsdp.checkpoint.tensor_source import Loaded, Part, TensorSource, source_of
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 ZIP_MAGIC = b"PK\x03\x04"
+
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
+
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
+
 _CENTRAL_MAGIC = b"PK\x01\x02"
 
 
@@ -289,8 +292,8 @@ def _put_behind(output: Any, magic: bytes, at: int, distance: int, data: bytes) 
     found = output.read(4)
     if found != magic:
         raise RuntimeError(
-            f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out in another "
-            f"way than that of torch 2.9"
+            f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out in "
+            f"another way than that of torch 2.9"
         )
     output.seek(at + distance)
     output.write(data)

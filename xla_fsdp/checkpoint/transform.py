@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, FullOptimizer
 from xla_fsdp.checkpoint.optimizer_format import GroupRecord
 from xla_fsdp.checkpoint.tensor_source import TensorSource
-from xla_fsdp.checkpoint.validate import CheckpointError
 
 DTYPES = {
     "fp32": torch.float32,

@@ -15,27 +15,27 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
+from accelerate.data_loader import MpDeviceLoaderWrapper
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
-from xla_fsdp.grad_clip import clip_grad_norm_
+from xla_fsdp.distributed.launcher import one_rank_at_a_time
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.clip_grad import clip_grad_norm_
+from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
+from xla_fsdp.fsdp.engine.registry import known_shard
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.state_dict.model import full_state_dict
+from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations.versions import require
-from xla_fsdp.launcher import one_rank_at_a_time
-from xla_fsdp.save_load import load_checkpoint, save_checkpoint
-from xla_fsdp.shard_parameter import is_sharded
-from xla_fsdp.state_dicts import full_state_dict
-from xla_fsdp.ties import known_shard
-from xla_fsdp.unit_host import is_unit, named_hosts
 
 require("accelerate")
 
-import accelerate  # noqa: E402  (not before its version is known to fit)
-from accelerate.data_loader import MpDeviceLoaderWrapper  # noqa: E402
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-
 SHARDS = "xla_fsdp"
+
 """Directory that ``save_state`` adds for the first sharded model; ``xla_fsdp_1`` for the next."""
 
 

@@ -11,9 +11,10 @@ import os
 from functools import partial
 from importlib.util import find_spec
 
-from xla_fsdp import compat, cpu_rank_xla_ops
+from xla_fsdp import compat
+from xla_fsdp.distributed.launcher import launch
+from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
 from xla_fsdp.integrations.versions import require
-from xla_fsdp.launcher import launch
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
 

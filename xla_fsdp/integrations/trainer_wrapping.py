@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
-from xla_fsdp.remat import checkpoint_module
+from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 _MADE_HERE = {"self", "module", "auto_wrap_policy", "auto_wrapper_callable"}

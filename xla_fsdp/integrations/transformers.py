@@ -17,26 +17,28 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import trainer as trainer_module
+from transformers.training_args import OptimizerNames
 
-from xla_fsdp import host_xla_ops, xla_ops
-from xla_fsdp.fully_sharded import XlaFullyShardedDataParallel
+from xla_fsdp.distributed.launcher import one_rank_at_a_time
+from xla_fsdp.distributed.xla import host as host_xla_ops
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.state_dict.model import full_state_dict
+from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
 from xla_fsdp.integrations.versions import require
-from xla_fsdp.launcher import one_rank_at_a_time
-from xla_fsdp.save_load import load_checkpoint, save_checkpoint
-from xla_fsdp.state_dicts import full_state_dict
 
 require("transformers", "accelerate")
 
-import transformers  # noqa: E402  (not before its version is known to fit)
-from safetensors.torch import save_file  # noqa: E402
-from transformers import trainer as trainer_module  # noqa: E402
-from transformers.training_args import OptimizerNames  # noqa: E402
-
 Original = Callable[..., Any]
+
 # Random state of the device with which a trainer's next step begins. Keys are each rank's own.
 _next_random_state: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
 _replacements: dict[str, Callable[..., Any]] = {}
 
 

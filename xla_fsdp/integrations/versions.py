@@ -15,6 +15,7 @@ TESTED = {
     "lightning-fabric": ("2.6",),
     "transformers": ("5.23", "4.57"),
 }
+
 """Lines by the name of the package, the newest that works with torch 2.9 first."""
 
 

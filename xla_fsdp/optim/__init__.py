@@ -6,6 +6,8 @@ several models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp3
 ``step_in_backward`` steps the units of a sharded model while its backward still runs.
 """
 
+from __future__ import annotations
+
 from xla_fsdp.optim.distributed_optimizer import DistributedOptimizer
 from xla_fsdp.optim.high_precision import HighPrecisionOptimizer, masters_of
 from xla_fsdp.optim.in_backward import StepInBackward, step_in_backward

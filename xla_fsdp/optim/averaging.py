@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from xla_fsdp import xla_ops
-from xla_fsdp.layout import offsets
+from xla_fsdp.distributed.shard_layout import offsets
+from xla_fsdp.distributed.xla import ops as xla_ops
 
 JOINED_BELOW = 2**15
+
 """Tensors of fewer elements travel joined: below some 100 KB the start of a collective costs more
 than its bytes."""
 

@@ -16,16 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
-from xla_fsdp.elementwise import is_elementwise
-from xla_fsdp.optim.noise import random_bits, salt_of
+from xla_fsdp.distributed.random_bits import random_bits, salt_of
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
 from xla_fsdp.optim.rounding import LOW_DTYPES, stochastic_round
 from xla_fsdp.optim.stand_ins import StandInOptimizer
 
 MASTER = "master"
+
 """Name of the master weight in a parameter's state."""
+
 ROUNDED_STEPS = "rounded_steps"
+
 """Name of the group option that counts steps with stochastic rounding, so that it is saved."""
+
 WIDENED = (torch.bfloat16, torch.float16)
 
 

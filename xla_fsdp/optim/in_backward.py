@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.backward import current_pass
+from xla_fsdp.fsdp.engine.backward_pass import current_pass
+from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.param_group import SliceSteps
+from xla_fsdp.fsdp.engine.state import Unit
 from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.optim.slice_steps import OptimizerSliceSteps, can_slice
-from xla_fsdp.stepping import SliceSteps
-from xla_fsdp.unit import Unit
-from xla_fsdp.unit_host import units_in
 
 
 class StepInBackward:

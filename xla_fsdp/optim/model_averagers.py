@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.optim.averaging import average_in_place
 from xla_fsdp.optim.rank_groups import (
     Groups,
@@ -26,7 +27,6 @@ from xla_fsdp.optim.rank_groups import (
     find_part_problems,
     own_group,
 )
-from xla_fsdp.shard_parameter import is_sharded
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

@@ -18,6 +18,7 @@ from xla_fsdp.optim.joined_hooks import HooksOfOthers
 from xla_fsdp.optim.model_averagers import ModelAverager
 
 AVERAGER_STEP = "averager_step"
+
 """Name of the option of the first group that holds the averager's step: checkpoints of shards know
 parameters and groups only."""
 

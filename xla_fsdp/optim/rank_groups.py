@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from xla_fsdp import xla_ops
-from xla_fsdp.collectives import Collectives, LocalCollectives, XlaCollectives
-from xla_fsdp.tensor_placement import known_placement
+from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.distributed.placement import known_placement
+from xla_fsdp.distributed.xla import ops as xla_ops
 
 Groups = list[list[int]]
 

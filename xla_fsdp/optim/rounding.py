@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 LOW_DTYPES = (torch.bfloat16,)
+
 """What can be rounded to stochastically. Not fp16: its range is narrower than that of fp32."""
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from xla_fsdp.elementwise import device_options, steps_elementwise
-from xla_fsdp.guards import is_guard
-from xla_fsdp.stepping import CannotSliceError
+from xla_fsdp.fsdp.engine.guards import is_guard
+from xla_fsdp.fsdp.engine.optimizer_traits import device_options, steps_elementwise
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError
 
 
 class OptimizerSliceSteps:

@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp import xla_ops
-from xla_fsdp.collectives import Collectives
-from xla_fsdp.config import FSDPConfig
-from xla_fsdp.graph_nodes import present
-from xla_fsdp.layout import LANES, LARGE, ROWS, ShardLayout
-from xla_fsdp.members import Member
-from xla_fsdp.param_group import ParamGroup
-from xla_fsdp.shard_parameter import ShardParameter
-from xla_fsdp.sharded_param import ShardedParam
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.param import Member, ShardedParam
+from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter
 
 UNPADDED_BELOW = 8 * LANES
+
 """Slices of fewer elements are not padded to whole lanes each: they travel joined."""
 
 

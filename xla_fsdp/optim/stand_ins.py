@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_fsdp.elementwise import device_options
-from xla_fsdp.grad_scaler import takes_found_inf
+from xla_fsdp.fsdp.engine.optimizer_traits import device_options, takes_found_inf
 
 NOT_OPTIONS = ("params", "param_names")
 

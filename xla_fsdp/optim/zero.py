@@ -16,20 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp import xla_ops
-from xla_fsdp.elementwise import is_elementwise
-from xla_fsdp.grad_clip import Slices as GradSlices
-from xla_fsdp.grad_clip import clip_grads_by_norm_
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.clip_grad import Slices as GradSlices
+from xla_fsdp.fsdp.clip_grad import clip_grads_by_norm_
+from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.optim import zero_state
-from xla_fsdp.optim.rank_groups import (
-    check_groups,
-    collectives_over,
-    find_part_problems,
-    own_group,
-)
+from xla_fsdp.optim.rank_groups import check_groups, collectives_over, find_part_problems, own_group
 from xla_fsdp.optim.slices import Slices
 from xla_fsdp.optim.stand_ins import StandInOptimizer
-from xla_fsdp.shard_parameter import is_sharded
 
 
 class ZeroRedundancyOptimizer(StandInOptimizer):

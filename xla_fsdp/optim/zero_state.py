@@ -13,12 +13,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from xla_fsdp import host_xla_ops
-from xla_fsdp.full_optim_state import ShardNames, load_full, to_full
-from xla_fsdp.named_shards import NamedShard
+from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.distributed.xla import host as host_xla_ops
+from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.state_dict.full_optim import ShardNames, load_full, to_full
+from xla_fsdp.fsdp.state_dict.optim import read_optimizer
 from xla_fsdp.optim.slices import Slices
-from xla_fsdp.optim_state import read_optimizer
-from xla_fsdp.tree import map_tensors
 
 MARK = "zero"
 

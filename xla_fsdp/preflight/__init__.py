@@ -4,8 +4,10 @@
 line is ``python -m xla_fsdp.preflight module:function``. Importing this needs no torch_xla.
 """
 
+from __future__ import annotations
+
+from xla_fsdp.preflight.api import PreflightWarning, preflight
 from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.examine import PreflightWarning, preflight
 from xla_fsdp.preflight.report import Report
 
 __all__ = ["CompileError", "PreflightWarning", "Report", "preflight"]

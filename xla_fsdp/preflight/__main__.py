@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from xla_fsdp.preflight import text
-from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.examine import (
+from xla_fsdp.preflight.api import (
     PreflightWarning,
     check_options,
     laid_out,
     noted_options,
     preflight,
 )
+from xla_fsdp.preflight.compiler import CompileError
 from xla_fsdp.preflight.html import page
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
+
 _ELSEWHERE = re.compile(r", color [1-9]|, thread-local")
+
 _ON_HOST = ", color 5,"
 
 

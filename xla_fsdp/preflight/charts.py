@@ -15,14 +15,19 @@ from xla_fsdp.preflight import text
 from xla_fsdp.preflight.report import Memory, Moment, Report, Span
 
 WIDTH, LEFT, RIGHT = 1000, 250, 115
+
 HEIGHT, LANE, GAP = 220, 18, 6
+
 COLORS = {
     "parameters": "#4c78a8", "gradients": "#f58518", "optimizer_state": "#72b7b2",
     "data": "#bab0ac", "outputs": "#9d755d", "gathered_parameters": "#54a24b",
     "activations": "#e45756", "scratch": "#eeca3b", "code": "#b279a2",
 }  # fmt: skip
+
 INPUTS = ("parameters", "gradients", "optimizer_state", "data")
+
 LANE_COLORS = {True: COLORS["gathered_parameters"], False: COLORS["activations"]}
+
 TICKS = 5
 
 

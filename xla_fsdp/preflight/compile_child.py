@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 KEEP_ON = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
+
 """Options under which the compiler writes down a program that is too large, before it fails."""
+
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 _OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
 
 

@@ -28,6 +28,7 @@ from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import GIB, Topology
 
 POLL_SECONDS = 0.1
+
 INSTALL = "pip install 'xla_fsdp[preflight]'"
 
 

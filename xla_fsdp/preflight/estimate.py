@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xla_fsdp.preflight.between_slices import SUFFIX
+from xla_fsdp.preflight.dcn import SUFFIX
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.traffic import Collective

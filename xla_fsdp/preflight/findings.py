@@ -14,7 +14,9 @@ from xla_fsdp.preflight.program import ParameterTraffic
 from xla_fsdp.preflight.traffic import Collective
 
 MB = 10**6
+
 WORTH_SAYING = 1 * MB
+
 """Traffic and memory below this many bytes are not spoken of."""
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from xla_fsdp.distributed.xla.fake_rank import pretended_rank
 from xla_fsdp.preflight.tracing import Recorder, Step, use_one_cpu_device
-from xla_fsdp.pretended_xla_ops import pretended_rank
 
 WARM_UP = 2
+
 """Steps before the first that counts: they make the optimizer's state."""
 
 

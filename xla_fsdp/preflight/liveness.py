@@ -19,12 +19,19 @@ from dataclasses import dataclass
 from xla_fsdp.preflight.hlo import BITS, Computation, Instruction, Module
 
 GATHERED, OTHER = "gathered parameters", "activations and temporaries"
+
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?\})?")
+
 _RENAMES = ("tuple", "bitcast", "opt-barrier")
+
 Array = tuple[str, str, str, str]
+
 """Dtype, sizes, order of the dims (minor first) and layout, as the text has them."""
+
 Size = Callable[[Array], int]
+
 Level = tuple[int, dict[str, int]]
+
 """Index of an instruction, and bytes by purpose from there on."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from xla_fsdp.preflight.report import Report
 
 MIB, MB = 2**20, 10**6
+
 PARTS = {
     "parameters": "parameters",
     "gradients": "gradients kept",

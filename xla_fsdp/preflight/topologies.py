@@ -16,7 +16,9 @@ import math
 from dataclasses import dataclass
 
 MIB = 2**20
+
 GIB = 2**30
+
 GB = 10**9
 
 
@@ -60,6 +62,7 @@ class Chip:
 
 
 _ASYNC = ("--xla_enable_async_all_gather=true", "--xla_enable_async_collective_permute=true")
+
 _ALWAYS = (
     "--xla_tpu_use_enhanced_launch_barrier=false",
     "--xla_latency_hiding_scheduler_rerun=1",

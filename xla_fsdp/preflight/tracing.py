@@ -22,17 +22,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from xla_fsdp import program_xla_ops, xla_ops
-from xla_fsdp.backward import current_pass
+from xla_fsdp.distributed.xla import graph as program_xla_ops
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla.fake_rank import HollowTensors, pretended_rank
+from xla_fsdp.fsdp.engine.backward_pass import current_pass
+from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.minimum import live_units, parameter_traffic
+from xla_fsdp.preflight.lower_bound import live_units, parameter_traffic
 from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
 from xla_fsdp.preflight.traffic import KINDS
-from xla_fsdp.pretended_xla_ops import HollowTensors, pretended_rank
-from xla_fsdp.scan import blocks_one_by_one
 
 Step = Callable[[], Any]
+
 LARGE = 2**20
+
 """Bytes from which on a parameter's values are given up; a step may read smaller ones."""
 
 

@@ -15,11 +15,12 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from xla_fsdp.preflight import between_slices
-from xla_fsdp.preflight.between_slices import SUFFIX
+from xla_fsdp.preflight import dcn as between_slices
+from xla_fsdp.preflight.dcn import SUFFIX
 from xla_fsdp.preflight.hlo import Computation, Execution, Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+
 START, DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 

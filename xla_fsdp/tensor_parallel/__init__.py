@@ -3,8 +3,11 @@
 Names and arguments are those of ``torch.distributed.tensor.parallel``; layouts are torch's own.
 """
 
+from __future__ import annotations
+
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.tensor_parallel.cross_entropy import parallel_cross_entropy
 from xla_fsdp.tensor_parallel.loss_parallel import loss_parallel
 from xla_fsdp.tensor_parallel.parallelize import parallelize_module
@@ -15,7 +18,6 @@ from xla_fsdp.tensor_parallel.prepare import (
 )
 from xla_fsdp.tensor_parallel.style import ParallelStyle
 from xla_fsdp.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
-from xla_fsdp.tensor_placement import TensorPlacement
 
 __all__ = [
     "ColwiseParallel",

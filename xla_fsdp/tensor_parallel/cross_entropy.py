@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import MeshAxis
 
 REDUCTIONS = ("none", "mean", "sum")
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp import xla_ops
-from xla_fsdp.broadcast import broadcast_
-from xla_fsdp.collectives import XlaCollectives
-from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.names import join_name
-from xla_fsdp.shard_parameter import is_sharded
+from xla_fsdp.distributed.broadcast import broadcast_
+from xla_fsdp.distributed.collectives import XlaCollectives
+from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.placement import TensorPlacement, place, placement_in
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.tensor_parallel.style import ParamCut
-from xla_fsdp.tensor_placement import TensorPlacement, place, placement_in
 
 # What became of an original: so that modules which share it share its slice. Tensors are each
 # rank's own, so ranks that are threads of one process never meet here.

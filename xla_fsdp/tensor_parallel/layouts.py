@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.tensor_parallel.pairs import cut, gathered, recut, summed, summed_and_cut
-from xla_fsdp.tensor_parallel.uses import remember_origin, use_cut, use_replicated
+from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.tensor_parallel.gather_cache import remember_origin, use_cut, use_replicated
+from xla_fsdp.tensor_parallel.mappings import cut, gathered, recut, summed, summed_and_cut
 
 
 def change_problems(old: Any, new: Any, what: str) -> Iterator[str]:

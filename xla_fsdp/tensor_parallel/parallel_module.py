@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from xla_fsdp.tensor_placement import remember_placements
+from xla_fsdp.distributed.placement import remember_placements
 
 Forward = Callable[..., Any]
 

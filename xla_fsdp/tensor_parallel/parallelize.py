@@ -14,15 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from xla_fsdp import guards
-from xla_fsdp.device_mesh import as_mesh
-from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.names import join_name
+from xla_fsdp.distributed.mesh import as_mesh
+from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.tensor_parallel.distribute import distribute, find_cut_problems
 from xla_fsdp.tensor_parallel.parallel_module import ParallelModule, run_in
 from xla_fsdp.tensor_parallel.style import ParallelStyle
 
 Module = TypeVar("Module", bound=nn.Module)
+
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
 
 

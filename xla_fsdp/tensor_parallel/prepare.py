@@ -15,13 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import MeshAxis
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed
 from xla_fsdp.tensor_parallel.parallel_module import Forward, Step
 from xla_fsdp.tensor_parallel.style import ParallelStyle
 
 Layouts = Placement | Sequence[Placement | None] | None
+
 Changes = tuple[tuple[Any, Any], ...]
+
 """For each of several tensors: the layout that it has, and the one that it is to have."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from xla_fsdp.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import MeshAxis
 from xla_fsdp.tensor_parallel.parallel_module import Step
 
 
@@ -38,8 +38,8 @@ class ParamCut:
         found = self.owner._parameters.get(self.attribute)
         if found is None:
             raise ValueError(
-                f"a style cuts {self.attribute!r} of {type(self.owner).__name__}, which has no such "
-                f"parameter; leave it out of what the style's cuts() returns"
+                f"a style cuts {self.attribute!r} of {type(self.owner).__name__}, which has no "
+                f"such parameter; leave it out of what the style's cuts() returns"
             )
         return found
 

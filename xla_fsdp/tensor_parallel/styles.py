@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.mesh_axis import MeshAxis
-from xla_fsdp.optim.noise import random_bits
+from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.random_bits import random_bits
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed, for_use
-from xla_fsdp.tensor_parallel.pairs import copied, cut
+from xla_fsdp.tensor_parallel.loss_parallel import remember_head
+from xla_fsdp.tensor_parallel.mappings import copied, cut
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelModule, Step, computing_with
 from xla_fsdp.tensor_parallel.style import ParallelStyle, ParamCut, own_cuts
-from xla_fsdp.tensor_parallel.vocabulary import remember_head
-from xla_fsdp.tensor_placement import placement_in
 
 LAYERS = (nn.Linear, nn.Embedding)
+
 IN_PLACE_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
+
 """Of nn.Embedding: they look at whole tables or at all ids."""
 
 

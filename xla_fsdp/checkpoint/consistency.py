@@ -1,0 +1,257 @@
+"""Judges whether shards are all of one model's, before anything is merged.
+
+Words: the *reference* is the first shard whose metadata makes sense; the others are held against
+it.
+Always true: nothing raises for bad shards; every problem found is one line that names its source;
+an empty list means that ``merge`` will work.
+Files that cannot be opened are ``shard_files``' to report.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
+from xla_fsdp.checkpoint.format import state_name
+from xla_fsdp.checkpoint.full_tensors import Plan
+from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
+from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
+from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.tensor_source import TensorSource
+
+SHOWN = 8
+
+"""How many of a long list of ranks or files a message names."""
+
+COMPARED = 1 << 24
+
+"""How many bytes of two tensors are compared at a time."""
+
+
+def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[str]:
+    """Everything that is wrong with these shards, one line each; empty if they can be merged.
+
+    Args:
+        shards: in any order; all ranks of one model are expected.
+        optimizer: whether to look at optimizer state, too.
+    """
+    problems: list[str] = []
+    known: list[tuple[Shard, Identity]] = []
+    for shard in shards:
+        try:
+            known.append((shard, identify(shard.metadata)))
+        except CheckpointError as error:
+            problems += [f"{shard.source}: {problem}" for problem in error.problems]
+    mixed = _mixed_problems(known)
+    if mixed or not known:
+        return problems + mixed  # without knowing which belong together, the rest is noise
+    return problems + _rank_problems(known) + _content_problems(known, optimizer)
+
+
+# ---------------------------------------------------------------- which shards are there
+
+
+def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
+    problems = []
+    for what, field in (("formats", "format"), ("world sizes", "world_size")):
+        sources: dict[Hashable, list[str]] = defaultdict(list)
+        for shard, identity in known:
+            sources[getattr(identity, field)].append(shard.source)
+        if len(sources) > 1:
+            groups = "; ".join(f"{value} in {_shown(names)}" for value, names in sources.items())
+            problems.append(
+                f"mixed {what}: {groups}. Narrow ckpt_prefix or ckpt_suffix to one run's files."
+            )
+    return problems
+
+
+def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
+    world_size = known[0][1].world_size
+    holders: dict[int, list[str]] = defaultdict(list)
+    for shard, identity in known:
+        holders[identity.rank].append(shard.source)
+    copies = len(known[0][0].metadata.get("groups") or [None])
+    problems = [
+        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep "
+        + ("one." if copies == 1 else f"at most {copies}, one for each sharding group.")
+        for rank, sources in sorted(holders.items())
+        if len(sources) > copies
+    ]
+    absent = (str(rank) for rank in range(world_size) if rank not in holders)
+    if len(holders) < world_size:
+        ranks = _shown(absent, world_size - len(holders))
+        problems.append(
+            f"missing ranks: {ranks} of {world_size}; {known[0][0].source} says that "
+            f"{world_size} ranks were saved, and {len(holders)} are readable"
+        )
+    return problems
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) -> list[str]:
+    shards = [shard for shard, _ in known]
+    reference = shards[0]
+    try:
+        plan = make_plan(reference.metadata, reference.state_dict, optimizer=optimizer)
+    except CheckpointError as error:
+        return [f"{reference.source}: {problem}" for problem in error.problems]
+    return [
+        f"{shard.source}: {problem}"
+        for shard in shards
+        for problem in _shard_problems(plan, shard, reference)
+    ] + list(_replica_problems(known))
+
+
+def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
+    """Shards of the same rank in several groups have to be the same."""
+    if known[0][0].metadata.get("groups") is None:
+        return
+    first: dict[int, Shard] = {}
+    for shard, identity in known:
+        other = first.setdefault(identity.rank, shard)
+        prints = {name: tensor.fingerprint for name, tensor in other.tensors()}
+        for name, tensor in shard.tensors() if other is not shard else ():
+            known_both = None not in (tensor.fingerprint, prints.get(name))
+            if known_both and tensor.fingerprint != prints[name]:
+                yield f"{shard.source}: {name} differs from that in its replica {other.source}"
+
+
+def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
+    different = _first_difference(shared_part(reference.metadata), shared_part(shard.metadata))
+    if different:
+        yield f"shard_metadata differs from that of {reference.source} at {different}"
+        return  # its tensors follow another plan
+    expected, found = reference.state_dict.keys(), shard.state_dict.keys()
+    yield from (
+        f"model has no {key}, which {reference.source} has" for key in expected if key not in found
+    )
+    yield from (
+        f"model has {key}, which {reference.source} has not" for key in found if key not in expected
+    )
+    yield from _piece_problems(plan, shard.state_dict)
+    yield from _whole_problems(plan, shard.state_dict, reference)
+    yield from _tie_problems(plan, shard.state_dict)
+    if plan.optimizer is not None:
+        yield from _optimizer_problems(plan, plan.optimizer, shard, reference)
+
+
+def _piece_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+    for key, piece in plan.pieces.items():
+        if key in state_dict:
+            found, expected = _kind(state_dict[key]), _kind_named(piece.shard_shape, piece.dtype)
+            if found != expected:
+                yield f"the shard of {key} is {found}, expected {expected}"
+
+
+def _whole_problems(plan: Plan, state_dict: Mapping[str, Any], reference: Shard) -> Iterator[str]:
+    for key in plan.whole:
+        if key in state_dict:
+            found, expected = _kind(state_dict[key]), _kind(reference.state_dict[key])
+            if found != expected:
+                yield f"{key} is {found}, but {expected} in {reference.source}"
+
+
+def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+    for alias, canonical in plan.ties.items():
+        if alias in state_dict and canonical in state_dict:
+            first, second = state_dict[canonical], state_dict[alias]
+            if _kind(first) != _kind(second) or not _same_bits(first, second):
+                yield f"{alias} and {canonical} are tied, but their shards differ"
+
+
+def _optimizer_problems(
+    plan: Plan, record: OptimizerRecord, shard: Shard, reference: Shard
+) -> Iterator[str]:
+    listed = set()
+    for key, state in record.states.items():
+        for what in state.sharded + state.whole:
+            listed.add(name := state_name(key, what))
+            found, model = shard.optimizer.get(name), reference.optimizer.get(name)
+            where = f"optimizer state {what} of {key}"
+            if found is None:
+                yield f"has no {where}, which shard_metadata lists"
+            elif what in state.sharded and found.shape != plan.pieces[key].shard_shape:
+                expected = plan.pieces[key].shard_shape
+                yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
+            elif model is not None and _kind(found) != _kind(model):
+                yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
+            elif model is not None and what in state.whole:
+                yield from _whole_state_problems(plan, key, where, (found, model), reference)
+    strange = [name for name in shard.optimizer if name not in listed]
+    if strange:
+        yield f"holds {_shown(strange)}, which shard_metadata does not list"
+
+
+def _whole_state_problems(
+    plan: Plan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
+) -> Iterator[str]:
+    """Such a state becomes that of the full parameter, so there has to be one value of it."""
+    found, model = pair
+    hint = "Leave optimizer state out (--model_only)."
+    if found is not model and not _same_bits(found, model):
+        yield f"{where} differs from that in {reference.source}, so there is no full one. {hint}"
+    members = len(plan.names_of(key))
+    if members > 1 and found.shape not in ((), (1,)):
+        yield f"{where} has shape {found.shape} for {members} parameters in one. {hint}"
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    """Equality that also holds for not-a-number."""
+    if not isinstance(first, TensorSource):
+        return True
+    if first.identity is not None and first.identity == second.identity:
+        return True
+    return all(
+        _bytes(first, start) == _bytes(second, start)
+        for start in range(0, first.spec.nbytes, COMPARED)
+    )
+
+
+def _bytes(source: TensorSource, start: int) -> bytearray:
+    buffer = bytearray(min(COMPARED, source.spec.nbytes - start))
+    source.data.read_into(start, memoryview(buffer))
+    return buffer
+
+
+# ---------------------------------------------------------------- words for messages
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, TensorSource):
+        return _kind_named(value.shape, value.dtype)
+    return f"a {type(value).__name__}"
+
+
+def _kind_named(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)} of shape {shape}"
+
+
+def _shown(names: Iterable[str], count: int | None = None) -> str:
+    first = list(islice(names, SHOWN))
+    total = count if count is not None else len(names) if isinstance(names, Sequence) else 0
+    more = f" and {total - len(first)} more" if total > len(first) else ""
+    return ", ".join(first) + more
+
+
+def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
+    """Where two plain values differ first, and how; None if they are equal."""
+    if expected == found:
+        return None
+    pairs: Iterable[tuple[Any, Any, Any]]
+    if isinstance(expected, dict) and isinstance(found, dict):
+        absent = object()
+        keys = dict.fromkeys([*expected, *found])
+        pairs = ((key, expected.get(key, absent), found.get(key, absent)) for key in keys)
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        pairs = ((i, *pair) for i, pair in enumerate(zip(expected, found, strict=False)))
+    else:
+        return f"{path}: {found!r}, expected {expected!r}"
+    inner = (_first_difference(a, b, f"{path}.{key}".lstrip(".")) for key, a, b in pairs)
+    return next((text for text in inner if text), f"{path}: the number of entries")

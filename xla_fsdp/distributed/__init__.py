@@ -1,0 +1,1 @@
+"""Ranks: meshes, the torus, shard layout, collectives, and launching."""

@@ -1,0 +1,392 @@
+"""``launch``: run a function on every rank, on TPU through torch_xla, on CPU as threads.
+
+Words: a *rank* is one XLA device and its process or thread; a *CPU rank* is a thread of this
+process with a CPU device of its own.
+Always true: arguments and environment are checked before anything starts; ``launch`` returns only
+when every rank has; a failure on one rank ends all of them within seconds.
+Imports torch and torch_xla only when called. How rank threads stay in step is ``cpu_ranks``'s
+business, what is changed inside torch_xla for them ``cpu_rank_xla_ops``'s; the command line is
+``launch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
+from xla_fsdp.distributed.preemption import Listening, listen
+from xla_fsdp.distributed.tpu_flags import compiler_flags
+
+NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
+
+GRACE = 3.0
+
+"""Seconds that the other ranks get to unwind after a failure."""
+
+WARN_AFTER = 4.0
+
+"""Seconds of waiting at the gate before a warning; XLA's own abort comes after 15."""
+
+POLL = 0.2
+
+BLOCKED_EXIT_CODE = 1
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+class RankError(RuntimeError):
+    """A rank failed. ``rank`` is its number, ``__cause__`` what it raised, if it raised."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    num_ranks: int | None = None,
+    start_method: str = "spawn",
+    sync_timeout: float = 600.0,
+    stop_signals: Sequence[signal.Signals] = (),
+) -> list[Any] | None:
+    """Call ``fn(index, *args)`` on every rank.
+
+    On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
+    all of them share its modules, its global variables and the CPU random number generator. To
+    build equal models, seed and then build: ``torch.manual_seed`` keeps the other ranks out until
+    this one wraps a module or makes a collective. Torch's own CPU threads are limited to one while
+    several ranks run, as the ranks already keep all cores busy.
+    Elsewhere the call is handed to ``torch_xla.launch``. Inside a rank of a running launch, ``fn``
+    is simply called in that rank, whatever ``num_ranks`` says.
+
+    Args:
+        fn: called with the rank's number, from 0, and ``args``. On CPU it should return host
+            values: a lazy tensor that needs a collective cannot be computed after the run.
+        args: further arguments of ``fn``; on CPU shared by all ranks, not copied.
+        num_ranks: how many CPU ranks; default ``XLA_FSDP_NUM_RANKS``, else ``CPU_NUM_DEVICES``,
+            else 1. On TPU it must be 1 or the number of devices there, which is the default.
+        start_method: how torch_xla starts processes; not used on CPU.
+        sync_timeout: seconds a CPU rank may wait for the others before the run fails.
+        stop_signals: signals, such as ``signal.SIGTERM``, that do not end the process but are
+            requests to the ranks, which learn of them by ``Preemption``. The caller must be the
+            main thread.
+
+    Returns:
+        On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). None
+        where the ranks are processes.
+
+    Raises:
+        ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
+            ``stop_signals`` cannot be listened for.
+        RuntimeError: torch_xla was started before, in a way that does not fit.
+        RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
+            error is printed and the process ends with a non-zero exit code.
+        SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
+            these a rank just ends); so it ends the program with that code, unless it is caught.
+    """
+    inside = current_rank_thread()
+    if inside is not None:
+        return [fn(inside.rank, *args)]
+    wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
+    signals = tuple(stop_signals)
+    if _device_type() != "CPU":
+        there = Listening(fn, signals) if signals else fn
+        with listen(signals, to_children=True):
+            _launch_elsewhere(there, tuple(args), wanted, start_method)
+        return None
+    count = wanted or _default_num_ranks()
+    with listen(signals, to_children=False):
+        _prepare_process(count)
+        return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
+
+
+@contextlib.contextmanager
+def one_rank_at_a_time() -> Iterator[None]:
+    """Let only one CPU rank at a time into the block; does nothing where ranks are processes.
+
+    For what is per process but used as if it were per rank, above all the CPU random number
+    generator: ``with one_rank_at_a_time(): torch.manual_seed(0); model = Model()`` gives every
+    rank the same model. Without it the ranks' draws mix. A ``torch_xla.sync()`` of collectives
+    inside raises RuntimeError, as the other ranks could not join it.
+    """
+    thread = current_rank_thread()
+    with contextlib.nullcontext() if thread is None else thread.rank_run.turn(thread.rank):
+        yield
+
+
+# ---------------------------------------------------------------- arguments and environment
+
+
+def _checked(num_ranks: Any, name: str) -> int:
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f"{name}={num_ranks!r}; expected a whole number of ranks, 1 or more")
+    return num_ranks
+
+
+def _default_num_ranks() -> int:
+    for name in (NUM_RANKS_VARIABLE, "CPU_NUM_DEVICES"):
+        text = os.environ.get(name)
+        if text:
+            return _checked(int(text) if text.strip().isdecimal() else text, name)
+    return 1
+
+
+def _device_type() -> str:
+    if "PJRT_DEVICE" not in os.environ:
+        import torch_xla  # noqa: F401  (sets PJRT_DEVICE to TPU or NEURON if it sees one)
+
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    return os.environ["PJRT_DEVICE"].partition("_")[0].upper()
+
+
+def _launch_elsewhere(
+    fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int | None, start_method: str
+) -> None:
+    import torch_xla
+
+    _set_compiler_flags()
+    if num_ranks not in (None, 1):
+        from xla_fsdp.distributed.xla import ops as xla_ops
+
+        found = xla_ops.expected_device_count()
+        if num_ranks != found:
+            raise ValueError(
+                f"num_ranks={num_ranks}, but there are {found} {os.environ['PJRT_DEVICE']} devices "
+                "and torch_xla starts one rank on each. Leave num_ranks out, or pass 1 to debug."
+            )
+    torch_xla.launch(fn, args, start_method, debug_single_process=num_ranks == 1)
+
+
+def _set_compiler_flags() -> None:
+    """Read where a process first uses its TPU, in the ones that torch_xla starts."""
+    if _device_type() == "TPU":
+        name = "LIBTPU_INIT_ARGS"
+        os.environ[name] = compiler_flags(os.environ.get(name, ""))
+
+
+def _needed_environment(num_ranks: int) -> dict[str, str]:
+    pool = os.environ.get("XLA_THREAD_POOL_SIZE", "")
+    size = max(int(pool) if pool.isdecimal() else 0, 2 * num_ranks + 2)
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(num_ranks),
+        # A blocked collective keeps its thread; with fewer than one per rank they all wait forever.
+        "XLA_THREAD_POOL_SIZE": str(size),
+        # With the asynchronous client, freeing a buffer waits for a running execution while it
+        # holds the GIL, and the peers that this execution needs never get there.
+        "PJRT_CPU_ASYNC_CLIENT": "0",
+    }
+
+
+def _prepare_process(num_ranks: int) -> None:
+    """Set the environment, or check it if torch_xla has read it already; then start the devices."""
+    needed = _needed_environment(num_ranks)
+    if "torch_xla" not in sys.modules:
+        os.environ.update(needed)
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
+    from xla_fsdp.distributed.xla import ops as xla_ops
+
+    if xla_ops.runtime_started():
+        _check_started(needed, num_ranks, xla_ops.local_device_count())
+    os.environ.update(needed)
+    cpu_rank_xla_ops.prepare_cpu_ranks()
+
+
+def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
+    wrong = [name for name, value in needed.items() if os.environ.get(name) != value]
+    if found == num_ranks and (num_ranks == 1 or not wrong):
+        return
+    settings = " ".join(f"{name}={value}" for name, value in needed.items())
+    raise RuntimeError(
+        f"launch needs {num_ranks} CPU devices, but torch_xla was started before with {found}"
+        + (f" and with other values of {', '.join(wrong)}" if wrong else "")
+        + ". This is fixed once torch_xla has created its devices. Call launch before anything "
+        f"that uses a device, always with the same num_ranks, or start Python with {settings}."
+    )
+
+
+# ---------------------------------------------------------------- one run
+
+
+def _run_cpu_ranks(
+    fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, sync_timeout: float
+) -> list[Any]:
+    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
+
+    slot = cpu_rank_xla_ops.run_slot()
+    if slot.run is not None:
+        raise RuntimeError("a launch is running in another thread of this process; wait for it")
+    run = slot.run = Run(num_ranks)
+    try:
+        with _crash_report(), _one_torch_thread(num_ranks):
+            start = functools.partial(
+                run.start,
+                fn,
+                args,
+                cpu_rank_xla_ops.enter_cpu_rank,
+                cpu_rank_xla_ops.leave_cpu_rank,
+            )
+            _supervise(run, start, sync_timeout)
+    finally:
+        slot.run = None
+    return [run.results.get(rank) for rank in range(num_ranks)]
+
+
+def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
+    """Start the ranks and see them end, in the main thread, which therefore still gets Ctrl-C."""
+    try:
+        start()
+        _watch(run, sync_timeout)
+        if run.failures:
+            _end_failed(run)
+        run.join_finished()
+    except KeyboardInterrupt:
+        try:
+            _end_interrupted(run)
+        except KeyboardInterrupt:
+            _exit_now(INTERRUPTED_EXIT_CODE)
+        raise
+
+
+def _watch(run: Run, sync_timeout: float) -> None:
+    """Return when the run is over; end it if ranks wait for others too long."""
+    warned: set[str] = set()
+    while not run.wait(POLL):
+        if run.longest_wait() > sync_timeout:
+            run.fail(_timeout(run, sync_timeout))
+        elif run.longest_wait() > WARN_AFTER:
+            _warn_once(run, warned)
+
+
+def _timeout(run: Run, sync_timeout: float) -> Failure:
+    waiting, missing = run.who_waits()
+    return Failure(
+        missing[0] if missing else 0,
+        f"ranks {waiting} waited {sync_timeout:g} s in torch_xla.sync() to run a collective; "
+        f"missing are ranks {missing}.\n{_stacks(run, missing)}"
+        "Bring all ranks to the same collective, or pass a longer sync_timeout to launch.",
+    )
+
+
+def _warn_once(run: Run, warned: set[str]) -> None:
+    waiting, missing = run.who_waits()
+    stacks = _stacks(run, missing)
+    if not waiting or stacks in warned:
+        return
+    warned.add(stacks)
+    _say(
+        f"xla_fsdp: ranks {waiting} have waited {WARN_AFTER:g} s in torch_xla.sync() to run a "
+        f"collective; ranks {missing} are elsewhere:\n{stacks}"
+        "If such a rank is only slow, this is harmless. If it reads a value that needs a "
+        "collective (.item(), .cpu(), print) and the waiting ranks do not, it can never get it, "
+        "and XLA ends the process about 15 s after it began: read such values on all ranks."
+    )
+
+
+def _stacks(run: Run, ranks: Sequence[int]) -> str:
+    return "".join(f"  rank {rank} is at:\n{run.stack(rank)}" for rank in ranks)
+
+
+def _end_failed(run: Run) -> NoReturn:
+    run.wait(GRACE, for_all=True)
+    failure = run.failures[0]
+    blocked = run.join_finished()
+    if blocked:
+        _exit_blocked(failure, blocked)
+    for other in run.failures:
+        _forget_locals(other.error)
+    if isinstance(failure.error, SystemExit):
+        raise failure.error
+    raise RankError(_with_others(run), failure.rank) from failure.error
+
+
+def _with_others(run: Run) -> str:
+    first, *more = run.failures
+    others = sorted({f.rank for f in more if f.error is not None})
+    return first.message + (f" (ranks {others} raised, too)" if others else "")
+
+
+def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
+    if failure.error is not None:
+        _say("".join(traceback.format_exception(failure.error)).rstrip())
+    _say(
+        f"xla_fsdp: {failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
+        "collective that cannot complete any more): the process ends here."
+    )
+    _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
+
+
+def _end_interrupted(run: Run) -> None:
+    run.fail(Failure(-1, "interrupted"))
+    time.sleep(POLL)
+    run.give_up_unstarted()
+    run.wait(GRACE, for_all=True)
+    blocked = run.join_finished()
+    if blocked:
+        _say(f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them")
+        _exit_now(INTERRUPTED_EXIT_CODE)
+
+
+def _exit_code_of(error: BaseException | None) -> int:
+    """The exit code that Python would use if ``error`` ended the program."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        return code if isinstance(code, int) else int(code is not None)
+    return int(error is not None)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Drop the local variables that a traceback keeps alive: half-traced tensors among them would
+    be executed, with their collectives, by the next run's first sync."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _exit_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _crash_report() -> Iterator[None]:
+    """Show every rank's Python stack should XLA abort the process."""
+    if faulthandler.is_enabled() or sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.enable(file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+
+
+@contextlib.contextmanager
+def _one_torch_thread(num_ranks: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if num_ranks > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,290 @@
+"""Ranks laid out on named axes, and the replica groups along them. Pure data and arithmetic.
+
+Words: an *axis* has a name and a size; a *group* along some axes holds the ranks that differ only
+on these; a rank's *place* is its index in its group. By convention axes are called ``replica``
+(ranks that hold equal shards), ``shard`` (a tensor's slices) and ``tensor`` (slices of layers), the
+outermost first.
+Always true: a mesh lays out every rank of the job once, and one sliced out of it still knows them
+all, so its groups are those of the whole job, as a collective wants them.
+Which ranks lie next to each other is ``torus``'s business, what is sent along an axis that of
+``collectives``.
+
+Take torch's ``DeviceMesh`` for a mesh.
+
+Always true: the result lays out the ranks as the DeviceMesh does, with the groups of the whole job,
+also for one that was sliced or flattened. No process group of it is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from xla_fsdp.distributed.topology import Coords, Groups, rank_order
+
+REPLICA, SHARD, TENSOR = "replica", "shard", "tensor"
+
+
+def init_mesh(
+    shape: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    world_size: int | None = None,
+    coords: Coords | None = None,
+) -> Mesh:
+    """Lay all ranks out on named axes.
+
+        mesh = init_mesh((2, 4), ("replica", "shard"))
+        mesh["shard"].groups()  # [[0, 1, 2, 3], [4, 5, 6, 7]] where there is no torus
+
+    On a TPU the last axis gets its part of the torus first, in whole torus axes where possible, so
+    that its collectives run along rings, and the first axis what is left, across slices if there
+    are several. Elsewhere ranks are numbered along the last axis first.
+
+    Args:
+        shape: size of each axis, outermost first.
+        axis_names: their names.
+        world_size: the number of ranks (default: that of the running job).
+        coords: place of every rank on the torus (default: that of the running job; none where only
+            ``world_size`` is given). For a job that is not running:
+            ``xla_fsdp.preflight.topologies.find_topology("v5e:4x4").coords``.
+
+    Raises:
+        ValueError: if sizes and names do not fit each other or the number of ranks; all problems in
+            one message.
+    """
+    shape, axis_names = tuple(shape), tuple(axis_names)
+    if world_size is None:
+        world_size = _running_world_size() if coords is None else len(coords)
+        coords = _running_coords() if coords is None else coords
+    problems = find_problems(shape, axis_names, world_size)
+    if coords and len(coords) != world_size:
+        problems.append(f"coords are those of {len(coords)} ranks, not of {world_size}")
+    if problems:
+        raise ValueError(f"no mesh {shape} of axes {axis_names}: " + "; ".join(problems))
+    return mesh_of(rank_order(shape, coords or ()), shape, axis_names)
+
+
+def mesh_of(ranks: Sequence[int], shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
+    """The mesh that has these ranks, row-major, in the places of ``shape``."""
+    axes = tuple(
+        Axis(name, size, (dim,))
+        for dim, (name, size) in enumerate(zip(axis_names, shape, strict=True))
+    )
+    return Mesh(axes, Layout(tuple(shape), tuple(ranks)))
+
+
+def find_problems(shape: Sequence[int], axis_names: Sequence[str], world_size: int) -> list[str]:
+    """Why there is no mesh of this ``shape``, one line each."""
+    problems = []
+    if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        problems.append("every axis has a size, a whole number of 1 or more")
+    elif math.prod(shape) != world_size:
+        found = f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
+        problems.append(f"{found} ranks, but the job has {world_size}; the two must be equal")
+    if len(shape) != len(axis_names):
+        problems.append(f"{len(shape)} sizes and {len(axis_names)} names; give each axis both")
+    if not all(isinstance(name, str) and name for name in axis_names):
+        problems.append("a name is a text that is not empty")
+    twice = sorted({str(name) for name in axis_names if list(axis_names).count(name) > 1})
+    if twice:
+        problems.append(f"{', '.join(twice)}: several axes of one name; give each its own")
+    return problems
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh; it may join several dims of the layout, the first one slowest."""
+
+    name: str
+    size: int
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every rank of the job is: ``ranks`` in the places of ``shape``, row-major."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def rank_at(self, place: Sequence[int]) -> int:
+        """The rank in a place."""
+        index = 0
+        for at, size in zip(place, self.shape, strict=True):
+            index = index * size + at
+        return self.ranks[index]
+
+    def place_of(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not one of the mesh's {len(self.ranks)} ranks")
+        index, place = self.ranks.index(rank), []
+        for size in reversed(self.shape):
+            index, at = divmod(index, size)
+            place.append(at)
+        return tuple(reversed(place))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Some axes of a layout of all ranks; made by ``init_mesh`` and by slicing."""
+
+    axes: tuple[Axis, ...]
+    layout: Layout
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.axes)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the whole job."""
+        return len(self.layout.ranks)
+
+    def size(self, axis: str | None = None) -> int:
+        """Size of one axis, or of all together.
+
+        Raises:
+            ValueError: if there is no such axis.
+        """
+        return math.prod(self.shape) if axis is None else self._axis(axis).size
+
+    def groups(self, *axes: str) -> Groups:
+        """All groups of ranks along some axes (default: all of this mesh), joined in the order in
+        which they are named, the first one slowest.
+
+        Raises:
+            ValueError: if there is no such axis.
+        """
+        along = self._dims(axes)
+        shape = self.layout.shape
+        across = [[0] if dim in along else range(size) for dim, size in enumerate(shape)]
+        inside = list(itertools.product(*(range(shape[dim]) for dim in along)))
+        groups = []
+        for base in itertools.product(*across):
+            group = []
+            for place in inside:
+                at = dict(zip(along, place, strict=True))
+                group.append(
+                    self.layout.rank_at([at.get(dim, own) for dim, own in enumerate(base)])
+                )
+            groups.append(group)
+        return groups
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where a rank is on each axis of this mesh.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        return tuple(self.place(rank, name) for name in self.axis_names)
+
+    def place(self, rank: int, *axes: str) -> int:
+        """Index of a rank in its group along some axes (default: all of this mesh).
+
+        Raises:
+            ValueError: if there is no such rank or axis.
+        """
+        at, place = self.layout.place_of(rank), 0
+        for dim in self._dims(axes):
+            place = place * self.layout.shape[dim] + at[dim]
+        return place
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """The mesh of some axes: ``mesh["shard"]``, ``mesh["replica", "shard"]``.
+
+        Raises:
+            ValueError: if there is no such axis, or one is named twice.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if len(set(wanted)) != len(wanted) or not wanted:
+            raise ValueError(f"{wanted}: name one axis or several different ones")
+        return replace(self, axes=tuple(self._axis(name) for name in wanted))
+
+    def flatten(self, name: str) -> Mesh:
+        """The mesh of one axis called ``name``, which joins all axes of this one, the first one
+        slowest."""
+        return replace(self, axes=(Axis(name, self.size(), tuple(self._dims(()))),))
+
+    def unsharded(self) -> Mesh:
+        """The mesh on which all ranks that this one joins are replicas, of one shard each."""
+        replicas = self.flatten(REPLICA)
+        return replace(self, axes=(*replicas.axes, Axis(SHARD, 1, ())))
+
+    def _axis(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(self.axis_names)}")
+
+    def _dims(self, names: Sequence[str]) -> list[int]:
+        axes = [self._axis(name) for name in names] or list(self.axes)
+        return [dim for axis in axes for dim in axis.dims]
+
+
+def _running_world_size() -> int:
+    from xla_fsdp.distributed.xla import ops as xla_ops
+
+    return xla_ops.world_size()
+
+
+def _running_coords() -> Coords:
+    from xla_fsdp.distributed.xla import ops as xla_ops
+
+    return xla_ops.torus_coords()
+
+
+UNNAMED = {1: (SHARD,), 2: (REPLICA, SHARD)}
+
+
+def as_mesh(given: Any) -> Mesh:
+    """``given``, a ``Mesh`` or a ``torch.distributed.device_mesh.DeviceMesh``, as a mesh.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a DeviceMesh without names that has more than two dims.
+    """
+    if isinstance(given, Mesh):
+        return given
+    if not isinstance(given, DeviceMesh):
+        raise TypeError(f"a mesh is made by xla_fsdp.init_mesh, got a {type(given).__name__}")
+    root = _mesh_resources.get_root_mesh(given)
+    names = root.mesh_dim_names or UNNAMED.get(root.mesh.ndim)
+    if names is None:
+        raise ValueError(
+            f"the DeviceMesh has {root.mesh.ndim} dims without names; give it mesh_dim_names"
+        )
+    mesh = mesh_of(root.mesh.flatten().tolist(), root.mesh.shape, names)
+    if given is root:
+        return mesh
+    joined = _mesh_resources.flatten_name_to_root_dims.get(root, {})
+    parts = [_axis(mesh, name, joined.get(name)) for name in given.mesh_dim_names or ()]
+    return Mesh(tuple(axis for part in parts for axis in part.axes), mesh.layout)
+
+
+def _axis(mesh: Mesh, name: str, joined: tuple[int, ...] | None) -> Mesh:
+    """One axis, perhaps joined of several dims."""
+    if joined is None:
+        return mesh[name]
+    return mesh[tuple(mesh.axis_names[dim] for dim in joined)].flatten(name)

@@ -1,0 +1,116 @@
+"""The arithmetic from a tensor's shape to its shards, and back. Pure: no tensor, no device, no I/O.
+
+Words: *full* is the whole tensor, row-major and flattened; a *shard* is one rank's equal slice of
+it; *padding* is what the last shards hold beyond the end of the full tensor.
+Always true: all shards of a layout have the same length, a multiple of ``multiple``, and joining
+them in rank order gives the full tensor followed by padding.
+Training, consolidation and resharding all use this file; none of them repeats its rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LANES = 128
+
+"""Width of a TPU vector register row: shards are padded to whole rows (github.com/pytorch/xla
+issue 3510 measured the all-gather of ragged shards to be several times slower)."""
+
+ROWS = 8
+
+"""Rows of a TPU tile, of which shards that travel in rows consist."""
+
+LARGE = 2 * ROWS * LANES
+
+"""Shards of fewer elements travel joined; see ``collectives.ROWS``."""
+
+
+def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
+    """To a multiple of what shards of a parameter are rounded up.
+
+    A large matrix whose shards would end within a row is rounded up to tiles of whole rows, unless
+    that makes it more than an eighth larger: then it travels as it is. Laying the 50 million
+    elements of a vocabulary out anew took the TPU compiler over 400 s.
+
+    Args:
+        shape: of the parameter.
+        num_shards: number of ranks that share it.
+    """
+    numel, width = math.prod(shape), math.prod(shape[1:]) if len(shape) > 1 else 0
+    if not width or width % LANES:
+        return LANES
+    vector = ShardLayout((numel,), num_shards)
+    rows = ShardLayout((numel,), num_shards, width * ROWS)
+    if vector.shard_numel % (width * ROWS) == 0 or rows.shard_numel < LARGE:
+        return LANES
+    return width * ROWS if 8 * rows.padded_numel <= 9 * numel else LANES
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How a full tensor of ``shape`` is cut into ``num_shards`` equal slices.
+
+    Args:
+        shape: sizes of the full tensor; ``()`` is a scalar.
+        num_shards: number of ranks that share it, at least 1.
+        multiple: every shard's length is rounded up to a multiple of this.
+
+    Raises:
+        ValueError: if a size is negative, or ``num_shards`` or ``multiple`` is below 1.
+    """
+
+    shape: tuple[int, ...]
+    num_shards: int
+    multiple: int = LANES
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"shape {self.shape} has a negative size")
+        if self.num_shards < 1 or self.multiple < 1:
+            raise ValueError(
+                f"num_shards and multiple must be at least 1, "
+                f"got {self.num_shards} and {self.multiple}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements of one shard, padding included."""
+        per_rank = -(-self.numel // self.num_shards)
+        return -(-per_rank // self.multiple) * self.multiple
+
+    @property
+    def padded_numel(self) -> int:
+        """Number of elements of all shards joined."""
+        return self.shard_numel * self.num_shards
+
+    def slice_for(self, rank: int) -> slice:
+        """The elements of the flattened full tensor that ``rank`` holds, padding left out.
+
+        Raises:
+            ValueError: if ``rank`` is not in ``range(num_shards)``.
+        """
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"rank {rank} is not one of the {self.num_shards} shards")
+        start = min(rank * self.shard_numel, self.numel)
+        return slice(start, min(start + self.shard_numel, self.numel))
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each of several vectors of these ``sizes`` starts once they are joined end to end."""
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += size
+    return starts
+
+
+def join_name(prefix: str, name: str) -> str:
+    """``name`` below ``prefix``, which is empty for a root."""
+    return f"{prefix}.{name}" if prefix else name

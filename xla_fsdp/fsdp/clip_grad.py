@@ -1,0 +1,181 @@
+"""Clip gradients by value, or by their global norm where every rank holds a slice of each.
+
+Words: the *local norm* is over the slices of one rank; padding is zero and adds nothing. A *whole*
+parameter, which FSDP was told to ignore, has the same gradient on every rank (if its user reduces
+it) and counts once; so do, along a tensor-parallel axis, parameters that are not cut.
+Always true: nothing here waits for the device, so the norm stays a lazy tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.groups import along
+from xla_fsdp.distributed.placement import known_placement
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.registry import known_group, known_shard, refuse_shown
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Gradients of which the ranks that each of ``collectives`` joins hold a slice each: several
+    where slices are cut into slices again."""
+
+    grads: Sequence[Tensor]
+    collectives: Sequence[Collectives]
+
+
+@torch.no_grad()
+def clip_grads_by_norm_(
+    sliced: Sequence[Slices],
+    whole: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
+
+    Args:
+        sliced: gradients of shards; every rank gives the same groups in the same order.
+        whole: gradients that every rank has in full.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        device: where the norm is computed.
+
+    Returns:
+        The norm before clipping: a scalar fp32 tensor on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    parts = [_over_ranks(part, norm_type, device) for part in sliced]
+    total = _combined([*parts, *_fp32_norms(whole, norm_type, device)], norm_type, device)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in [*(grad for part in sliced for grad in part.grads), *whole]:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for parameters some or all of which are shards: scale all
+    gradients so that their norm, as one vector over all ranks, is at most ``max_norm``.
+
+    Args:
+        parameters: of one or several models; every rank gives the same ones.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once, which
+            ends the step's program there.
+        foreach: accepted as in torch; XLA computes all gradients in one program anyway.
+
+    Returns:
+        The norm before clipping, a lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: if gradients are kept that no backward has reduced yet, for full parameters
+            in place of shards, if parameters are stepped in backward, or for a norm that is not
+            finite.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_shown(given, "clip_grad_norm_")
+    for param in given:
+        group = known_group(param)
+        if group is not None and group.steps_in_backward:
+            raise RuntimeError(
+                "clip_grad_norm_ was called on a model that is stepped in backward: its gradients "
+                "are gone by now. Do without, or step after backward (remove() of what "
+                "step_in_backward returned)"
+            )
+        if group is not None and group.has_kept:
+            raise RuntimeError(
+                "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "
+                "the last backward of the accumulation with gradient sync first"
+            )
+    norm = clip_grads(given, max_norm, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
+    return norm
+
+
+def clip_grads(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    over: Collectives | None = None,
+) -> Tensor:
+    """``clip_grads_by_norm_`` of the gradients of these parameters; shards are combined over the
+    ranks that share them, or those of ``over``, and along tensor-parallel axes."""
+    grads: dict[Any, list[Tensor]] = {}
+    ranks: dict[Any, list[Collectives]] = {}
+    for param in {id(param): param for param in parameters}.values():
+        by = _shared_by(param, over)
+        key = tuple(each.key for each in by)
+        ranks.setdefault(key, by)
+        grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
+    whole = grads.pop((), [])
+    sliced = [Slices(grads[key], ranks[key]) for key in grads]
+    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, xla_ops.device())
+
+
+def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
+    """Joining the ranks that hold slices of a parameter; none for a whole one."""
+    group, shard = known_group(param), known_shard(param)
+    by = [] if group is None else [over or group.collectives]
+    placement = known_placement(param) if shard is None else shard.members[0].placement
+    if placement is not None and placement.dim is not None:
+        by.append(along(placement.mesh))
+    return by
+
+
+@torch.no_grad()
+def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> None:
+    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value].
+
+    Raises:
+        ValueError: if ``clip_value`` is negative or not a number.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must not be negative, got {clip_value}")
+    for param in params:
+        if param.grad is not None:
+            param.grad.clamp_(-clip_value, clip_value)
+
+
+def _over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
+    local = _combined(_fp32_norms(part.grads, p, device), p, device)
+    for collectives in part.collectives:
+        if math.isinf(p):
+            local = collectives.all_reduce("max", local)
+        else:
+            local = collectives.all_reduce("sum", local.pow(p)).pow(1.0 / p)
+    return local
+
+
+def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """The norm of vectors that have these norms."""
+    # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
+    return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=device), *norms]), p)
+
+
+def _fp32_norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
+    return [
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(device)
+        for grad in grads
+        if grad.numel()
+    ]

@@ -1,0 +1,1 @@
+"""The mechanism of one FSDP unit: shards, all-gather, reduce-scatter, autograd nodes."""

@@ -1,0 +1,317 @@
+"""Rematerialization: recompute a module's forward in backward instead of keeping activations.
+
+Words: a *region* is one forward call whose saved tensors are dropped; when backward asks for the
+first of them, the forward runs again, and what autograd would have saved is picked up by position.
+Always true: the recomputation sees the same inputs, random numbers, autocast state and buffers as
+the original, leaves buffers and the random state as they were, and stands behind a barrier on the
+incoming gradients, so that XLA neither merges it with the original nor runs it early.
+Not reentrant: the original graph is differentiated, so inputs need no gradient, keyword arguments
+and nested containers work, and regions nest. (The idea of saved-tensor hooks as a checkpoint is
+that of ``torch.utils.checkpoint``, which knows no XLA device.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+
+from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
+from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
+from xla_fsdp.fsdp.engine.module_state import is_wrapper
+from xla_fsdp.wrap import has_forward
+
+_SAME_TWICE = (
+    "It must do the same both times: look for state that it changes, such as a cache that it "
+    "appends to (of transformers models: set config.use_cache=False), and for branches on it."
+)
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """Make ``module`` rematerialize: its forward is replaced in place by one that keeps only its
+    inputs for backward.
+
+    Composes with FSDP inside and outside: ``FSDP(checkpoint_module(m))`` is the usual order.
+
+    Returns:
+        The same module.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_module takes an nn.Module, got {type(module).__name__}")
+    original = _unbound_forward(module)
+    if getattr(original, "is_checkpointed", False):
+        return module
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _own.once:
+            return original(self, *args, **kwargs)
+        return _Region(self, partial(original, self)).run(args, kwargs)
+
+    forward.is_checkpointed = True  # type: ignore[attr-defined]
+    # A method, not a closure over the module: a deep copy must run its own weights.
+    module.forward = MethodType(forward, module)
+    return module
+
+
+class _Own(threading.local):
+    """Whether the calling thread recomputes by other means."""
+
+    def __init__(self) -> None:
+        self.once = False
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def regions_run_once() -> Iterator[None]:
+    """Inside, checkpointed modules keep their activations: whoever calls them recomputes."""
+    before, _own.once = _own.once, True
+    try:
+        yield
+    finally:
+        _own.once = before
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    predicate: Callable[[nn.Module], bool] | None = None,
+    *,
+    every: int = 1,
+) -> nn.Module:
+    """Rematerialize selected modules: ``module`` itself, or those in it that ``predicate`` selects.
+
+    Keeping the activations of some blocks trades memory for the time of their recomputation:
+    ``checkpoint_wrapper(model, lambda m: isinstance(m, Block), every=2)`` recomputes every second
+    block. Works before and after wrapping with FSDP.
+
+    Args:
+        module: a module, or a whole model.
+        predicate: called with every module in ``module`` that has a forward, itself included;
+            wrappers of FSDP are passed over, what they wrap is not. Selected modules may lie in one
+            another.
+        every: of the selected modules, in the order of ``named_modules()``, only the first, the
+            ``every``-th after it, and so on.
+
+    Returns:
+        The same module.
+
+    Raises:
+        TypeError: if ``module`` is not an ``nn.Module``.
+        ValueError: if ``every`` is below 1, or nothing was selected.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; give 1 for all selected modules, 2 for every second")
+    if predicate is None:
+        return checkpoint_module(module)
+    candidates = [
+        inner for inner in module.modules() if has_forward(inner) and not is_wrapper(inner)
+    ]
+    selected = [inner for inner in candidates if predicate(inner)]
+    if not selected:
+        raise ValueError(
+            f"predicate selected none of the modules in {type(module).__name__}; it is called with "
+            f"each of them and returns whether to rematerialize it"
+        )
+    for inner in selected[::every]:
+        checkpoint_module(inner)
+    return module
+
+
+def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+    return functools.wraps(forward)(lambda self, *args, **kwargs: forward(*args, **kwargs))
+
+
+class _Environment:
+    """What besides its inputs decides what a module's forward computes.
+
+    Made just before the forward; ``settle`` just after it drops what the forward did not touch.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._device = xla_ops.device()
+        self._xla_rng = xla_ops.get_rng_state(self._device)
+        self._cpu_rng: Tensor | None = torch.get_rng_state()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("xla", "cpu")
+        ]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def settle(self) -> None:
+        """Keep only what the forward may have changed.
+
+        The host's random state is shared by ranks that are threads of one process, so it is set
+        back only where the forward drew from it.
+        """
+        if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
+            self._cpu_rng = None
+        # Not by version counter: torch_xla's BatchNorm updates its statistics without counting.
+        self._buffers = [entry for entry in self._buffers if xla_ops.is_pending(entry[0])]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, things are as they were; afterwards, as they are now."""
+        xla_rng, cpu_rng = xla_ops.get_rng_state(self._device), torch.get_rng_state()
+        buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
+        self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype, enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                yield
+        finally:
+            self._set(xla_rng, None if self._cpu_rng is None else cpu_rng, buffers)
+
+    def _set(self, xla_rng: int, cpu_rng: Tensor | None, buffers: Sequence[Tensor]) -> None:
+        xla_ops.set_rng_state(xla_rng, self._device)
+        if cpu_rng is not None:
+            torch.set_rng_state(cpu_rng)
+        with torch.no_grad():
+            for (buffer, _), value in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(value)
+
+
+class _Region:
+    """One call of a checkpointed forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._name = type(module).__name__
+        self._forward = forward
+        self._units = running_units()
+        self._environment = _Environment(module)
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._recomputed: list[Tensor] = []
+        self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The original forward."""
+        inputs = (args, kwargs)
+        tensors = tensors_in(inputs)
+        # Saved by a node of its own, inputs go through the hooks of regions around this one.
+        self._keeper = _KeepInputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._pick):
+            outputs = self._forward(*args, **kwargs)
+        self._environment.settle()
+        # Of the region, the last node knows this list only: it lives as long as the outputs do.
+        return through(partial(_LeaveRegion.apply, self._output_grads), outputs)
+
+    def _drop(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
+
+    def _pick(self, index: int) -> Tensor:
+        if not self._recomputed:
+            self._recomputed = self._recompute()
+            self._check()
+        result = self._recomputed[index]
+        if current_pass() == -1:  # asked for outside of a backward pass, by a debugger say
+            self._recomputed = []
+        return result
+
+    def _recompute(self) -> list[Tensor]:
+        if current_pass() != -1:
+            # The thread that ran backward may give up its callbacks when a step has ended already;
+            # the inputs of a region that they kept alive would be outputs of the step's program.
+            own = weakref.ref(self)
+            Variable._execution_engine.queue_callback(partial(_forget, own))
+        # Usually open already; not if backward began at a tensor that the outputs do not lead to.
+        for unit in self._units:
+            unit.ensure_open()
+        found: list[Tensor] = []
+        args, kwargs = self._inputs()
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.append(tensor.detach()), _refuse
+        )
+        try:
+            with torch.enable_grad(), self._environment.restored(), hooks:
+                self._forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Raised while the checkpointed forward of {self._name} was recomputed, in "
+                f"backward. {_SAME_TWICE}"
+            )
+            raise
+        return found
+
+    def _inputs(self) -> Any:
+        """The original inputs as fresh leaves, not available before the outputs' gradients."""
+        kept = self._keeper.grad_fn.saved_tensors
+        lazy = [tensor for tensor in kept if on_device(tensor)]
+        ready = iter(xla_ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
+        fresh = [next(ready) if on_device(t) else t.detach() for t in kept]
+        for tensor, original in zip(fresh, kept, strict=True):
+            tensor.requires_grad_(original.requires_grad)
+        return replace_tensors(self._input_tree, fresh)
+
+    def _check(self) -> None:
+        found = [(tensor.shape, tensor.dtype) for tensor in self._recomputed]
+        if found != self._saved:
+            raise RuntimeError(
+                f"the checkpointed forward of {self._name} saved {len(self._saved)} tensors for "
+                f"backward, and {len(found)} (or others) when it was recomputed. {_SAME_TWICE}"
+            )
+
+    def forget(self) -> None:
+        """Drop what was recomputed."""
+        self._recomputed = []
+
+
+def _forget(region: weakref.ref[_Region]) -> None:
+    if (alive := region()) is not None:
+        alive.forget()
+
+
+class _KeepInputs(torch.autograd.Function):
+    """Holds a region's inputs; never differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise AssertionError("nothing depends on the output of this node")
+
+
+class _LeaveRegion(torch.autograd.Function):
+    """Outputs of a region; backward notes their gradients for the recomputation's barrier."""
+
+    @staticmethod
+    def forward(ctx: Any, noted: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.noted = noted
+        fresh = tuple(output.clone() for output in outputs)
+        mark_constants(ctx, fresh, ctx.needs_input_grad[1:])
+        return fresh
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.noted[:] = present(grads)
+        Variable._execution_engine.queue_callback(ctx.noted.clear)
+        return (None, *grads)
+
+
+def _refuse(_: Any) -> Tensor:
+    raise RuntimeError("backward ran through the graph of a recomputation, which is never built on")

@@ -1,0 +1,151 @@
+"""Refuse what is right for whole parameters and silently wrong for shards.
+
+Words: a *guard* stands in for a function of torch or torch_xla, or before a step of an optimizer,
+and raises where it would be given shards.
+Always true: guards are put in place by the first unit or tensor-parallel module of a process, once;
+they look at parameters only, and let everything else through. Functions that a script imported by
+name before that are not guarded.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from xla_fsdp.distributed.placement import known_placement
+from xla_fsdp.distributed.xla import ops as gradient_xla_ops
+from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
+from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.registry import known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.stacked_params import is_stack
+
+_installing = Lock()
+
+
+def install() -> None:
+    """Put the guards in place, unless they are; from now on they know of a new unit."""
+    with _installing:
+        gradient_xla_ops.refuse_reduce_gradients_of(_is_part)
+        guard = getattr(clip_grad.clip_grad_norm_, "optimizers", None)
+        if guard is not None:
+            guard.forget()
+            return
+        guard = _OptimizerGuard()
+        clip_grad.clip_grad_norm_ = _whole_only(clip_grad.clip_grad_norm_)
+        clip_grad.clip_grad_norm_.optimizers = guard  # type: ignore[attr-defined]
+        torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
+        register_optimizer_step_pre_hook(guard)
+
+
+def is_guard(hook: Any) -> bool:
+    """Whether a hook that all optimizers' steps call is one of these."""
+    return isinstance(hook, _OptimizerGuard)
+
+
+def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        refuse_shown(given, "torch.nn.utils.clip_grad_norm_")
+        if any(_is_part(param) for param in given):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
+                "rank would compute the norm of its own slices and scale by another factor. Call "
+                "xla_fsdp.clip_grad_norm_ with the same arguments, or "
+                "model.clip_grad_norm_(max_norm) on the outermost sharded module"
+            )
+        return original(given, *args, **kwargs)
+
+    return guarded
+
+
+def _is_part(param: Tensor) -> bool:
+    known = known_shard(param) if is_sharded(param) else None
+    if known is None:
+        placement = known_placement(param)
+        return placement is not None and placement.parts > 1
+    return known.cut.layout.num_shards > 1 or any(
+        member.placement is not None and member.placement.parts > 1 for member in known.members
+    )
+
+
+class _OptimizerGuard:
+    """Before an optimizer's first step, and the first after a change: does it hold what is
+    trained?"""
+
+    def __init__(self) -> None:
+        self._passed: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def forget(self) -> None:
+        """A new unit may have replaced parameters of optimizers that have made steps before."""
+        self._passed.clear()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._passed.get(optimizer) == count:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _refuse_replaced(optimizer, param)
+        _refuse_empty_groups(optimizer)
+        _warn_about_stacks(optimizer)
+        self._passed[optimizer] = count
+
+
+def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
+    known = known_shard(param)
+    if known is not None and known.leaf is not param:
+        now = "shard" if known.places.part is None else "stack of shards of scanned blocks"
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {_names(known)} as it was before wrapping; FSDP "
+            f"trains the {now} that replaced it, which this optimizer would never change. Create "
+            f"the optimizer after wrapping, from model.parameters()"
+        )
+
+
+def _refuse_empty_groups(optimizer: Optimizer) -> None:
+    """Where parameters are chosen by name, as for weight decay, flattened ones are not found."""
+    empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
+    flat = next(_flat(p for group in optimizer.param_groups for p in group["params"]), None)
+    if empty and flat is not None:
+        names = ", ".join(member.names[0] for member in flat.members)
+        raise ValueError(
+            f"group {empty[0]} of {type(optimizer).__name__} is empty, and {flat.key} joins "
+            f"{names}: with flatten_parameters=True an optimizer only sees whole units, so its "
+            f"groups cannot tell their parameters apart. Set flatten_parameters=False to have "
+            f"groups by parameter, or make one group"
+        )
+
+
+def _warn_about_stacks(optimizer: Optimizer) -> None:
+    """The slices of a stack are several parameters, which is the same for what is elementwise."""
+    stacks = [p for group in optimizer.param_groups for p in group["params"] if is_stack(p)]
+    if stacks and not steps_elementwise(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__} is not known to treat every element of a parameter by "
+            f"itself, and was given stacks, each of one parameter of {len(stacks[0])} blocks. Its "
+            f"steps may differ from those of single blocks; scan these without stacked, or say by "
+            f"a static method is_elementwise(options) of its class that they do not",
+            stacklevel=4,
+        )
+
+
+def _names(param: ShardedParam) -> str:
+    """Of a flat shard, which member a tensor was is not known."""
+    names = [member.names[0] for member in param.members]
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _flat(params: Iterable[Tensor]) -> Iterator[ShardedParam]:
+    known = (known_shard(param) for param in params)
+    return (param for param in known if param is not None and param.is_flat)

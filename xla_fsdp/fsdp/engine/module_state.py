@@ -1,0 +1,256 @@
+"""What a module carries that runs as a unit, or as a part of one, whichever way it came to do so.
+
+Words: a *host* is such a module: a wrapper (``unit_module``), or a user's own module of which
+``fully_shard`` has changed the class; a unit has one host or, where several modules share their
+collectives, one for each.
+Always true: a host is found by its class and has one ``Attachment``; its state dicts know shards
+from full tensors and take either; whoever looks at its parameters sees shards, also after a
+backward pass that raised.
+How a host's forward gets to run by the unit, and what its names are, is the host's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeGuard, cast
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from xla_fsdp.distributed.groups import Communication
+from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
+from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.stacked_params import shown
+from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.unsharded_params import UnitState
+
+
+class Runner(Protocol):
+    """Runs several hosts' forwards together."""
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """In the place of ``unit.run``."""
+        ...
+
+
+@dataclass
+class Attachment:
+    """What a host carries.
+
+    Args:
+        unit: runs the host's forward.
+        communication: who shares the unit's parameters.
+        part: which of the unit's modules the host is.
+        cast_buffers: original dtype, by name, of the buffers that were cast.
+        loading: makes shards of what is loaded.
+        runner: runs the host's forward together with others', where there is one.
+    """
+
+    unit: Unit
+    communication: Communication
+    part: int = 0
+    cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
+    loading: StateLoading = field(default_factory=StateLoading)
+    runner: Runner | None = None
+
+
+class UnitHost:
+    """Base class of hosts, mixed into a module's class."""
+
+    _fsdp_attachment: Attachment
+    _fsdp_is_wrapper = False  # a module around the one that it runs
+
+    @property
+    def _fsdp_unit(self) -> Unit:
+        return self._fsdp_attachment.unit
+
+    def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if (runner := self._fsdp_attachment.runner) is not None:
+            refuse_dynamo()
+            return runner.run(self._fsdp_unit, forward, args, kwargs)
+        return self._fsdp_run_alone(forward, args, kwargs)
+
+    def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """For methods other than the forward: runners know that alone."""
+        refuse_dynamo()
+        return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_attachment.part)
+
+    def _fsdp_units(self) -> list[Unit]:
+        return units_in(self._fsdp_module())
+
+    def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
+        return named_shards(self._fsdp_module(), remove_duplicate=remove_duplicate)
+
+    def _fsdp_module(self) -> nn.Module:
+        return cast(nn.Module, self)
+
+
+class HostModule(Protocol):
+    """A host, as type checkers need to see it: also a module."""
+
+    _fsdp_attachment: Attachment
+
+    @property
+    def _fsdp_unit(self) -> Unit: ...
+
+    def _fsdp_register_method(self, name: str) -> None: ...
+
+
+def attach(module: nn.Module, attachment: Attachment) -> None:
+    """Make ``module``, which is of a host's class, the unit's; units inside it join its tree.
+
+    Hooks of the host's own that change names in state dicts must be registered after this.
+    """
+    module._fsdp_attachment = attachment  # type: ignore[assignment]
+    for _, inner in named_hosts(module):
+        if inner._fsdp_unit is not attachment.unit:
+            inner._fsdp_unit.join(attachment.unit)
+    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+        register(_show_shards)
+    module.register_load_state_dict_pre_hook(_translate)
+    module.register_load_state_dict_post_hook(_finish_loading)
+
+
+def mark_state_dicts(module: nn.Module) -> None:
+    """Let state dicts hold shards, and say so; after a host's hooks that change names."""
+    # A partial because torch sets an attribute on this hook.
+    module.register_state_dict_post_hook(partial(_mark_shards))
+
+
+def is_unit(module: nn.Module) -> TypeGuard[HostModule]:
+    """Whether ``module`` runs as a unit, or as a part of one."""
+    return isinstance(module, UnitHost)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` wraps the module that it runs as a unit."""
+    return isinstance(module, UnitHost) and module._fsdp_is_wrapper
+
+
+def named_hosts(
+    module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, HostModule]]:
+    """The hosts in ``module``, itself included, outer ones first, by their original names."""
+    for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
+        if is_unit(inner):
+            yield name, inner
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units in ``module``, each once, outer ones first."""
+    return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
+
+
+def outermost_units(module: nn.Module) -> list[Unit]:
+    """The units in ``module``, each once, that have a host in no other host."""
+    return list({id(unit): unit for unit in _outermost(module)}.values())
+
+
+def _outermost(module: nn.Module) -> Iterator[Unit]:
+    if is_unit(module):
+        yield module._fsdp_unit
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def reshard_units(module: nn.Module) -> None:
+    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep full
+    parameters."""
+    for unit in units_in(module):
+        unit.reshard()
+
+
+def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
+    """The sharded parameters of the units in ``module``, outer ones first. Without
+    ``remove_duplicate`` those of a module that has several names come once for each."""
+    for unit, prefixes in _places(module, remove_duplicate=remove_duplicate):
+        for param in unit.group.params:
+            shard = NamedShard(prefixes, param, unit.group)
+            if shard.is_reachable:
+                yield shard
+
+
+def _places(
+    module: nn.Module, *, remove_duplicate: bool
+) -> list[tuple[Unit, tuple[list[str], ...]]]:
+    """Every unit, with the names of its hosts in ``module``."""
+    places: list[tuple[Unit, tuple[list[str], ...]]] = []
+    several: dict[int, tuple[list[str], ...]] = {}
+    for name, host in named_hosts(module, remove_duplicate=remove_duplicate):
+        unit = host._fsdp_unit
+        if unit.parts == 1:
+            places.append((unit, ([name],)))
+            continue
+        if id(unit) not in several:
+            several[id(unit)] = tuple([] for _ in range(unit.parts))
+            places.append((unit, several[id(unit)]))
+        several[id(unit)][host._fsdp_attachment.part].append(name)
+    return places
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
+    and with gradients. For modules that are used by other methods than ``forward`` (``encode``);
+    ``generate`` needs no registration. Does nothing if ``module`` is not sharded, as in torch.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    if is_unit(module):
+        module._fsdp_register_method(method_name)
+
+
+def refuse_dynamo() -> None:
+    """Raise RuntimeError under ``torch.compile``."""
+    if get_eval_frame_callback() is not None:
+        raise RuntimeError(
+            "torch.compile was used on a model with FSDP units. It would cut the step into many "
+            "programs, one between each two units, while XLA compiles the whole step anyway. Leave "
+            "it out, or compile the function of one step: torch_xla.compile(step)"
+        )
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+def close_failed_passes(host: HostModule) -> None:
+    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
+    host._fsdp_unit.backward.abandon()
+
+
+def _show_shards(module: nn.Module, *_: Any) -> None:
+    close_failed_passes(cast(HostModule, module))
+    cast(HostModule, module)._fsdp_unit.reshard()
+
+
+def _translate(module: nn.Module, *load: Any) -> None:
+    host = cast(HostModule, module)
+    if host._fsdp_unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
+        shards = list(named_shards(module, remove_duplicate=False))
+        host._fsdp_attachment.loading.translate(shards, _loading_inside(module), *load)
+
+
+def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
+    for _, inner in named_hosts(module, remove_duplicate=False):
+        if inner is not module:
+            yield inner._fsdp_attachment.loading
+
+
+def _finish_loading(module: nn.Module, report: Any) -> None:
+    for loading in (cast(HostModule, module)._fsdp_attachment.loading, *_loading_inside(module)):
+        loading.finish()
+    for unit in units_in(module):
+        for param in unit.group.params:
+            if not param.is_flat and param.places.shard.is_meta:  # was loaded by assignment
+                param.take_memory(has_values=True)
+
+
+def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
+    host = cast(HostModule, module)
+    if host._fsdp_unit.state is UnitState.SHARDED:
+        shown(host._fsdp_unit.group, state, prefix)
+        mark_shards(local_metadata)

@@ -1,0 +1,298 @@
+"""The options of torch's ``FullyShardedDataParallel`` (FSDP1), in the words of this package.
+
+Words: a *strategy* says what is sharded over whom, and for how long; enums and dataclasses are
+torch's own.
+Always true: options that contradict each other raise, all at once; those that mean nothing on XLA
+are accepted with one warning, and those that cannot be met are refused with the reason.
+A translation into ``FSDPConfig``'s fields: what they do is said in ``fully_sharded``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from xla_fsdp.distributed.mesh import REPLICA, SHARD, Mesh, as_mesh, init_mesh
+from xla_fsdp.distributed.topology import SLICE, Coords
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.config import FSDPConfig
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+ONE_AXIS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+
+FREES_PARAMETERS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+KEEPS_PARAMETERS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@dataclass(frozen=True)
+class TorchOptions:
+    """What the constructor of ``XlaFullyShardedDataParallel`` takes beside upstream's options.
+
+    Args:
+        mesh: of one axis, to shard over, or of two, replicas and shards (hybrid sharding): a
+            ``Mesh`` or a torch ``DeviceMesh``.
+        device_mesh: another name of ``mesh``.
+        process_group: accepted if it holds all ranks.
+        sharding_strategy: FULL_SHARD, the default; SHARD_GRAD_OP is ``reshard_after_forward=False``
+            in it; NO_SHARD only averages gradients; HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the
+            first two inside the groups of a mesh of two axes (default: a replica per TPU slice).
+        mixed_precision: ``compute_dtype`` and ``buffer_dtype`` by other names (but buffers keep
+            their dtype if none is given); ``reduce_dtype``; whether inputs of inner units and of
+            the outermost one are cast. Not ``keep_low_precision_grads``.
+        use_orig_params: False is ``flatten_parameters=True``.
+        sync_module_states: take over the values of the first rank.
+        cpu_offload: must be off.
+        backward_prefetch: BACKWARD_PRE is what is done anyway; others are ignored with a warning.
+        forward_prefetch: True is what is done anyway, and False cannot be told from it.
+        limit_all_gathers: what barriers do anyway; False is ignored with a warning.
+        device_id: must be an XLA device; a number is ignored with a warning.
+    """
+
+    mesh: Any = None
+    device_mesh: Any = None
+    process_group: Any = None
+    sharding_strategy: ShardingStrategy | None = None
+    mixed_precision: MixedPrecision | None = None
+    use_orig_params: bool | None = None
+    sync_module_states: bool = False
+    cpu_offload: CPUOffload | bool | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    device_id: int | torch.device | None = None
+
+
+def translate(options: TorchOptions, upstream: dict[str, Any]) -> FSDPConfig:
+    """The configuration that the ``upstream`` options and these make together.
+
+    Raises:
+        ValueError: with every contradiction, and for what cannot be done on XLA.
+        TypeError: for a value of another type.
+    """
+    _check_types(options)
+    problems = [
+        *_mesh_problems(options, upstream),
+        *_precision_problems(options.mixed_precision, upstream),
+        *_other_problems(options, upstream),
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    _warn_about_ignored(options)
+    changes = {"mesh": _mesh(options), **_precision(options.mixed_precision)}
+    if options.sharding_strategy in KEEPS_PARAMETERS:
+        changes["reshard_after_forward"] = False
+    if options.use_orig_params is False:
+        changes["flatten_parameters"] = True
+    return FSDPConfig(**{**upstream, **changes})
+
+
+# ---------------------------------------------------------------- who shares what
+
+
+def _mesh(options: TorchOptions) -> Mesh | None:
+    strategy = options.sharding_strategy
+    mesh = _given_mesh(options)
+    if strategy is ShardingStrategy.NO_SHARD:
+        mesh = mesh or _everyone()
+        return mesh if _shards_nothing(mesh) else mesh.unsharded()
+    if strategy in HYBRID and mesh is None:
+        return _one_replica_per_slice(xla_ops.torus_coords())
+    return mesh
+
+
+def _given_mesh(options: TorchOptions) -> Mesh | None:
+    given = options.mesh if options.mesh is not None else options.device_mesh
+    return None if given is None else as_mesh(given)
+
+
+def _everyone() -> Mesh:
+    return init_mesh((xla_ops.world_size(),), (SHARD,))
+
+
+def _one_replica_per_slice(coords: Coords) -> Mesh:
+    slices = _num_slices(coords)
+    return init_mesh((slices, len(coords) // slices), (REPLICA, SHARD), coords=coords)
+
+
+def _num_slices(coords: Coords) -> int:
+    return len({tuple(place[SLICE:]) for place in coords})
+
+
+def _shards_nothing(mesh: Mesh) -> bool:
+    return mesh.ndim == 2 and mesh.shape[1] == 1
+
+
+def _mesh_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]:
+    strategy, mesh, problems = options.sharding_strategy, _given_mesh(options), []
+    name = strategy.name if strategy is not None else ""
+    if options.mesh is not None and options.device_mesh not in (None, options.mesh):
+        problems.append("mesh and device_mesh are two names of one option, and differ; give one")
+    if mesh is not None and upstream["sharding_groups"] is not None:
+        problems.append("both a mesh and sharding_groups say who shares parameters; give one")
+    if strategy in ONE_AXIS and mesh is not None and mesh.ndim > 1:
+        problems.append(
+            f"{name} shards over one axis, and the mesh has {', '.join(mesh.axis_names)}; give "
+            f"mesh[{SHARD!r}], or the strategy HYBRID_SHARD"
+        )
+    if strategy in HYBRID:
+        problems += _hybrid_problems(name, mesh, upstream)
+    if strategy is ShardingStrategy.NO_SHARD and upstream["sharding_groups"] is not None:
+        problems.append("NO_SHARD shards nothing, and sharding_groups says over whom; give one")
+    if strategy in FREES_PARAMETERS and not upstream["reshard_after_forward"]:
+        problems.append(
+            f"{name} frees parameters after forward, and reshard_after_forward=False keeps them; "
+            f"for that give SHARD_GRAD_OP or _HYBRID_SHARD_ZERO2"
+        )
+    return problems
+
+
+def _hybrid_problems(name: str, mesh: Mesh | None, upstream: dict[str, Any]) -> list[str]:
+    if upstream["sharding_groups"] is not None:
+        return [f"{name} averages over replicas, which sharding_groups does not tell; give a mesh"]
+    if mesh is not None and mesh.ndim != 2:
+        return [
+            f"{name} wants a mesh of two axes, replicas and shards; this one has "
+            f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
+        ]
+    if mesh is None and _num_slices(xla_ops.torus_coords()) < 2:
+        return [
+            f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
+            f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
+        ]
+    return []
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+def _precision(given: MixedPrecision | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    return {
+        "compute_dtype": given.param_dtype,
+        "buffer_dtype": given.buffer_dtype,
+        "reduce_dtype": given.reduce_dtype,
+        "cast_buffers": False,
+        "cast_forward_inputs": given.cast_forward_inputs,
+        "cast_root_forward_inputs": given.cast_root_forward_inputs,
+    }
+
+
+def _precision_problems(given: MixedPrecision | None, upstream: dict[str, Any]) -> list[str]:
+    if given is None:
+        return []
+    problems = [
+        f"mixed_precision says {theirs}={dtype}, and {ours}={upstream[ours]}; give one"
+        for theirs, ours, dtype in (
+            ("param_dtype", "compute_dtype", given.param_dtype),
+            ("buffer_dtype", "buffer_dtype", given.buffer_dtype),
+        )
+        if upstream[ours] not in (None, dtype)
+    ]
+    if upstream["fp32_reduce_scatter"] and given.reduce_dtype not in (None, torch.float32):
+        problems.append(
+            f"mixed_precision says reduce_dtype={given.reduce_dtype}, and fp32_reduce_scatter=True "
+            f"that it is fp32; give one"
+        )
+    if given.keep_low_precision_grads:
+        problems.append(
+            "keep_low_precision_grads=True cannot be met: torch gives a parameter gradients of its "
+            "own dtype only. Shards of bf16 parameters (model.bfloat16()) have bf16 gradients"
+        )
+    if set(given._module_classes_to_ignore) != set(MixedPrecision._module_classes_to_ignore):
+        problems.append(
+            "_module_classes_to_ignore cannot be chosen: layers with running statistics compute in "
+            "their own dtype, all others in param_dtype"
+        )
+    return problems
+
+
+# ---------------------------------------------------------------- others
+
+
+def _other_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]:
+    problems = []
+    if options.use_orig_params and upstream["flatten_parameters"]:
+        problems.append(
+            "use_orig_params=True shows every parameter, and flatten_parameters=True joins them"
+        )
+    if _offloads(options.cpu_offload):
+        problems.append(
+            "cpu_offload cannot be met: torch_xla gives every program its inputs and outputs in "
+            "device memory. More ranks save device memory, and so do mixed_precision and "
+            "checkpoint_module"
+        )
+    problems += _group_problems(options.process_group)
+    if isinstance(options.device_id, torch.device) and options.device_id.type != "xla":
+        problems.append(
+            f"device_id is {options.device_id}; every rank has one XLA device, and shards go there"
+        )
+    return problems
+
+
+def _group_problems(group: Any) -> list[str]:
+    if isinstance(group, tuple):  # as torch takes them for hybrid sharding
+        return [
+            "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
+            "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
+        ]
+    if group is None or group.size() == xla_ops.world_size():
+        return []
+    return [
+        f"process_group holds {group.size()} of {xla_ops.world_size()} ranks. Replica groups "
+        f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
+    ]
+
+
+def _offloads(given: Any) -> bool:
+    return given.offload_params if isinstance(given, CPUOffload) else bool(given)
+
+
+def _check_types(options: TorchOptions) -> None:
+    group = options.process_group
+    if not (group is None or isinstance(group, tuple) or callable(getattr(group, "size", None))):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}; give a process group of all ranks, or a "
+            f"mesh in its place"
+        )
+    for name, kind in (
+        ("sharding_strategy", ShardingStrategy),
+        ("mixed_precision", MixedPrecision),
+        ("backward_prefetch", BackwardPrefetch),
+    ):
+        given = getattr(options, name)
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{name} is a {type(given).__name__}; give an xla_fsdp.{kind.__name__} (which is "
+                f"torch.distributed.fsdp's)"
+            )
+
+
+def _warn_about_ignored(options: TorchOptions) -> None:
+    ignored = _ignored(options)
+    if ignored:
+        warnings.warn(
+            f"{', '.join(ignored)}: ignored. The program of a whole step is scheduled by XLA: "
+            f"gathers start while the unit before computes, and optimization barriers bound how "
+            f"many are ahead; every rank has one device",
+            stacklevel=4,
+        )
+
+
+def _ignored(options: TorchOptions) -> Sequence[str]:
+    prefetch = options.backward_prefetch
+    found = []
+    if prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        found.append(f"backward_prefetch={prefetch.name if prefetch else None}")
+    if not options.limit_all_gathers:
+        found.append("limit_all_gathers=False")
+    if isinstance(options.device_id, int):
+        found.append(f"device_id={options.device_id}")
+    return found

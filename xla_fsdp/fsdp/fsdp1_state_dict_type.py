@@ -1,0 +1,224 @@
+"""Which kind of state dict a wrapper gives and takes, chosen as in torch's own FSDP.
+
+Words: the *type* is FULL (whole tensors under the plain model's names, in host memory) or SHARDED
+or LOCAL, which are one here: this rank's shards, as ``state_dict()`` gives them where nobody has
+chosen. Enums and configurations are torch's own.
+Always true: a choice holds for all wrappers in a module; where there is none, what is loaded may be
+of either kind. Whatever the type, every rank takes part.
+The work is done by ``state_dicts`` and ``state_loading``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from xla_fsdp.fsdp.engine.unsharded_params import UnitState
+from xla_fsdp.fsdp.module_base import UnitModule
+from xla_fsdp.fsdp.state_dict.model import (
+    cut_optim_state_dict,
+    full_state_dict,
+    load_full_state_dict,
+    load_optim_state_dict,
+    load_sharded_state_dict,
+    optim_state_dict,
+    sharded_optim_state_dict,
+)
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+LOCAL = StateDictType.LOCAL_STATE_DICT
+
+CONFIGS = {
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+class StateDictTypes(UnitModule):
+    """A wrapper whose state dicts are of a type that its user may choose."""
+
+    _chosen: StateDictSettings | None = None
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the type for all wrappers in ``module``.
+
+        Args:
+            module: a wrapped module, or one that holds wrapped modules.
+            state_dict_type: a ``torch.distributed.fsdp.StateDictType``.
+            state_dict_config: of that type. ``rank0_only`` of the full one is respected;
+                ``offload_to_cpu`` is always so, as a device need not hold more than one unit.
+            optim_state_dict_config: the same for ``optim_state_dict``.
+
+        Returns:
+            What was chosen before.
+
+        Raises:
+            TypeError: if a configuration is that of another type.
+            ValueError: if there is no wrapper in ``module``.
+        """
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = StateDictTypes.get_state_dict_type(module)
+        for wrapper in _wrappers(module):
+            wrapper._chosen = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is chosen; SHARDED_STATE_DICT to begin with.
+
+        Raises:
+            ValueError: if there is no wrapper in ``module``.
+        """
+        return _wrappers(module)[0]._chosen or _settings(SHARDED, None, None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` inside the block."""
+        with unchosen(module):
+            StateDictTypes.set_state_dict_type(
+                module, state_dict_type, state_dict_config, optim_state_dict_config
+            )
+            yield
+
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """As in ``nn.Module``, of the type that is chosen."""
+        chosen = self._chosen
+        shown_in_full = self._fsdp_unit.state is UnitState.SUMMONED
+        if chosen is None or chosen.state_dict_type is not FULL or shown_in_full:
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))
+        if destination is None:
+            return full
+        destination.update({prefix + name: value for name, value in full.items()})
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in ``nn.Module``, from the type that is chosen, or from either if none is."""
+        if self._chosen is None or assign:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        is_full = self._chosen.state_dict_type is FULL
+        load = load_full_state_dict if is_full else load_sharded_state_dict
+        with unchosen(self):
+            return load(self, state_dict, strict)
+
+    # ------------------------------------------------------------ optimizers
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by names of parameters: that of the plain model, or of this rank's
+        shards where SHARDED or LOCAL was chosen. Every rank must call it.
+
+        Raises:
+            ValueError: see ``xla_fsdp.optim_state_dict``.
+        """
+        chosen = _wrappers(model)[0]._chosen
+        if chosen is not None and chosen.state_dict_type is not FULL:
+            return sharded_optim_state_dict(model, optim)
+        only = chosen is not None and _rank0_only(chosen.optim_state_dict_config)
+        return optim_state_dict(model, optim, rank0_only=only)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from what ``optim_state_dict`` returned under the
+        same choice of type, on every rank.
+
+        Args:
+            model: the sharded model.
+            optim: over its parameters; it need not have made a step.
+            optim_state_dict: of the plain model on any number of ranks, or of these ranks' shards.
+            is_named_optimizer: must be False: parameters have numbers in torch's optimizers.
+            load_directly: load it into ``optim``, too.
+
+        Raises:
+            ValueError: with every name, group or shape that does not fit.
+        """
+        if is_named_optimizer:
+            raise ValueError("is_named_optimizer=True: torch's optimizers number their parameters")
+        chosen = _wrappers(model)[0]._chosen
+        full = chosen is None or chosen.state_dict_type is FULL
+        cut = cut_optim_state_dict(model, optim, optim_state_dict, full=full)
+        if load_directly and full:
+            load_optim_state_dict(model, optim, optim_state_dict)
+        elif load_directly:
+            optim.load_state_dict(cut)
+        return cut
+
+
+@contextlib.contextmanager
+def unchosen(module: nn.Module) -> Iterator[None]:
+    """Inside the block, no type is chosen for the wrappers in ``module``: state dicts are shards.
+    What is chosen inside is undone, too."""
+    before = [(each, each._chosen) for each in module.modules() if isinstance(each, StateDictTypes)]
+    for wrapper, _ in before:
+        wrapper._chosen = None
+    try:
+        yield
+    finally:
+        for wrapper, settings in before:
+            wrapper._chosen = settings
+
+
+def _wrappers(module: nn.Module) -> list[StateDictTypes]:
+    found = [each for each in module.modules() if isinstance(each, StateDictTypes)]
+    if not found:
+        raise ValueError(
+            f"there is no XlaFullyShardedDataParallel in this {type(module).__name__}; give the "
+            f"wrapped model"
+        )
+    return found
+
+
+def _settings(kind: StateDictType, config: Any, optim_config: Any) -> StateDictSettings:
+    if kind not in CONFIGS:
+        raise TypeError(f"state_dict_type is {kind!r}; give an xla_fsdp.StateDictType")
+    for given, expected in zip((config, optim_config), CONFIGS[kind], strict=True):
+        if given is not None and not isinstance(given, expected):
+            raise TypeError(
+                f"{kind.name} goes with a {expected.__name__}, got a {type(given).__name__}"
+            )
+    own, optimizers = CONFIGS[kind]
+    return StateDictSettings(kind, config or own(), optim_config or optimizers())
+
+
+def _rank0_only(config: Any) -> bool:
+    return bool(getattr(config, "rank0_only", False))

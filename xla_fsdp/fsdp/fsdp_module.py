@@ -1,0 +1,281 @@
+"""``FSDPModule``: what ``fully_shard`` adds to the class of a user's module.
+
+Words: the *original* class is the module's own; *FSDP<Class>* is made of it and of ``FSDPModule``.
+Always true: one original class and set of forward methods has one class; new objects made through
+it, as ``nn.Sequential`` makes them for slices, are of the original class.
+Making units is left to ``fully_shard``, methods that wrappers have as well to ``sharded_module``,
+what methods do to ``unit`` and ``param_group``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.fsdp.engine.module_state import close_failed_passes
+from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.unsharded_params import UnitRef
+from xla_fsdp.fsdp.module_base import ShardedModule
+
+NO_MEANING = (
+    "has no meaning on XLA, where one program of a whole step is scheduled by the compiler: there "
+    "are no streams, events or communication buffers to choose. It was ignored"
+)
+
+
+class UnshardHandle:
+    """Returned by ``FSDPModule.unshard(async_op=True)``.
+
+    Args:
+        unit: whose parameters are on their way.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Let the module hold the full parameters. Nothing waits on XLA: the program is built from
+        tensors that are computed when it runs."""
+        self._unit.unshard()
+
+
+class FSDPModule(ShardedModule):
+    """A module whose parameters are sharded in place. Made by ``fully_shard``; the methods have the
+    names and arguments of torch's FSDP2."""
+
+    _fsdp_original: Any  # a class
+    _fsdp_methods: frozenset[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the original class: slices of a container are no units."""
+        return cls._fsdp_original(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles name the original class, as this one cannot be imported."""
+        return _remade, (self._fsdp_original, self._fsdp_methods), self.__dict__
+
+    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, with its parameters gathered.
+
+        Raises:
+            RuntimeError: under ``torch.compile``.
+        """
+        return self._fsdp_run(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``."""
+        close_failed_passes(cast(Any, self))
+        yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Shards that get memory (``to_empty``) stay the unit's."""
+        self._fsdp_unit.reshard()
+        waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for param in waiting:
+            param.take_memory(has_values=False)
+        return result
+
+    def _fsdp_register_method(self, name: str) -> None:
+        if not callable(getattr(self, name, None)):
+            raise ValueError(
+                f"{self._fsdp_original.__name__} has no method {name!r} to register; give the name "
+                f"of a method of the sharded module"
+            )
+        if name in vars(self):
+            vars(self)[name] = functools.partial(_run_kept, self, vars(self)[name])
+            return
+        self.__class__ = class_for(self._fsdp_original, self._fsdp_methods | {name})
+
+    # ------------------------------------------------------------ full parameters
+
+    def reshard(self) -> None:
+        """Let this module hold shards again, after ``unshard``. Not recursive."""
+        self._fsdp_unit.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module, in their compute dtype; it holds them until its
+        next forward or backward is done, or ``reshard``. Not recursive.
+
+        Args:
+            async_op: let the module hold them from ``wait`` of the handle that is returned, or its
+                next forward.
+        """
+        if not async_op:
+            self._fsdp_unit.unshard()
+            return None
+        self._fsdp_unit.gather_ahead()
+        return UnshardHandle(self._fsdp_unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free full parameters between forward and backward, from the next forward on.
+        What is freed is gathered again from all ranks that share it, also where
+        ``reshard_after_forward`` was a number.
+
+        Raises:
+            ValueError: if it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}, not a bool")
+        for unit in self._fsdp_own_units(recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.settings.keeps_on_root = unit.settings.keeps_larger = False
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether to free full parameters after backward; otherwise the next forward needs no
+        gather, unless the shards have changed by then."""
+        for unit in self._fsdp_own_units(recurse):
+            unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether to gather for backward. Without it parameters are only gathered if something that
+        backward computes asks for them (nothing does of an embedding)."""
+        self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
+
+    # ------------------------------------------------------------ gradients
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients. If not, full gradients are kept on this rank, and
+        added to those of the first backward that does: ``no_sync`` as a setting."""
+        for unit in self._fsdp_own_units(recurse):
+            unit.settings.sync_gradients = requires_gradient_sync
+            unit.group.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh with replicas: whether backward sums gradient shards over the replicas. If not,
+        they are kept after the reduce-scatter, and added to those of the first one that does."""
+        for unit in self._fsdp_own_units(recurse):
+            unit.group.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last one before the gradients are used. If not, what it
+        leaves to be reduced is computed before the first gather of the next backward."""
+        self._fsdp_unit.backward.is_last = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor`` instead of their number.
+
+        Raises:
+            ValueError: if it is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor is {factor}; give a positive number")
+        self._fsdp_unit.group.reduction.divide_by(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], Tensor | None], *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with every reduced gradient shard of this module, after the reduction over
+        replicas and before the last division. It changes the tensor in place, or returns another.
+
+        Args:
+            hook: takes a tensor in the reduce dtype: [n], or [rows, width] of a large matrix.
+            stream: ignored with a warning.
+        """
+        if stream is not None:
+            _warn("set_all_reduce_hook(stream=...)")
+        self._fsdp_unit.group.reduction.all_reduce_hook = hook
+
+    # ------------------------------------------------------------ order of gathers
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the parameters of ``modules`` (those that run next) no later than this module's
+        own, in forward. Without it a gather waits for what went into the module before the last.
+
+        Raises:
+            ValueError: if one of them is not sharded.
+        """
+        self._fsdp_unit.settings.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same in backward.
+
+        Raises:
+            ValueError: if one of them is not sharded.
+        """
+        self._fsdp_unit.settings.backward_prefetch = _units_of(modules)
+
+    # ------------------------------------------------------------ without a meaning
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Ignored with a warning."""
+        _warn("set_post_optim_event")
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Ignored with a warning; reductions always are sums here."""
+        _warn("set_force_sum_reduction_for_comms")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Ignored with a warning."""
+        _warn("set_allocate_memory_from_process_group_for_comm")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Ignored with a warning."""
+        _warn("_set_unshard_async_op")
+
+    def _fsdp_own_units(self, recurse: bool) -> list[Unit]:
+        return self._fsdp_units() if recurse else [self._fsdp_unit]
+
+
+@functools.cache
+def class_for(original: Any, methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
+    """FSDP<Class> of an original class.
+
+    Args:
+        original: the module's own class.
+        methods: names of methods that run like the forward.
+    """
+    namespace: dict[str, Any] = {name: _running(original, name) for name in methods}
+    namespace.update(_fsdp_original=original, _fsdp_methods=methods, __module__=original.__module__)
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+
+
+def _running(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    method = getattr(original, name)
+
+    @functools.wraps(method)
+    def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_run_alone(functools.partial(method, self), args, kwargs)
+
+    return run
+
+
+def _run_kept(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For a method that is an attribute of the object."""
+    return module._fsdp_run_alone(method, args, kwargs)
+
+
+def _remade(original: Any, methods: frozenset[str]) -> Any:
+    return object.__new__(class_for(original, methods))
+
+
+def _units_of(modules: Iterable[nn.Module]) -> list[UnitRef]:
+    found = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"a {type(module).__name__} cannot be prefetched: it is not a module that "
+                f"fully_shard was applied to"
+            )
+        found.append(UnitRef(module._fsdp_unit))
+    return found
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"{what} {NO_MEANING}", stacklevel=3)

@@ -1,0 +1,113 @@
+"""Loss scaling for fp16, where every rank sees only a part of each gradient.
+
+Always true: all ranks take the same decision, so that either all make a step or none. An overflow
+in one rank's shard, or before gradients were reduced, stops the step of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
+from xla_fsdp.fsdp.engine.registry import known_group
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for sharded gradients; used in the same way.
+
+    An optimizer whose ``step`` takes ``found_inf`` (those of ``torch_xla.amp.syncfree``) decides on
+    the device; for others the value is read, which ends the step's program before the optimizer.
+    Parameters that ``step_in_backward`` steps are refused by ``unscale_`` and ``step``: backward
+    has stepped them with scaled gradients, before an overflow anywhere was known.
+
+    Args:
+        init_scale: first factor.
+        growth_factor: what it is multiplied by after ``growth_interval`` steps without overflow.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: in steps.
+        enabled: False makes every method pass things through.
+        groups: replica groups that must agree (default: all ranks).
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        groups: list[list[int]] | None = None,
+    ) -> None:
+        super().__init__("xla", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._groups = groups
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in torch.
+
+        Raises:
+            RuntimeError: if parameters are stepped in backward; and as in torch.
+        """
+        if self.is_enabled():
+            _check_steps_after_backward(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As in torch; see ``unscale_``."""
+        if self.is_enabled():
+            _check_steps_after_backward(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale this rank's gradients (fp16 ones, too: shards of fp16 parameters); what is found
+        counts for all ranks."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        # A rank may have no gradients, but takes part; ignored parameters may be on the host.
+        here = [value.to(found_inf.device) for value in found.values()]
+        own = torch.stack([torch.zeros_like(found_inf), *here]).max()
+        return {inv_scale.device: self._anywhere(own)}
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        if takes_found_inf(optimizer):
+            found = next(iter(optimizer_state["found_inf_per_device"].values()))
+            kwargs["found_inf"] = found
+            return optimizer.step(*args, **kwargs)
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    def _anywhere(self, found: Tensor) -> Tensor:
+        if xla_ops.world_size() == 1:
+            return found
+        return xla_ops.all_reduce("max", found, self._groups)
+
+
+def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters whose gradients are consumed before they could be unscaled.
+
+    Raises:
+        RuntimeError: if a parameter is stepped in backward.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        found = known_group(param)
+        if found is not None and found.steps_in_backward:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was given to a ShardedGradScaler; step_in_backward "
+                f"makes its steps: with scaled gradients, overflows or not. The last backward has "
+                f"changed the model so. Start again with compute_dtype=torch.bfloat16 and no "
+                f"scaler, or without step_in_backward"
+            )

@@ -1,0 +1,1 @@
+"""How a module becomes an FSDP unit: what it manages, its values, its shards."""

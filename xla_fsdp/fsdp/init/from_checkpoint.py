@@ -1,0 +1,254 @@
+"""A checkpoint as the source of values for a model that was built on the meta device.
+
+Always true: tensors are read one module at a time, when it is wrapped, and nothing is read twice
+unless it is tied; a pickle's code is never run. Names are those of the model before wrapping, so
+this must be called first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.shard_layout import join_name
+
+SAFETENSORS = ".safetensors"
+
+INDEX_SUFFIX = ".index.json"
+
+
+def init_from_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    otherwise: Callable[[nn.Module], None] | None = None,
+    strict: bool = True,
+) -> Callable[[nn.Module], None]:
+    """A ``param_init_fn`` that fills each module from a file of full tensors.
+
+        with torch.device("meta"):
+            model = build_model()
+        init = init_from_checkpoint(model, "model.safetensors")
+        model = FSDP(model, auto_wrap_policy=policy, param_init_fn=init)
+
+    Args:
+        model: built on the meta device, not wrapped yet.
+        path: a ``.safetensors`` file; a directory with one, or with several and an index as
+            Hugging Face saves them; or a ``torch.save`` file of a state dict, or of
+            ``{"model": state_dict}`` as consolidation writes it.
+        otherwise: called with a module that holds tensors which the checkpoint does not have,
+            before the others are filled in. Buffers that are not saved (of rotary embeddings, say)
+            need it.
+        strict: refuse a checkpoint that has names which the model has not. One that has no name of
+            the model is refused in any case.
+
+    Returns:
+        A function of one module of ``model`` with memory, to be given as ``param_init_fn``.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or if names are missing (and there is no
+            ``otherwise``) or unexpected, sizes differ, or a module that the file has values for is
+            not on the meta device: one line each.
+    """
+    source = _open(Path(path))
+    names = _names(model)
+    problems = [
+        *_problems(model, source, may_lack=otherwise is not None),
+        *_not_on_meta(model, source, names),
+        *_unexpected(source, names, strict=strict),
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+    @torch.no_grad()
+    def initialize(module: nn.Module) -> None:
+        tensors = names.get(id(module))
+        if tensors is None:
+            raise ValueError(
+                f"{type(module).__name__} was not in the model when init_from_checkpoint(model, "
+                f"...) was called; call it after the model is complete, and before wrapping"
+            )
+        if otherwise is not None and any(not _found(found, source) for found in tensors.values()):
+            otherwise(module)
+        for attribute, aliases in tensors.items():
+            for name in _found(aliases, source)[:1]:
+                getattr(module, attribute).copy_(source.read(name))
+
+    initialize.model = model  # type: ignore[attr-defined]  # keeps the ids in names taken
+    return initialize
+
+
+class _Source:
+    """Named tensors in one or more files.
+
+    Args:
+        shapes: of every tensor.
+        read: gives one by name.
+        label: what to call it in messages.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], label: str
+    ) -> None:
+        self.shapes = shapes
+        self.read = read
+        self.label = label
+
+
+def _names(model: nn.Module) -> dict[int, dict[str, list[str]]]:
+    """By module and attribute: every name of the tensor that is there, its own first."""
+    places = [
+        (module, attribute, join_name(prefix, attribute), tensor)
+        for prefix, module in model.named_modules()
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    aliases: dict[int, list[str]] = {}
+    for _, _, name, tensor in places:
+        aliases.setdefault(id(tensor), []).append(name)
+    names: dict[int, dict[str, list[str]]] = {id(module): {} for module in model.modules()}
+    for module, attribute, name, tensor in places:
+        others = [alias for alias in aliases[id(tensor)] if alias != name]
+        names[id(module)][attribute] = [name, *others]
+    return names
+
+
+def _found(names: list[str], source: _Source) -> list[str]:
+    return [name for name in names if name in source.shapes]
+
+
+def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[str]:
+    tensors = {
+        name: tensor
+        for named in (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named
+    }
+    present = {id(tensor) for name, tensor in tensors.items() if name in source.shapes}
+    cut = dict(_whole_shapes(model))
+    for name, tensor in tensors.items():
+        found, expected = source.shapes.get(name), cut.get(name, tuple(tensor.shape))
+        if found is not None and found != expected:
+            yield f"{source.label}: {name} has shape {found}, the model's {expected}"
+        if id(tensor) not in present and tensor.is_meta and not may_lack:
+            yield (
+                f"{source.label}: has no {name}, which the model needs. Give its value by "
+                f"otherwise=, a function of the module that holds it"
+            )
+
+
+def _whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of parameters that tensor parallelism has cut: modules are filled before they are cut."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute in module._parameters:
+            if placement := placement_in(module, attribute):
+                yield join_name(prefix, attribute), placement.shape
+
+
+def _not_on_meta(
+    model: nn.Module, source: _Source, names: Mapping[int, Mapping[str, list[str]]]
+) -> Iterator[str]:
+    """Modules that would keep the values they have, as only those on the meta device are asked."""
+    for prefix, module in model.named_modules():
+        wanted = [name for own in names[id(module)].values() for name in _found(own, source)[:1]]
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if wanted and not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            yield (
+                f"{source.label}: has {wanted[0]}, but {prefix or 'the model'} is not on the meta "
+                f"device and would keep its values. Build it under torch.device('meta'), or load "
+                f"the file by load_state_dict"
+            )
+
+
+def _unexpected(
+    source: _Source, names: Mapping[int, Mapping[str, list[str]]], *, strict: bool
+) -> Iterator[str]:
+    known = {name for tensors in names.values() for own in tensors.values() for name in own}
+    others = [name for name in source.shapes if name not in known]
+    if strict or len(others) == len(source.shapes):
+        yield from (f"{source.label}: has {name}, which the model has not" for name in others)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _open(path: Path) -> _Source:
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file or directory")
+    if path.name.endswith(INDEX_SUFFIX):
+        return _open_safetensors(_indexed_files(path), str(path))
+    if path.suffix == SAFETENSORS:
+        return _open_safetensors([path], str(path))
+    return _open_torch(path)
+
+
+def _open_directory(path: Path) -> _Source:
+    indexes = sorted(path.glob(f"*{SAFETENSORS}{INDEX_SUFFIX}"))
+    files = sorted(path.glob(f"*{SAFETENSORS}"))
+    if len(indexes) == 1:
+        return _open_safetensors(_indexed_files(indexes[0]), str(path))
+    if not indexes and len(files) == 1:
+        return _open_safetensors(files, str(path))
+    raise CheckpointError(
+        f"{path}: holds {len(files)} {SAFETENSORS} files and {len(indexes)} indexes; expected one "
+        f"file, or several and one *{SAFETENSORS}{INDEX_SUFFIX}. Name the file"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: is no index of {SAFETENSORS} files") from error
+    files = [index.parent / str(name) for name in sorted(names, key=str)]
+    missing = [
+        f"{index}: lists {file.name}, which is missing" for file in files if not file.exists()
+    ]
+    if missing:
+        raise CheckpointError(missing)
+    return files
+
+
+def _open_safetensors(files: list[Path], label: str) -> _Source:
+    opened: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    with ExitStack() as on_error:
+        for path in files:
+            try:
+                file = on_error.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from error
+            for name in file.keys():  # noqa: SIM118  (a file is no dict)
+                opened[name] = file
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+        on_error.pop_all()  # they stay open as long as the source
+    return _Source(shapes, lambda name: opened[name].get_tensor(name), label)
+
+
+def _open_torch(path: Path) -> _Source:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: is no {SAFETENSORS} file and no torch.save file of tensors alone "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    state = content.get("model", content) if isinstance(content, dict) else content
+    if not isinstance(state, Mapping) or not any(isinstance(v, Tensor) for v in state.values()):
+        raise CheckpointError(f"{path}: holds no state dict")
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    return _Source(shapes, tensors.__getitem__, str(path))

@@ -1,0 +1,375 @@
+"""What blocks of a loop return before the loop has run: a tensor without a value.
+
+Always true: it goes from one block to the next and tells its shape and dtype; whatever else is done
+with it raises, so that a user's loop that does more than hand it on is noticed.
+
+Identical blocks, each a unit, that run as one loop wherever a forward calls them.
+
+Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
+in order. Always true: blocks stay what they are: their names and state dicts, and, unless they are
+stacked, their parameters and optimizers, are those of units that run one by one. A pass begins
+with the first block's call and runs with the last one's; until then blocks return placeholders.
+Blocks are called in order, each with what the one before returned and otherwise the same arguments;
+anything else raises.
+What the loops compute is in ``program``, how autograd sees them in ``node``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.xla.loop import Like
+from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
+from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.scan import autograd as node
+from xla_fsdp.fsdp.scan.arguments import Arguments
+from xla_fsdp.fsdp.scan.identical import refuse_hooks, refuse_host_tensors
+from xla_fsdp.fsdp.scan.loop_cache import Programs
+from xla_fsdp.fsdp.scan.offload import OnDevice, OnHost
+from xla_fsdp.fsdp.scan.remat_policy import policy_of
+from xla_fsdp.fsdp.scan.shards import shards_of
+from xla_fsdp.fsdp.scan.state import BlockState, SharedTensors, settings_of
+from xla_fsdp.fsdp.scan.template import Template
+from xla_fsdp.fsdp.scan.weights import BlockWeights
+
+_TELLS = frozenset(
+    {
+        "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "requires_grad.__get__",
+        "is_leaf.__get__", "grad_fn.__get__", "layout.__get__", "size", "dim", "numel", "nelement",
+        "ndimension",
+        "is_floating_point", "is_complex", "element_size", "is_inference", "get_device",
+        "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__", "is_quantized.__get__",
+        "is_nested.__get__", "names.__get__", "itemsize.__get__", "is_xla.__get__",
+        "is_cpu.__get__",
+    }
+)  # fmt: skip
+
+
+class Placeholder(Tensor):
+    """The output of block ``block`` of ``length``, before it is computed."""
+
+    block: int
+    length: int
+
+    @classmethod
+    def after(
+        cls,
+        block: int,
+        length: int,
+        like: Tensor,
+        dtype: torch.dtype,
+    ) -> Placeholder:
+        """With the shape of ``like``. It takes no part in autograd, which torch's own module hooks
+        would make of a tensor that does."""
+        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
+        made.block, made.length = block, length
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Placeholder(output of block {self.block} of {self.length})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _name(func)
+        if name in _TELLS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _misused(args, kwargs, name)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise _misused(args, kwargs, str(func))
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)  # of a property, its descriptor
+    return f"{owner.__name__}.{name}" if name == "__get__" and owner is not None else name
+
+
+def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
+    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+    held = next(each for each in flat if isinstance(each, Placeholder))
+    return RuntimeError(
+        f"the output of block {held.block} of {held.length} was used (by {name}) before block "
+        f"{held.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
+        f"do nothing but hand each block's output to the next, as in `for block in blocks: x = "
+        f"block(x, ...)`, for all of them. Move the rest into the blocks, or do not scan these"
+    )
+
+
+GATHER_ONCE_BELOW = 2**14
+
+"""Elements: biases and norms of all blocks up to a width of 4096 travel together. They are held for
+the whole pass, 32 KiB each in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a scan runs; see ``scan_blocks``."""
+
+    remat: str | tuple[str, ...] = "full"
+    gather_once_below: int = GATHER_ONCE_BELOW
+    offload_activations: bool = False
+
+
+@dataclass
+class _Pass:
+    """A forward of the blocks that has begun: ``given`` are the first one's arguments, ``cast`` the
+    same in the dtype that blocks compute in."""
+
+    template: Template
+    given: Arguments
+    cast: list[Tensor]
+    returned: Arguments
+    states: list[BlockState]
+    key: Any
+    last: Placeholder | None = None
+    done: int = 0
+
+
+class BlockScan:
+    """What blocks share that run as one loop.
+
+    Args:
+        blocks: hosts of units; they are not kept alive.
+        options: how they run.
+    """
+
+    def __init__(self, blocks: Sequence[Any], options: Options) -> None:
+        self.__setstate__(([_BlockRef(block) for block in blocks], options))
+
+    def __getstate__(self) -> tuple[list[_BlockRef], Options]:
+        """Copies run the copied blocks, and trace loops of their own."""
+        return self._blocks, self._options
+
+    def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
+        """See ``__getstate__``."""
+        self._blocks, self._options = state
+        self._pass: _Pass | None = None
+        self._one_by_one = False
+        keeping = OnHost() if self._options.offload_activations else OnDevice()
+        self._programs = Programs(policy_of(self._options.remat), keeping)
+        self._shared = SharedTensors()
+        self._passes = node.Passes()
+
+    def remove(self) -> None:
+        """Let the blocks run one by one again."""
+        for block in (reference() for reference in self._blocks):
+            if block is not None:
+                block._fsdp_attachment.runner = None
+
+    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block's call.
+
+        Raises:
+            RuntimeError: if it is not this block's turn.
+            TypeError: for arguments that a loop cannot take.
+            ValueError: if blocks are not identical, or are called with different arguments.
+        """
+        given = Arguments.of((args, kwargs))
+        blocks = [reference() for reference in self._blocks]
+        if None in blocks:  # a copy of a block without the others
+            return unit.run(forward, args, kwargs)
+        if current_pass() == -1:
+            self._one_by_one = _how.one_by_one
+        # Else a forward runs again in backward, by a thread of autograd's, as it ran at first.
+        if self._one_by_one or (given.opaque and not torch.is_grad_enabled()):
+            return unit.run(forward, args, kwargs)
+        number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
+        current, self._pass = self._pass, None  # a pass that raises is over
+        _check_arguments(number, given)
+        if number == 0:
+            current = self._begin(blocks, forward, given)
+        else:
+            current = self._go_on(current, number, blocks, forward, given)
+        if number == len(blocks) - 1:
+            result = self._run(current, [block._fsdp_unit for block in blocks])
+        else:
+            result = current.last = _placeholder(current, number, len(blocks), unit)
+            self._pass = current
+        return current.returned.put_together([result])
+
+    def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
+        units: list[Unit] = [block._fsdp_unit for block in blocks]
+        units[0].backward.abandon()
+        for unit in units:
+            unit.refuse_run()
+        states = [BlockState.of(block) for block in blocks]
+        for state in states:
+            refuse_hooks(state)
+            refuse_host_tensors(state)
+        cast = [units[0].cast_input(tensor) for tensor in given.tensors]
+        template = Template(
+            units[0],
+            _module(blocks[0]),
+            forward,
+            states[0],
+            self._shared.of(states),
+            given.with_tensors([]),
+            tuple(map(Like.of, cast)),
+            _trained(units),
+        )
+        key = _key(template, states)
+        returned = self._programs.check(0, template, key)
+        return _Pass(template, given, cast, returned, states, key)
+
+    def _go_on(
+        self,
+        current: _Pass | None,
+        number: int,
+        blocks: list[Any],
+        forward: Callable[..., Any],
+        given: Arguments,
+    ) -> _Pass:
+        if current is None or current.done + 1 != number:
+            found = "block 0" if current is None else f"block {current.done + 1}"
+            raise RuntimeError(
+                f"block {number} of {len(blocks)} scanned blocks was called where {found} was "
+                f"expected. Scanned blocks run as one loop, so a forward calls each of them once, "
+                f"in order. Call them so, or run them one by one: remove() of what scan_blocks "
+                f"returned"
+            )
+        _check_handed_on(current, number, given)
+        current.done = number
+        if not self._programs.is_checked(number, current.key):
+            alone = replace(
+                current.template,
+                unit=blocks[number]._fsdp_unit,
+                module=_module(blocks[number]),
+                forward=forward,
+                state=current.states[number],
+            )
+            self._programs.check(number, alone, current.key)
+        return current
+
+    def _run(self, current: _Pass, units: list[Unit]) -> Tensor:
+        template, key, length = current.template, current.key, len(units)
+        weights = BlockWeights(units[0].group, self._options.gather_once_below)
+        numbers = range(len(template.state.tensors))
+        own = [at for at in numbers if at not in template.shared]
+        stacks = [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own]
+        shared = [template.state.tensors[at].detach() for at in sorted(template.shared)]
+        job = node.Job(
+            units,
+            shards_of([unit.group for unit in units]),
+            weights,
+            self._passes,
+            self._programs.keeping,
+            partial(self._programs.forward, key, template, weights, length),
+            partial(self._programs.backward, key, template, weights, length),
+        )
+        output = node.run(job, current.cast[0], current.cast[1:], node.Held(stacks, shared))
+        if not running_units():
+            units[0].backward.forward_gate.clear()
+        return units[0].cast_output(output)
+
+
+class _How(threading.local):
+    """Whether the calling thread runs blocks of scans one by one."""
+
+    def __init__(self) -> None:
+        self.one_by_one = False
+
+
+_how = _How()
+
+
+@contextlib.contextmanager
+def blocks_one_by_one() -> Iterator[None]:
+    """Inside, no blocks run as loops, nor when these forwards run again in backward: for whoever
+    wants to see what each of them computes."""
+    before, _how.one_by_one = _how.one_by_one, True
+    try:
+        yield
+    finally:
+        _how.one_by_one = before
+
+
+class _BlockRef:
+    """A block, not kept alive: the block holds the scan. Copied and pickled with it."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = None if block is None else weakref.ref(block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BlockRef, (self(),)
+
+    def __call__(self) -> Any:
+        return None if self._block is None else self._block()
+
+
+def _module(block: Any) -> nn.Module:
+    return getattr(block, "_fsdp_wrapped_module", block)
+
+
+def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
+    """Which parameters some block trains."""
+    by_param = zip(*(unit.group.leaves for unit in units), strict=True)
+    return tuple(any(leaf.requires_grad for leaf in leaves) for leaves in by_param)
+
+
+def _key(template: Template, states: Sequence[BlockState]) -> Any:
+    """Equal for passes that can run the same loops."""
+    return (
+        template.arguments.key,
+        (*template.likes, *map(Like.of, template.state.tensors)),
+        settings_of(states),
+        template.shared,
+        template.trained,
+        (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
+    )
+
+
+def _placeholder(current: _Pass, number: int, length: int, unit: Unit) -> Placeholder:
+    stream = current.cast[0]
+    dtype = unit.config.output_dtype or stream.dtype
+    return Placeholder.after(number, length, stream, dtype)
+
+
+def _check_arguments(number: int, given: Arguments) -> None:
+    if given.opaque:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(given.opaque)}, and a loop cannot "
+            f"see what it does to that. Leave it out (the cache of a transformers model: "
+            f"config.use_cache=False). Without gradients such calls run block by block"
+        )
+    if not given.tensors:
+        raise TypeError(f"scanned block {number} was called without a tensor")
+    pairs = zip(given.places, given.tensors, strict=True)
+    on_host = [place for place, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise TypeError(
+            f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
+            f"would keep the values of now. Move it to the XLA device before the loop"
+        )
+
+
+def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
+    stream = given.tensors[0]
+    if stream is not current.last:
+        what = repr(stream) if isinstance(stream, Placeholder) else "another tensor"
+        raise ValueError(
+            f"block {number} was called with {what} in the place of the output of block "
+            f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
+            f"the next, and does nothing else between them"
+        )
+    if difference := current.given.first_difference(given):
+        raise ValueError(
+            f"block {number} was called with other arguments than block 0: {difference}. Make what "
+            f"all blocks share once, before the loop, and give all of them the same"
+        )

@@ -1,0 +1,1 @@
+"""State dicts of models and optimizers: sharded, full, and in the form of DCP."""

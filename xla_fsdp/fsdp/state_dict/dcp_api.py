@@ -1,0 +1,210 @@
+"""State dicts by the names and options of ``torch.distributed.checkpoint.state_dict``.
+
+Always true: with ``full_state_dict`` they are those of the plain model, in host memory; without it,
+this rank's shards. Every rank calls every function. Options are read by name, so those of torch's
+own ``StateDictOptions`` will do; an option that is not known here is an error, not ignored.
+The work is done by ``state_dicts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.distributed.broadcast import broadcast_
+from xla_fsdp.distributed.groups import all_ranks
+from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.distributed.xla import host as host_xla_ops
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.state_dict.model import (
+    full_state_dict,
+    load_full_state_dict,
+    load_optim_state_dict,
+    load_sharded_optim_state_dict,
+    optim_state_dict,
+    sharded_optim_state_dict,
+)
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """What is in a state dict.
+
+    Args:
+        full_state_dict: whole tensors instead of this rank's shards.
+        cpu_offload: in host memory; with ``full_state_dict`` only rank 0 then gets it, as in torch.
+        broadcast_from_rank0: only rank 0 gives the full state dict that is loaded.
+        strict: whether names that are missing or unexpected are errors.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    broadcast_from_rank0: bool = False
+    strict: bool = True
+
+
+def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
+    """The model's state dict.
+
+    Args:
+        model: a sharded model, or one that holds sharded modules.
+        options: see ``StateDictOptions``.
+    """
+    chosen = _options(options)
+    if chosen.full_state_dict:
+        return full_state_dict(model, rank0_only=chosen.cpu_offload)
+    state = model.state_dict()
+    return map_tensors(lambda t: t.detach().cpu(), dict(state)) if chosen.cpu_offload else state
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None
+) -> Any:
+    """Load a state dict. Shards on the meta device get memory on this rank's device first.
+
+    Args:
+        model: as for ``get_model_state_dict``.
+        model_state_dict: shards or, with ``full_state_dict``, full tensors.
+        options: see ``StateDictOptions``.
+
+    Returns:
+        What ``load_state_dict`` returns: missing and unexpected names.
+    """
+    chosen = _options(options)
+    model._apply(_with_memory)
+    if chosen.broadcast_from_rank0:
+        model_state_dict = _from_rank0(model_state_dict)
+    if chosen.full_state_dict or chosen.broadcast_from_rank0:
+        return load_full_state_dict(model, model_state_dict, chosen.strict)
+    return model.load_state_dict(model_state_dict, strict=chosen.strict)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
+) -> dict[str, Any]:
+    """The optimizer's state by names of parameters: ``{"state": ..., "param_groups": ...}``.
+
+    Args:
+        model: the sharded model.
+        optimizers: the optimizer of its parameters.
+        options: see ``StateDictOptions``.
+    """
+    chosen, optimizer = _options(options), _one(optimizers)
+    if chosen.full_state_dict:
+        return optim_state_dict(model, optimizer, rank0_only=chosen.cpu_offload)
+    return sharded_optim_state_dict(model, optimizer)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: Any = None,
+) -> None:
+    """Load what ``get_optimizer_state_dict`` returned.
+
+    Args:
+        model: the sharded model.
+        optimizers: the optimizer of its parameters; it need not have made a step.
+        optim_state_dict: in the form that ``options`` say; with ``broadcast_from_rank0`` only rank
+            0's counts.
+        options: see ``StateDictOptions``.
+    """
+    chosen, optimizer = _options(options), _one(optimizers)
+    if chosen.broadcast_from_rank0:
+        optim_state_dict = _sent_from_rank0(optim_state_dict)
+    if chosen.full_state_dict or chosen.broadcast_from_rank0:
+        load_optim_state_dict(model, optimizer, optim_state_dict)
+    else:
+        load_sharded_optim_state_dict(model, optimizer, optim_state_dict)
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both."""
+    return (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizers, options=options),
+    )
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: Any = None,
+) -> Any:
+    """Load both; returns what ``set_model_state_dict`` does."""
+    report = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return report
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=xla_ops.device()) if tensor.is_meta else tensor
+
+
+def _options(given: Any) -> StateDictOptions:
+    if given is None:
+        return StateDictOptions()
+    known = {field.name for field in fields(StateDictOptions)}
+    defaults = type(given)()
+    others = [
+        f"{name}={value!r}"
+        for name, value in vars(given).items()
+        if name not in known and value != getattr(defaults, name)
+    ]
+    if others:
+        raise ValueError(
+            f"{', '.join(others)}: options that are not supported; {', '.join(sorted(known))} are"
+        )
+    return StateDictOptions(**{name: getattr(given, name) for name in known})
+
+
+def _one(optimizers: Optimizer | Iterable[Optimizer]) -> Optimizer:
+    found = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} optimizers were given; call this for each of them")
+    return found[0]
+
+
+def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank 0's full state dict, its tensors one after the other: whatever is wrong with it is then
+    the same on every rank."""
+    outline = _sent_from_rank0({name: _without_values(value) for name, value in state.items()})
+    everyone = all_ranks()
+    result = {}
+    for name, value in outline.items():
+        if isinstance(value, Tensor):
+            full = torch.zeros(value.shape, dtype=value.dtype)
+            if everyone.rank == 0:
+                full.copy_(state[name])
+            broadcast_([full], everyone, xla_ops.device())
+            result[name] = full
+        else:
+            result[name] = value
+    return result
+
+
+def _without_values(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+
+
+def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first rank's, as bytes: optimizer state has any structure."""
+    import io
+
+    buffer = io.BytesIO()
+    if xla_ops.rank() == 0:
+        torch.save(dict(state), buffer)
+    return torch.load(io.BytesIO(host_xla_ops.exchange(buffer.getvalue())[0]), weights_only=True)

@@ -1,0 +1,353 @@
+"""Optimizer state of shards to that of the plain model, and back.
+
+Words: see ``optim_entries``; a flat shard's state is that of its *members* joined end to end, and
+whole entries (step counters) are the same for all of them.
+Always true: state goes by names of the plain model; gathering is one collective for each unit and
+state name; all that does not fit is raised as one ``ValueError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
+from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
+from xla_fsdp.fsdp.state_dict.optim import (
+    Entry,
+    GroupState,
+    Holding,
+    OptimizerState,
+    Place,
+    create_state,
+    read_optimizer,
+    write_optimizer,
+)
+
+
+def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
+    """See ``state_dicts.optim_state_dict``.
+
+    Args:
+        state: of this rank's optimizer.
+        names: of the model's parameters.
+        only: of the ranks that share the parameters, the one that gets the result (default: all).
+
+    Raises:
+        ValueError: for state that cannot be made whole.
+    """
+    _raise_if(list(_ungatherable(state, names)))
+    shards = list(names.shards.values())
+    shown = only is None or all(shard.is_of(only) for shard in shards)
+    whole: dict[tuple[str, str], Tensor] = {}
+    for _, together in groupby(shards, key=lambda shard: id(shard.group)):
+        for name, entry_name, tensor in _gathered(state, names, list(together)):
+            if shown:
+                whole[name, entry_name] = tensor.cpu()
+    if not shown:
+        return {}
+    return {
+        "state": {
+            name: {
+                entry_name: whole[name, entry_name]
+                if entry.place is Place.SHARD
+                else _on_host(entry.value)
+                for entry_name, entry in entries.items()
+            }
+            for key, entries in state.entries.items()
+            for name in names.of(key)
+        },
+        "param_groups": [
+            {**group.options, "params": [name for key in group.keys for name in names.of(key)]}
+            for group in state.groups
+        ],
+    }
+
+
+def from_full(
+    full: Mapping[str, Any], template: OptimizerState, names: ShardNames
+) -> OptimizerState:
+    """See ``state_dicts.load_optim_state_dict``.
+
+    Args:
+        full: what ``to_full`` returned, on any number of ranks.
+        template: state of the optimizer that is loaded; tells what kind each entry is.
+        names: of the model's parameters.
+
+    Raises:
+        ValueError: with every problem found.
+    """
+    _raise_if(list(_malformed(full)))
+    reader = _Reader(full, template, names)
+    state = OptimizerState(
+        tuple(reader.group(part) for part in full["param_groups"]),
+        {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
+    )
+    _raise_if([*reader.unknown(), *reader.problems])
+    return state
+
+
+def to_shards(state: OptimizerState) -> dict[str, Any]:
+    """See ``state_dicts.sharded_optim_state_dict``."""
+    return {
+        "state": {
+            key: {name: _on_host(entry.value) for name, entry in entries.items()}
+            for key, entries in state.entries.items()
+        },
+        "param_groups": [{**group.options, "params": list(group.keys)} for group in state.groups],
+    }
+
+
+def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
+    """The inverse of ``to_shards``; whether shards fit is left to who writes them.
+
+    Args:
+        given: what ``to_shards`` returned on this rank.
+        template: state of the optimizer that is loaded; tells what kind each entry is.
+
+    Raises:
+        ValueError: if it is no such state.
+    """
+    _raise_if(list(_malformed(given)))
+    groups = tuple(
+        GroupState({n: v for n, v in part.items() if n != "params"}, tuple(part["params"]))
+        for part in given["param_groups"]
+    )
+    places = {
+        (key, name): entry.place
+        for key, entries in template.entries.items()
+        for name, entry in entries.items()
+    }
+    entries = {
+        key: {name: Entry(places.get((key, name), Place.HOST), v) for name, v in values.items()}
+        for key, values in given["state"].items()
+    }
+    return OptimizerState(groups, entries)
+
+
+def load_full(
+    optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
+) -> None:
+    """See ``state_dicts.load_optim_state_dict``.
+
+    Args:
+        optimizer: that is loaded; state that it has yet to make is made.
+        params: the model's, by key.
+        names: of the model's parameters.
+        full: what ``to_full`` returned, on any number of ranks.
+
+    Raises:
+        ValueError: with every problem found; nothing has been changed then.
+    """
+    with state_made(optimizer, params, full) as template:
+        write_optimizer(optimizer, params, from_full(full, template, names))
+
+
+@contextlib.contextmanager
+def state_made(
+    optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
+) -> Iterator[OptimizerState]:
+    """The optimizer's state, made where there was none, for ``given`` to be loaded. What was made
+    goes again if the block raises, or in any case to ``restore``."""
+    without = [leaf for leaf in Holding(params).leaves if not optimizer.state.get(leaf)]
+    _create_for(given, optimizer, without)
+    failed = True
+    try:
+        yield read_optimizer(optimizer, params)
+        failed = False
+    finally:
+        for param in without if failed or restore else ():
+            optimizer.state.pop(param, None)
+
+
+def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
+    """Make state; of an optimizer that keeps other entries when a scaler steps it, those that
+    ``given`` has."""
+    create_state(optimizer)
+    if not takes_found_inf(optimizer) or list(_malformed(given)):
+        return
+    made = {name for param in without for name in optimizer.state.get(param, ())}
+    if made and made != {name for values in given["state"].values() for name in values}:
+        for param in without:
+            optimizer.state.pop(param, None)
+        create_state(optimizer, by_scaler=False)
+
+
+@dataclass(frozen=True)
+class ShardNames:
+    """Names of the plain model for the keys of a sharded one.
+
+    Args:
+        shards: every shard of the model once, by key, units together.
+        members: key to the names of the parameters in it, in order.
+        canonical: other names of tied parameters to the one used here.
+    """
+
+    shards: dict[str, NamedShard]
+    members: dict[str, list[str]]
+    canonical: dict[str, str]
+
+    def of(self, key: str) -> list[str]:
+        """Names of the parameters in ``key``; an unsharded parameter goes by its own name."""
+        return self.members.get(key, [key])
+
+
+# ---------------------------------------------------------------- out
+
+
+@torch.no_grad()
+def _gathered(
+    state: OptimizerState, names: ShardNames, shards: Sequence[NamedShard]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Member's name, state name and whole tensor, for every entry of one unit that is cut."""
+    group = shards[0].group
+    for entry_name in sorted({n for shard in shards for n in state.entries.get(shard.key, ())}):
+        entries = [(shard, state.entries.get(shard.key, {}).get(entry_name)) for shard in shards]
+        cut = [(s, entry.value) for s, entry in entries if entry and entry.place is Place.SHARD]
+        whole = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
+        whole = all_joined(whole, [member for s, _ in cut for member in s.param.members])
+        # Ranks that are not shown the result run the same program as those that are.
+        xla_ops.compute(whole)
+        members = [name for shard, _ in cut for name in names.of(shard.key)]
+        for name, tensor in zip(members, whole, strict=True):
+            yield name, entry_name, tensor
+
+
+def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
+    for key, entries in state.entries.items():
+        if key not in names.shards or names.shards[key].group.collectives.num_shards == 1:
+            continue
+        for name, entry in entries.items():
+            wide = isinstance(entry.value, Tensor) and entry.value.numel() > 1
+            if entry.place is not Place.SHARD and wide:
+                yield (
+                    f"{name} of {key} has shape {tuple(entry.value.shape)}: it is computed from "
+                    f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
+                    f"shards, and load it on as many ranks"
+                )
+
+
+# ---------------------------------------------------------------- in
+
+
+class _Reader:
+    """Makes what the loading optimizer keeps out of a full state; notes what does not fit."""
+
+    def __init__(
+        self, full: Mapping[str, Any], template: OptimizerState, names: ShardNames
+    ) -> None:
+        own = names.canonical
+        self._full = {own.get(name, name): values for name, values in full["state"].items()}
+        self._template = template
+        self._names = names
+        self.keys = [key for group in template.groups for key in group.keys]
+        self._key_of = {name: key for key in self.keys for name in names.of(key)}
+        self.problems: list[str] = []
+
+    def has_state(self, key: str) -> bool:
+        """Whether there is anything for the parameters in ``key``."""
+        return any(name in self._full for name in self._names.of(key))
+
+    def unknown(self) -> list[str]:
+        """One line for each name that the optimizer does not have."""
+        return [
+            f"the state has entries for {name}, which is not in the optimizer"
+            for name in self._full
+            if name not in self._key_of
+        ]
+
+    def group(self, part: Mapping[str, Any]) -> GroupState:
+        """A parameter group, by keys."""
+        names = [self._names.canonical.get(name, name) for name in part["params"]]
+        keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
+        for key in keys:
+            own = self._names.of(key)
+            if not set(own) <= set(names):
+                self.problems.append(
+                    f"{key} joins {', '.join(own)}, which are not all in one group of the state"
+                )
+        return GroupState({n: value for n, value in part.items() if n != "params"}, tuple(keys))
+
+    def entries(self, key: str) -> dict[str, Entry]:
+        """All entries of one parameter."""
+        wanted = self._template.entries.get(key, {})
+        found = [self._full.get(name, {}) for name in self._names.of(key)]
+        self._compare(key, wanted, found)
+        return {
+            name: Entry(kept.place, self._value(key, name, kept, [v[name] for v in found]))
+            for name, kept in wanted.items()
+            if all(name in values for values in found)
+        }
+
+    def _compare(
+        self, key: str, wanted: Mapping[str, Entry], found: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for name, values in zip(self._names.of(key), found, strict=True):
+            self.problems += [f"{name} has no {entry!r}" for entry in wanted if entry not in values]
+            self.problems += [
+                f"{name} has {entry!r}, which this optimizer does not keep for it"
+                for entry in values
+                if entry not in wanted
+            ]
+
+    def _value(self, key: str, name: str, kept: Entry, values: Sequence[Any]) -> Any:
+        if kept.place is not Place.SHARD:
+            if any(not _same(values[0], value) for value in values[1:]):
+                self.problems.append(
+                    f"{name!r} differs between the parameters that are flattened together in {key}"
+                )
+            self.problems += _misfit(name, _shape(kept.value), key, values[0])
+            return values[0]
+        shard = self._names.shards[key]
+        members = shard.param.members
+        shapes = [tuple(member.whole_shape) for member in members]
+        triples = zip(shapes, self._names.of(key), values, strict=True)
+        bad = [line for triple in triples for line in _misfit(name, *triple)]
+        self.problems += bad
+        return kept.value if bad else shard.param.slice_of(own_parts(values, members), shard.rank)
+
+
+def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:
+    if _shape(value) != expected:
+        yield f"{entry!r} of {name} is {_shape(value)}, expected {expected}"
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else "a value"
+
+
+def _malformed(full: Any) -> Iterator[str]:
+    if not isinstance(full, Mapping) or not {"state", "param_groups"} <= set(full):
+        yield "expected an optimizer state dict with 'state' and 'param_groups'"
+        return
+    for index, group in enumerate(full["param_groups"]):
+        if not all(isinstance(name, str) for name in group.get("params", [0])):
+            yield (
+                f"param_groups[{index}]['params'] holds no names; pass what optim_state_dict("
+                f"model, optimizer) returned, not optimizer.state_dict()"
+            )
+
+
+def _on_host(value: Any) -> Any:
+    """A copy: the optimizer goes on with its own."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -1,0 +1,157 @@
+"""Full parameters outside of forward and backward: to look at them, save them or change them.
+
+Words: to *summon* is to point the modules of some units at full parameters until the caller is
+done; to *write back* is to cut what the caller left into shards again.
+Always true: summoned parameters are leaf ``nn.Parameter``s in the dtype of the shards, under their
+original names; a parameter shared by several units is one tensor; every rank gathers, also those
+that are not shown the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.tp_params import all_joined
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """See ``XlaFullyShardedDataParallel.summon_full_params``; ``whole`` is for state dicts."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+    whole: bool = False  # also join what tensor parallelism has cut, which no forward can use
+
+    def __post_init__(self) -> None:
+        if self.writeback and self.rank0_only:
+            raise ValueError(
+                "writeback=True needs every rank's full parameters, but rank0_only=True shows them "
+                "to rank 0 only; choose one"
+            )
+
+
+@contextlib.contextmanager
+def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
+    """The modules of ``units`` hold full parameters inside the block.
+
+    Raises:
+        RuntimeError: inside a forward or backward of one of the units.
+        ValueError: if the block replaced a parameter that is to be written back.
+    """
+    full = _gather(units, options)
+    if not is_shown(units, options):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for unit, tensors in zip(units, full, strict=True):
+            stack.enter_context(unit.showing(tensors))
+        yield
+        if options.writeback:
+            for unit, tensors in zip(units, full, strict=True):
+                _write_back(unit, tensors, with_grads=options.with_grads)
+
+
+def is_shown(units: Sequence[Unit], options: SummonOptions) -> bool:
+    """Whether this rank gets to see what is gathered."""
+    return not options.rank0_only or all(unit.group.is_first for unit in units)
+
+
+@torch.no_grad()
+def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Parameter]]:
+    """Full parameters of each unit; none on a rank that takes part without being shown them."""
+    shared: dict[tuple[int, int], nn.Parameter] = {}
+    result = []
+    for unit in units:
+        params = unit.group.params
+        values = unit.group.gather.as_stored(params, unit.group.shards)
+        if options.whole:
+            values = all_joined(values, [member for each in params for member in each.members])
+        grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
+        # One unit at a time, and the same program on every rank: what a rank does with the result
+        # (copies it, cuts its own slice out, nothing) is its own affair from here on.
+        xla_ops.compute([*values, *present(grads)])
+        if not is_shown(units, options):
+            continue
+        own = []
+        for key, leaf, value, grad in zip(
+            _keys(params), _leaves(params), values, grads, strict=True
+        ):
+            if key not in shared:
+                shared[key] = _leaf(value, grad, leaf, options.offload_to_cpu)
+            own.append(shared[key])
+        result.append(own)
+    return result
+
+
+def _gathered_grads(unit: Unit) -> list[Tensor | None]:
+    params = unit.group.params
+    grads = [param.grad for param in params]
+    zeros = [
+        torch.zeros_like(p.shard) if g is None else g for p, g in zip(params, grads, strict=True)
+    ]
+    present = [grad is not None for grad, p in zip(grads, params, strict=True) for _ in p.members]
+    pairs = zip(unit.group.gather.as_stored(params, zeros), present, strict=True)
+    return [value if is_there else None for value, is_there in pairs]
+
+
+def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.Parameter:
+    leaf = nn.Parameter(value.cpu() if on_host else value, requires_grad=of.requires_grad)
+    if grad is not None:
+        leaf.grad = grad.cpu() if on_host else grad
+    return leaf
+
+
+def _keys(params: Sequence[ShardedParam]) -> list[tuple[int, int]]:
+    """One key for each member; equal for members of one shard in several units."""
+    return [(id(param.places), index) for param in params for index in range(len(param.members))]
+
+
+def _leaves(params: Sequence[ShardedParam]) -> list[nn.Parameter]:
+    """What the optimizer sees of each member."""
+    return [param.leaf for param in params for _ in param.members]
+
+
+@torch.no_grad()
+def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
+    rank, at = unit.group.collectives.rank, 0
+    for param in unit.group.params:
+        members = full[at : at + len(param.members)]
+        _refuse_replaced(param, members)
+        at += len(param.members)
+        param.shard.copy_(param.slice_of(members, rank))
+        if with_grads:
+            grads = [leaf.grad for leaf in members]
+            param.grad = _grad_slice(param, grads, rank)
+
+
+def _refuse_replaced(param: ShardedParam, full: Sequence[nn.Parameter]) -> None:
+    for member, leaf in zip(param.members, full, strict=True):
+        for owner in member.owners:
+            if owner.module._parameters.get(owner.attribute) is not leaf:
+                raise ValueError(
+                    f"{member.names[0]} was replaced inside summon_full_params, and the new "
+                    f"parameter would be lost. Change the values of the old one in place: "
+                    f"param.copy_(new) under torch.no_grad()"
+                )
+
+
+def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:
+    present = [grad for grad in grads if grad is not None]
+    if not present:
+        return None
+    full = [
+        present[0].new_zeros(member.shape) if grad is None else grad
+        for member, grad in zip(param.members, grads, strict=True)
+    ]
+    return param.slice_of(full, rank).to(param.leaf.device)

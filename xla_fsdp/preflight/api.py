@@ -1,0 +1,238 @@
+"""``preflight``: from the user's own code to a report.
+
+Words: see ``report``. Always true: nothing runs, here or on a TPU; the user's step is traced as
+rank 0 would trace it (``tracing``), compiled by the real TPU compiler in a child (``compiler``),
+and what it made is read (``traffic``, ``liveness``, ``estimate``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xla_fsdp.distributed.mesh import Mesh, init_mesh
+from xla_fsdp.distributed.tpu_flags import compiler_flags
+from xla_fsdp.preflight import findings
+from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
+from xla_fsdp.preflight.estimate import estimate
+from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
+from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
+from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
+from xla_fsdp.preflight.timeline import timeline
+from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.traffic import Collective, collectives_of
+
+
+class PreflightWarning(UserWarning):
+    """Something of the configuration makes the step send more than it would have to."""
+
+
+def preflight(
+    build_step: Callable[..., Callable[[], Any]],
+    *,
+    topology: str = "v5e:4x4",
+    mesh: Mesh | Mapping[str, int] | None = None,
+    max_host_mem: int = 10 * GIB,
+    cache_dir: str | Path | None = None,
+    flags: str = "",
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Find out what a training step needs on a TPU slice, without one.
+
+    Args:
+        build_step: called as ``build_step(**options)``; builds the wrapped model and its optimizer
+            and returns a function that makes one training step. Tensors on the XLA device hold
+            zeros while it runs. Build models that are too large for this machine on the meta
+            device: then only one rank's shards take memory.
+        topology: name of the slice, see ``find_topology``.
+        mesh: handed on as ``build_step(mesh=mesh, **options)``; a mapping of axis names to sizes is
+            laid out on the slice by ``init_mesh``, the outermost axis first.
+        max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
+            is ended.
+        cache_dir: where results are kept (default: the user's cache folder).
+        flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``; they win over those that torch_xla
+            and ``launch`` set.
+        progress: called with a line of text while waiting.
+        options: handed to ``build_step``, and noted in the report.
+
+    Returns:
+        The report, of a step in the steady state: with the optimizer's state there already.
+
+    Raises:
+        ValueError: if there is no such topology, the mesh does not have its ranks, ``build_step``
+            does not take the options, or the step traces nothing.
+        CompileError: if the TPU compiler is not installed, refuses the program or takes too much
+            memory.
+        RuntimeError: if this process uses torch_xla with other devices than one CPU.
+    """
+    slice_ = find_topology(topology)
+    given = options if mesh is None else {**options, "mesh": laid_out(mesh, slice_)}
+    check_options(build_step, given)
+    check_installed()
+    from xla_fsdp.preflight.tracing import trace_step
+
+    tell = progress or (lambda text: None)
+    tell(f"{topology}: tracing")
+    traced = trace_step(lambda: build_step(**given), slice_.coords)
+    compiled = [
+        compile_program(
+            program,
+            slice_,
+            max_host_mem=max_host_mem,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            flags=compiler_flags(flags),
+            progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
+        )
+        for program in traced.programs
+    ]
+    tell(f"{topology}: reading")
+    report = report_on(traced, compiled, slice_, noted_options(given))
+    for warning in report.warnings:
+        warnings.warn(f"{topology}: {warning}", PreflightWarning, stacklevel=2)
+    return report
+
+
+def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``build_step`` cannot be called with these keywords."""
+    try:
+        signature = inspect.signature(build_step)
+    except ValueError:  # not known of everything that can be called
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        names = ", ".join(options) or "no options"
+        called = getattr(build_step, "__name__", type(build_step).__name__)
+        raise ValueError(f"{called}{signature} cannot be called with {names}: {error}") from None
+
+
+def laid_out(mesh: Mesh | Mapping[str, int], topology: Topology) -> Mesh:
+    """The mesh on a slice; ValueError if it does not have the slice's ranks."""
+    if isinstance(mesh, Mapping):
+        return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
+    if mesh.world_size != topology.num_ranks:
+        raise ValueError(
+            f"the mesh lays out {mesh.world_size} ranks, but {topology.name} has "
+            f"{topology.num_ranks}; give sizes that multiply to {topology.num_ranks}"
+        )
+    return mesh
+
+
+def noted_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a report shows them: a mesh by its axes."""
+    return {
+        name: " x ".join(f"{axis.name} {axis.size}" for axis in value.axes)
+        if isinstance(value, Mesh)
+        else value
+        for name, value in options.items()
+    }
+
+
+def report_on(
+    traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
+) -> Report:
+    """What a step's compiled programs, in the order of ``traced.programs``, come to."""
+    modules = [Module(each.text) for each in compiled]
+    by_module = [collectives_of(module) for module in modules]
+    collectives = [each for found in by_module for each in found]
+    usable = topology.chip.usable_bytes
+    short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
+    largest = short_of.index(max(short_of))
+    peak = fullest_moment(modules[largest])
+    offloaded = max(each.on_host for each in compiled)
+    return Report(
+        topology=topology.name,
+        num_ranks=topology.num_ranks,
+        options=options,
+        memory=_memory(traced.programs[largest], compiled[largest], peak, topology),
+        full_parameters=max(map(most_gathered, modules)),
+        largest=tuple(Buffer(*each) for each in peak.largest),
+        traffic=_by_kind(collectives),
+        minimum_wire_bytes=_minimum(traced),
+        step_time=estimate(modules, collectives, traced.model_flops, topology),
+        compile_seconds=sum(each.seconds for each in compiled),
+        compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
+        host_bytes=max(each.peak_host_bytes for each in compiled),
+        offloaded_bytes=offloaded,
+        warnings=tuple(findings.about_groups(traced.parameters)),
+        findings=(
+            *_findings(traced, compiled[largest], modules, collectives),
+            *findings.about_offloading(offloaded),
+        ),
+        timeline=timeline(modules[largest], by_module[largest], topology),
+    )
+
+
+def _minimum(traced: Traced) -> int:
+    return sum(each.gathered_bytes + each.reduced_bytes for each in traced.parameters)
+
+
+def _is_cut(traced: Traced) -> Iterator[bool]:
+    """Of each parameter: whether it is tensor-parallel."""
+    return (each.is_cut for each in traced.parameters)
+
+
+def _findings(
+    traced: Traced,
+    largest: Compiled,
+    modules: Sequence[Module],
+    collectives: Sequence[Collective],
+) -> Iterator[str]:
+    sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
+    yield from findings.about_programs(len(modules))
+    yield from findings.about_reductions(collectives, sizes, traced.parameters)
+    wire, activations = sum(c.total_bytes for c in collectives), any(_is_cut(traced))
+    yield from findings.about_bytes(wire, _minimum(traced), activations=activations)
+    yield from findings.about_overlap(collectives)
+    yield from findings.about_dtypes(modules, _dtype(collectives))
+    yield from findings.about_inputs(largest.outputs)
+    yield from findings.about_loops(modules)
+    yield from findings.about_estimates(modules)
+
+
+def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology) -> Memory:
+    by_role: Counter[str] = Counter()
+    for each in program.inputs:
+        by_role[each.role] += each.nbytes
+    held = {role: by_role[role] for role in (PARAMETER, GRADIENT, STATE)}
+    gathered = min(peak.by_purpose.get(GATHERED, 0), compiled.temporaries)
+    activations = min(
+        peak.total - peak.by_purpose.get(GATHERED, 0), compiled.temporaries - gathered
+    )
+    return Memory(
+        parameters=held[PARAMETER],
+        gradients=held[GRADIENT],
+        optimizer_state=held[STATE],
+        data=compiled.arguments - sum(held.values()),
+        outputs=compiled.outputs,
+        gathered_parameters=gathered,
+        activations=activations,
+        scratch=compiled.temporaries - gathered - activations,
+        code=compiled.code,
+        capacity=topology.chip.usable_bytes,
+        too_large_by=compiled.too_large_by,
+    )
+
+
+def _by_kind(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
+    counts: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0])
+    for each in collectives:
+        entry = counts[each.kind, each.dtype, each.group_size, each.overlapped]
+        entry[0] += each.times
+        entry[1] += each.total_bytes
+    return tuple(Traffic(*key, *counts[key]) for key in sorted(counts))
+
+
+def _dtype(collectives: Sequence[Collective]) -> str:
+    """The dtype that most bytes are gathered in, in which products are expected."""
+    gathered: Counter[str] = Counter()
+    for each in collectives:
+        if each.kind == "all-gather":
+            gathered[each.dtype] += each.total_bytes
+    return gathered.most_common(1)[0][0] if gathered else "bf16"

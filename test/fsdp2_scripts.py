@@ -300,7 +300,7 @@ def apply_fsdp(
 def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, Any]:
     """Meta init, ``apply_fsdp``, ``to_empty``, ``init_weights``, a few steps with accumulation."""
     from xla_fsdp import full_state_dict, init_mesh
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     args, device = ModelArgs(layers=2), torch_xla.device()
     with torch.device("meta"):
@@ -327,7 +327,7 @@ def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, An
             step_loss += loss.detach()
         clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizer.step()
-        gathers.append(program_xla_ops.lowered_hlo(list(model.parameters())).count(" all-gather("))
+        gathers.append(lowered_hlo(list(model.parameters())).count(" all-gather("))
         torch_xla.sync()
         losses.append(step_loss.item())
     return {"start": start, "losses": losses, "gathers": gathers[0], "end": full_state_dict(model)}

@@ -155,10 +155,10 @@ def train_steps(
     import torch_xla
 
     from xla_fsdp import clip_grad_norm_
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
     from xla_fsdp.tensor_parallel import loss_parallel
 
-    rank, device = xla_ops.rank(), torch_xla.device()
+    rank, device = ops.rank(), torch_xla.device()
     part = mesh.place(rank, *(n for n, _ in case.mesh if n != "tensor")) if case.parts > 1 else 0
     ids, targets = (t[:, part] for t in batches(case.parts))
     losses, norms = [], []

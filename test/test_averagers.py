@@ -48,11 +48,11 @@ def _compiled() -> int:
     """Programs compiled in this process so far; all ranks wait for each other to read it."""
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
-    host_xla_ops.exchange(b"")
+    exchange(b"")
     count = metrics.counter_value("UncachedCompile") or 0
-    host_xla_ops.exchange(b"")
+    exchange(b"")
     return count
 
 

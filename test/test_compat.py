@@ -86,7 +86,7 @@ def test_a_script_for_torch_xla_runs_unchanged(
     done = run_python(*launch, *script, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    assert found["home"] == "xla_fsdp.fully_sharded"
+    assert found["home"] == "xla_fsdp.fsdp.wrapper"
     assert (found["ranks"], found["times run"]) == (2, "x")
     assert found["apart"] < close
     assert len(found["losses"]) == 6

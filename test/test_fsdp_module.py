@@ -24,7 +24,7 @@ def gathers(rank: int) -> dict[str, int]:
     def count(change: Any, steps: int = 1, **options: Any) -> int:
         import torch_xla
 
-        from xla_fsdp.distributed.xla import graph as program_xla_ops
+        from xla_fsdp.distributed.xla.graph import lowered_hlo
 
         model = in_place(make(), **options)
         change(model)
@@ -32,7 +32,7 @@ def gathers(rank: int) -> dict[str, int]:
         for _ in range(steps):
             loss_of(model).backward()
         shards = [each.param.shard for each in model._fsdp_named_shards()]
-        text = program_xla_ops.lowered_hlo([shard.grad for shard in shards])
+        text = lowered_hlo([shard.grad for shard in shards])
         torch_xla.sync()
         return text.count(" all-gather(")
 
@@ -95,7 +95,7 @@ class EmbeddingNet(nn.Module):
 def embedding(rank: int) -> dict[bool, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     found = {}
     for unshards in (True, False):
@@ -103,7 +103,7 @@ def embedding(rank: int) -> dict[bool, Any]:
         model.blocks[0].set_unshard_in_backward(unshards)
         tokens = torch.tensor([1, 5, 1]).to(torch_xla.device())
         model(tokens).sum().backward()
-        text = program_xla_ops.lowered_hlo([param.grad for param in model.parameters()])
+        text = lowered_hlo([param.grad for param in model.parameters()])
         found[unshards] = text.count(" all-gather("), grads(model)["blocks.0.weight"]
     return found
 
@@ -169,7 +169,7 @@ def test_sums_of_gradients_are_divided_as_asked() -> None:
 
 @scenarios.add
 def hooks(rank: int) -> dict[str, Any]:
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
     from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     expected, seen = step(in_place(make())), []
@@ -195,7 +195,7 @@ def hooks(rank: int) -> dict[str, Any]:
         model.register_comm_hook(comm_hooks.DefaultState(), hook)
         loss_of(model).backward()
         shards = [each.param.shard for each in model._fsdp_named_shards()]
-        text = program_xla_ops.lowered_hlo([shard.grad for shard in shards])
+        text = lowered_hlo([shard.grad for shard in shards])
         lines = [line for line in text.splitlines() if " reduce-scatter(" in line]
         found[hook.__name__] = (
             most_apart(expected, grads(model)),
@@ -251,7 +251,7 @@ def _before(program: Any, name: str, op: str) -> int:
 def last_backward(rank: int) -> dict[bool, int]:
     """How many tensors the barriers of two passes wait for."""
     from test.hlo import Program
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     found = {}
     for is_last in (True, False):
@@ -261,7 +261,7 @@ def last_backward(rank: int) -> dict[bool, int]:
         model.set_is_last_backward(True)
         loss_of(model).backward()
         shards = [each.param.shard for each in model._fsdp_named_shards()]
-        program = Program(program_xla_ops.lowered_hlo([shard.grad for shard in shards]))
+        program = Program(lowered_hlo([shard.grad for shard in shards]))
         held = [
             program.instructions[name] for b in program.all("opt-barrier") for name in b.operands
         ]
@@ -292,7 +292,7 @@ def prefetch(rank: int) -> dict[str, Any]:
     """For each gather of a block, how many matrix products it has to wait for."""
     from test.hlo import Program
     from xla_fsdp import fully_shard
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     def waits(ahead: int, backward_ahead: int) -> tuple[list[int], dict[str, Tensor]]:
         model = make(Deep)
@@ -309,7 +309,7 @@ def prefetch(rank: int) -> dict[str, Any]:
                 block.set_modules_to_backward_prefetch(list(model.blocks[start:index])[::-1])
         loss_of(model).backward()
         shards = [each.param.shard for each in model._fsdp_named_shards()]
-        program = Program(program_xla_ops.lowered_hlo([shard.grad for shard in shards]))
+        program = Program(lowered_hlo([shard.grad for shard in shards]))
         found = [_before(program, gather.name, "dot") for gather in program.all("all-gather")]
         return sorted(found), grads(model)
 

@@ -84,7 +84,7 @@ def test_without_replicas_no_gradient_waits_for_them() -> None:
 @scenarios.add
 def unshard(rank: int) -> dict[str, Any]:
     from xla_fsdp import MixedPrecisionPolicy
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import to_host
 
     plain = make()
     model = in_place(make(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -105,7 +105,7 @@ def unshard(rank: int) -> dict[str, Any]:
     found["after wait"] = tuple(block.up.weight.shape)
     (block.up.weight.float().sum() * 3).backward()
     block.reshard()
-    found["gradient"] = host_xla_ops.to_host([block.up.weight.grad])[0].unique().tolist()
+    found["gradient"] = to_host([block.up.weight.grad])[0].unique().tolist()
     return found
 
 
@@ -130,7 +130,7 @@ def shown(rank: int) -> dict[str, Any]:
     import tempfile
 
     from xla_fsdp import clip_grad_norm_, load_optim_state_dict, optim_state_dict, save_checkpoint
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     found: dict[str, Any] = {}
     model = in_place(make())
@@ -150,7 +150,7 @@ def shown(rank: int) -> dict[str, Any]:
     load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
     found["states"].append(states(model))
     model.blocks[0].unshard()
-    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = exchange(tempfile.mkdtemp().encode())[0].decode()
     found["saved"] = message(lambda: save_checkpoint(folder, model, optimizer, step=1))
     return found
 
@@ -230,7 +230,7 @@ def precision(rank: int) -> dict[str, Any]:
 
     from test.hlo import Program
     from xla_fsdp import MixedPrecisionPolicy, fully_shard
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     def look(**policy: Any) -> dict[str, Any]:
         seen = []
@@ -243,7 +243,7 @@ def precision(rank: int) -> dict[str, Any]:
         out = model(x)
         out.float().sum().backward()
         shards = list(model.parameters())
-        program = Program(program_xla_ops.lowered_hlo([shard.grad for shard in shards]))
+        program = Program(lowered_hlo([shard.grad for shard in shards]))
         return {
             "input": seen[0],
             "output": out.dtype,
@@ -507,7 +507,7 @@ def test_copies_prefetch_their_own_units() -> None:
 @scenarios.add
 def several_modules(rank: int) -> dict[str, Any]:
     from xla_fsdp import full_state_dict, fully_shard
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     plain, model = make(), make()
     listed = [model.mid, model.mid2, model.head]
@@ -516,7 +516,7 @@ def several_modules(rank: int) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     loss_of(model).backward()
     shards = [each.param.shard for each in model._fsdp_named_shards()]
-    text = program_xla_ops.lowered_hlo([shard.grad for shard in shards])
+    text = lowered_hlo([shard.grad for shard in shards])
     found = {
         "returned": returned is listed,
         "names": names == [name for name, _ in plain.named_parameters()],
@@ -612,7 +612,7 @@ def checkpoints(rank: int) -> dict[str, Any]:
         optim_state_dict,
         save_checkpoint,
     )
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     def listed() -> Any:
         model = make()
@@ -627,7 +627,7 @@ def checkpoints(rank: int) -> dict[str, Any]:
         torch_xla.sync()
         return optimizer
 
-    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = exchange(tempfile.mkdtemp().encode())[0].decode()
     model = listed()
     optimizer = train(model)
     save_checkpoint(folder, model, optimizer, step=1)

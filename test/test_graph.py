@@ -48,7 +48,7 @@ def steady_step(rank: int, cases: dict[str, Case]) -> dict[str, str]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     device, programs = torch_xla.device(), {}
     for name, case in cases.items():
@@ -60,7 +60,7 @@ def steady_step(rank: int, cases: dict[str, Case]) -> dict[str, str]:
             optimizer.zero_grad()
             forward_backward(model, case, x[step, :, rank], y[step, :, rank])
             optimizer.step()
-        programs[name] = program_xla_ops.lowered_hlo(list(model.parameters()))
+        programs[name] = lowered_hlo(list(model.parameters()))
         torch_xla.sync()
     return programs
 

@@ -274,7 +274,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla.debug.metrics as metrics
 
     from xla_fsdp import optim_state_dict
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
     from xla_fsdp.optim import ZeroRedundancyOptimizer
 
     found: dict[str, Any] = {}
@@ -308,11 +308,11 @@ def on_ranks(rank: int) -> dict[str, Any]:
             found[f"{name} rng"] = xm.get_rng_state() == before
             torch_xla.sync()
             if step == 2:
-                host_xla_ops.exchange(b"")
+                exchange(b"")
                 compiled = metrics.counter_value("UncachedCompile")
-        host_xla_ops.exchange(b"")
+        exchange(b"")
         found[f"{name} compiled"] = metrics.counter_value("UncachedCompile") - compiled
-        host_xla_ops.exchange(b"")
+        exchange(b"")
         found[name] = [param.detach().cpu() for param in model.parameters()]
     found["sharded state"] = optim_state_dict(mastered, jobs["mastered"][1])
     found["sliced state"] = jobs["sliced"][1].consolidate_state_dict()

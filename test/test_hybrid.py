@@ -71,7 +71,7 @@ def program(rank: int) -> str:
     """HLO of the second step; on CPU ranks an all-reduce is a reduce-scatter and an all-gather."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     options = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
     case = Case(model="LinearNet", mesh=(REPLICAS, SHARDS), options=options)
@@ -83,7 +83,7 @@ def program(rank: int) -> str:
         optimizer.zero_grad()
         forward_backward(model, case, x[step, :, rank], y[step, :, rank])
         optimizer.step()
-    text = program_xla_ops.lowered_hlo(list(model.parameters()))
+    text = lowered_hlo(list(model.parameters()))
     torch_xla.sync()
     return text
 
@@ -91,7 +91,7 @@ def program(rank: int) -> str:
 def groups_of_gathers(when: str) -> int:
     """How many gathers of a step are among some of the ranks, where parameters are to be kept in
     groups of two, until ``set_reshard_after_forward(True)``: before the forward, or after it."""
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     model = in_place(make(), reshard_after_forward=2)
     if when == "before":
@@ -101,7 +101,7 @@ def groups_of_gathers(when: str) -> int:
         model.set_reshard_after_forward(True)
     loss.backward()
     shards = [each.param.shard for each in model._fsdp_named_shards()]
-    text = program_xla_ops.lowered_hlo([shard.grad for shard in shards])
+    text = lowered_hlo([shard.grad for shard in shards])
     gathers = Program(text).all("all-gather")
     return sum(each.groups in (WITHIN, ACROSS) for each in gathers)
 

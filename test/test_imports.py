@@ -8,10 +8,10 @@ from test.ranks import run_python
 
 LIGHT = [
     "xla_fsdp",
-    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.commit, xla_fsdp.checkpoint.load_step",
-    "xla_fsdp.launcher",
+    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.save_protocol, xla_fsdp.checkpoint.load_step",
+    "xla_fsdp.distributed.launcher",
     "xla_fsdp.wrap, xla_fsdp.compat, xla_fsdp.integrations.versions",
-    "xla_fsdp.config, xla_fsdp.mesh, xla_fsdp.device_mesh, xla_fsdp.torch_names",
+    "xla_fsdp.fsdp.engine.config, xla_fsdp.distributed.mesh",
     "xla_fsdp.preflight",
 ]
 

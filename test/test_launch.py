@@ -35,6 +35,7 @@ from test.ranks import (
     warm_python,
 )
 from xla_fsdp.distributed import cpu_ranks, launcher, tpu_flags
+from xla_fsdp.distributed.xla import ops
 
 SIZES = [1, 2, 3, 4, 8, 16]
 STEPS = 4
@@ -649,11 +650,9 @@ def test_number_from_the_environment_is_checked(
 def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_xla
 
-    from xla_fsdp.distributed.xla import ops as xla_ops
-
     calls: list[Any] = []
     monkeypatch.setattr(torch_xla, "launch", lambda *args, **options: calls.append((args, options)))
-    monkeypatch.setattr(xla_ops, "expected_device_count", lambda: 8)
+    monkeypatch.setattr(ops, "expected_device_count", lambda: 8)
     monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--own=1")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")

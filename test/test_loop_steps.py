@@ -324,9 +324,9 @@ def test_copies_and_removal_step_after_backward() -> None:
 def on_ranks(rank: int, replicas: int) -> dict[Any, Any]:
     """As ``optimizers``, of some; over replicas, too, whose sums come after the loop."""
     from xla_fsdp import init_mesh
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    size = xla_ops.world_size()
+    size = ops.world_size()
     mesh = init_mesh((replicas, size // replicas), ("replica", "shard"))
     return {
         (name, within): train(OPTIMIZERS[name], within=within, mesh=mesh)

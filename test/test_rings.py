@@ -20,10 +20,10 @@ ROWS, WIDTH = 512, 256  # more than collectives.RING
 
 
 def by_gather(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    [sender] = [source for source, target in sends if target == xla_ops.rank()]
-    return xla_ops.all_gather(value, None)[sender : sender + 1]
+    [sender] = [source for source, target in sends if target == ops.rank()]
+    return ops.all_gather(value, None)[sender : sender + 1]
 
 
 def stack_of(rank: int, size: int) -> Tensor:
@@ -34,9 +34,9 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp.distributed.collectives import RingCollectives, Rings
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    xla_ops.collective_permute = by_gather  # the process is this test's own
+    ops.collective_permute = by_gather  # the process is this test's own
     device = torch_xla.device()
     found: dict[str, Any] = {}
     for name, groups in RINGS.items():

@@ -287,7 +287,7 @@ def make_steps_fail() -> None:
 def asynchronous(directory: Path) -> dict[str, Any]:
     """A save that fails says so at the next one, or when it is waited for."""
     from xla_fsdp import latest_step, load_checkpoint, save_checkpoint
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     make_steps_fail()
     model = fsdp(make(TiedNet))
@@ -308,7 +308,7 @@ def asynchronous(directory: Path) -> dict[str, Any]:
             param.zero_()  # what is saved has been copied
     meanwhile = model(rows()).abs().sum().item()
     unfinished = latest_step(directory)
-    host_xla_ops.exchange(b"")  # until all have looked
+    exchange(b"")  # until all have looked
     may_write.set()
     pending.wait()
     load = message(lambda: load_checkpoint(directory, model))

@@ -697,10 +697,10 @@ def make_kind(kind: int, seed: int = 3) -> tuple[Any, Any]:
 
 
 def shared_folder(rank: int) -> str:
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     made = tempfile.mkdtemp() if rank == 0 else ""
-    return host_xla_ops.exchange(made.encode())[0].decode()
+    return exchange(made.encode())[0].decode()
 
 
 def test_checkpoints_move_between_loops_and_single_blocks() -> None:
@@ -752,11 +752,11 @@ def operations(model: Any) -> dict[str, int]:
     """How often some operations are in the program of a step's gradients."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     torch_xla.sync()  # nothing of what came before
     model(batch()).square().mean().backward()
-    text = program_xla_ops.lowered_hlo([param.grad for param in model.parameters()])
+    text = lowered_hlo([param.grad for param in model.parameters()])
     torch_xla.sync()
     kinds = ("while", "all-gather", "reduce-scatter", "dot", "tanh")
     return {kind: text.count(f" {kind}(") for kind in kinds}
@@ -851,7 +851,7 @@ def steady(rank: int) -> dict[str, Any]:
     """What a step with dropout before, in and after the loop compiles and keeps."""
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     def with_dropout(model: Any) -> None:
         for block in model.blocks:
@@ -862,10 +862,10 @@ def steady(rank: int) -> dict[str, Any]:
     counts, alive = [], []
     for seed in range(4):
         step(model, optimizer, seed, loop=_with_dropout_around)
-        host_xla_ops.exchange(b"")  # so that neither rank is inside a step
+        exchange(b"")  # so that neither rank is inside a step
         counts.append(met.metric_data("CompileTime")[0])
         alive.append(met.counter_value("CreateXlaTensor") - met.counter_value("DestroyXlaTensor"))
-        host_xla_ops.exchange(b"")
+        exchange(b"")
     return {"compilations": counts, "alive": alive}
 
 

@@ -101,9 +101,9 @@ def trained(kind: str, steps: int = 2, seed: int = 3) -> tuple[Any, Any]:
 def batch(seed: int = 1) -> Tensor:
     import torch_xla
 
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    generator = torch.Generator().manual_seed(10 * seed + xla_ops.rank())
+    generator = torch.Generator().manual_seed(10 * seed + ops.rank())
     return torch.randn(4, WIDTH, generator=generator).to(torch_xla.device())
 
 
@@ -385,10 +385,10 @@ def _over_files_of_an_in_place_model(rank: int) -> tuple[dict[str, Tensor], dict
 
 
 def shared_folder(rank: int) -> str:
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     made = tempfile.mkdtemp() if rank == 0 else ""
-    return host_xla_ops.exchange(made.encode())[0].decode()
+    return exchange(made.encode())[0].decode()
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def optimizers(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
 
     from xla_fsdp import scan_blocks
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
     from xla_fsdp.optim import HighPrecisionOptimizer, step_in_backward
 
     def before_stacking() -> None:
@@ -566,11 +566,11 @@ def optimizers(rank: int) -> dict[str, Any]:
     def adafactor() -> str:
         model = of_kind("stacked")
         optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
-        host_xla_ops.exchange(b"")
+        exchange(b"")
         with warnings.catch_warnings():  # the filters are those of both ranks
             warnings.simplefilter("error")
             said = message(optimizer.step)
-            host_xla_ops.exchange(b"")
+            exchange(b"")
         return said
 
     def high_precision(kind: str) -> dict[str, Tensor]:
@@ -738,7 +738,7 @@ def program(kind: str, depth: int) -> dict[str, int]:
     import torch_xla
 
     from xla_fsdp import scan_blocks
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     model = wrapped(depth=depth)
     scan_blocks(model.blocks, stacked=kind == "stacked", gather_once_below=100)
@@ -751,7 +751,7 @@ def program(kind: str, depth: int) -> dict[str, int]:
     optimizer.step()
     states = (value for state in optimizer.state.values() for value in state.values())
     moments = [each for each in states if each.device.type == "xla"]
-    text = program_xla_ops.lowered_hlo([*model.parameters(), *moments])
+    text = lowered_hlo([*model.parameters(), *moments])
     torch_xla.sync()
     entry = text[text.index("ENTRY") :]
     return {"inputs": entry.count(" parameter("), "operations": text.count(" = ")}

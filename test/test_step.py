@@ -46,7 +46,7 @@ def simple_step(model: Any) -> Any:
 def compiled(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     plain, model = nested(make()), nested(make())
     inner = nn.Sequential(nn.Tanh(), fsdp(make(lambda: nn.Linear(FEATURES, 2))))
@@ -59,7 +59,7 @@ def compiled(rank: int) -> dict[str, Any]:
     }
     # Dynamo restores the host's random numbers, which ranks share: not while a peer draws its next
     # model.
-    host_xla_ops.exchange(b"")
+    exchange(b"")
     return found
 
 
@@ -303,7 +303,7 @@ def rows_on_host() -> Tensor:
 def accumulation(rank: int) -> dict[str, Any]:
     """Gradients after three backward passes, and what is reduced in the first of them."""
     from test.hlo import Program
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     found = {}
     for name in ("full", "sharded", "none"):
@@ -317,7 +317,7 @@ def accumulation(rank: int) -> dict[str, Any]:
                 model(rows() + index).square().sum().backward()
             if index == 0:
                 grads = [p.grad for p in model.parameters() if p.grad is not None]
-                program = Program(program_xla_ops.lowered_hlo(grads)) if grads else None
+                program = Program(lowered_hlo(grads)) if grads else None
                 scattered = program.all("reduce-scatter") if program else []
                 found[f"{name}: reduced in the first pass"] = len(scattered)
         found[name] = {n: p.grad.cpu() for n, p in model.named_parameters()}

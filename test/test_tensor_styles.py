@@ -62,11 +62,11 @@ def own(rank: int, tensor: Tensor, layout: Any) -> Tensor:
 @scenarios.add
 def layouts(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of values and gradients of every change."""
-    from xla_fsdp.distributed.mesh_axis import MeshAxis
+    from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
     from xla_fsdp.tensor_parallel.layouts import changed
 
-    axis = MeshAxis(tensor_mesh()["tensor"])
+    axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)
     news = (Replicate(), Shard(0), Shard(-1))
     found = {}
@@ -90,11 +90,11 @@ def test_every_change_of_layout_has_the_values_and_gradients_of_the_whole() -> N
 @scenarios.add
 def changed_in_place(rank: int) -> tuple[float, float]:
     """Errors of the gradients of what was gathered, and of what was then added to it in place."""
-    from xla_fsdp.distributed.mesh_axis import MeshAxis
+    from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
     from xla_fsdp.tensor_parallel.layouts import changed, for_use
 
-    axis = MeshAxis(tensor_mesh()["tensor"])
+    axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)
     cut = on_device(own(rank, whole, Shard(1))).requires_grad_()
     shift = on_device(whole).requires_grad_()
@@ -398,8 +398,8 @@ def test_loss_parallel_leaves_other_losses_alone() -> None:
 
 def step_of(rank: int, *, sequence: bool) -> str:
     """The program of a forward and backward of one block."""
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
     from xla_fsdp.tensor_parallel import parallelize_module
 
     plan = plan_of("Gpt", sequence=sequence)
@@ -408,10 +408,10 @@ def step_of(rank: int, *, sequence: bool) -> str:
     }
     block = parallelize_module(make(GptBlock), tensor_mesh()["tensor"], own_plan).to("xla")
     x = on_device(given(2, 4 if sequence else 8, WIDTH)).requires_grad_()
-    host_xla_ops.settle()
+    settle()
     block(x).square().sum().backward()
-    text = program_xla_ops.lowered_hlo([x.grad, *(param.grad for param in block.parameters())])
-    host_xla_ops.settle()
+    text = lowered_hlo([x.grad, *(param.grad for param in block.parameters())])
+    settle()
     return text
 
 
@@ -439,8 +439,8 @@ def test_ranks_run_one_program() -> None:
 def sizes_of_logits(rank: int) -> dict[bool, bool]:
     """Whether anything in the program of a step has as many elements along a dim as there are
     classes, with ``loss_parallel`` and without."""
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
     from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
 
     found = {}
@@ -450,12 +450,12 @@ def sizes_of_logits(rank: int) -> dict[bool, bool]:
         parallelize_module(head, tensor_mesh()["tensor"], plan).to("xla")
         x = on_device(given(4, WIDTH)).requires_grad_()
         target = on_device(torch.arange(4))
-        host_xla_ops.settle()
+        settle()
         with loss_parallel(tensor_mesh()["tensor"]) if cut else contextlib.nullcontext():
             F.cross_entropy(head["head"](x), target).backward()
-        program = Program(program_xla_ops.lowered_hlo([x.grad, head["head"].weight.grad]))
+        program = Program(lowered_hlo([x.grad, head["head"].weight.grad]))
         found[cut] = any(VOCABULARY in each.shape for each in program.instructions.values())
-        host_xla_ops.settle()
+        settle()
     return found
 
 

@@ -533,11 +533,11 @@ def saved_whatever_the_type(rank: int) -> bool:
         load_checkpoint,
         save_checkpoint,
     )
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     model = nested(make())
     XlaFullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    folder = host_xla_ops.exchange(tempfile.mkdtemp().encode())[0].decode()
+    folder = exchange(tempfile.mkdtemp().encode())[0].decode()
     save_checkpoint(folder, model, step=1)
     before = full_state_dict(model)
     with XlaFullyShardedDataParallel.summon_full_params(model), torch.no_grad():

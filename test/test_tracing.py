@@ -178,9 +178,9 @@ def traced_in_little_memory() -> dict[str, Any]:
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
     from xla_fsdp.distributed.xla.fake_rank import HollowTensors
+    from xla_fsdp.distributed.xla.graph import buffer_id
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step, use_one_cpu_device
 
@@ -204,7 +204,7 @@ def traced_in_little_memory() -> dict[str, Any]:
             (model(rows * scale.detach().item()).sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            xla_ops.sync()
+            ops.sync()
             weight = model[0].weight  # type: ignore[union-attr]
             read.extend([scale.detach().item(), float(weight.detach().cpu().sum())])
 
@@ -215,7 +215,7 @@ def traced_in_little_memory() -> dict[str, Any]:
     return {
         "read": read[:2],
         "kinds": [(tuple(each.shape), each.dtype) for each in made] == kinds,
-        "distinct": len({program_xla_ops.buffer_id(each) for each in made}),
+        "distinct": len({buffer_id(each) for each in made}),
         "zeros": not any(each.cpu().float().any() for each in made),
         "inputs": [
             Counter(each.role for each in program.inputs if each.nbytes > 2**20)

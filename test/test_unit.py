@@ -493,11 +493,11 @@ def test_integer_parameters_stay_whole() -> None:
 def without_communication(rank: int) -> dict[str, Any]:
     from test.hlo import Program
     from xla_fsdp import LocalCollectives
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     model = fsdp(make(Peeking), collectives=LocalCollectives(rank, 2))
     model(rows()).sum().backward()
-    program = Program(program_xla_ops.lowered_hlo([p.grad for p in model.parameters()]))
+    program = Program(lowered_hlo([p.grad for p in model.parameters()]))
     return {
         "collectives": len(program.all("all-gather", "reduce-scatter", "all-reduce")),
         "shapes": all(p.grad.shape == p.shape for p in model.parameters()),
@@ -538,13 +538,13 @@ def live_tensors() -> int:
     from torch_xla.debug import metrics
 
     from xla_fsdp import one_rank_at_a_time
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.host import exchange
 
     with one_rank_at_a_time():  # a collection does nothing while another thread's runs
         gc.collect()
-    host_xla_ops.exchange(b"")  # until the garbage of all is gone
+    exchange(b"")  # until the garbage of all is gone
     count = metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
-    host_xla_ops.exchange(b"")  # until all have counted
+    exchange(b"")  # until all have counted
     return count
 
 

@@ -217,8 +217,8 @@ def programs(rank: int) -> dict[str, Any]:
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp.distributed.xla import graph as program_xla_ops
-    from xla_fsdp.distributed.xla import host as host_xla_ops
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import exchange
 
     found: dict[str, Any] = {}
     for name, options in (("local", {}), ("averaged", {"gradients_are_averaged": True})):
@@ -229,15 +229,15 @@ def programs(rank: int) -> dict[str, Any]:
                 param.grad = torch.full_like(param, 0.25)
             optimizer.step()
             if step == 2:
-                found[name] = program_xla_ops.lowered_hlo(list(model.parameters()))
+                found[name] = lowered_hlo(list(model.parameters()))
             optimizer.zero_grad()
             torch_xla.sync()
             if step == 2:
-                host_xla_ops.exchange(b"")
+                exchange(b"")
                 before = metrics.counter_value("UncachedCompile")
-        host_xla_ops.exchange(b"")
+        exchange(b"")
         found[f"{name} compiled"] = metrics.counter_value("UncachedCompile") - before
-        host_xla_ops.exchange(b"")
+        exchange(b"")
     return found
 
 

@@ -85,11 +85,11 @@ def build(
 
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, scan_blocks
     from xla_fsdp.distributed.collectives import XlaCollectives
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
     if fails == "build":
         raise ValueError("no model\nof that name")
-    everyone = [list(range(xla_ops.world_size()))]
+    everyone = [list(range(ops.world_size()))]
     options: dict[str, Any] = {
         "compute_dtype": torch.bfloat16,
         "fp32_reduce_scatter": fp32_reduce_scatter,

@@ -145,10 +145,10 @@ def _run_in_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
     from xla_fsdp import compat
-    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
+    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 
     compat.install()
-    cpu_rank_xla_ops.run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
+    run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
     try:
         exec(program.code, vars(spaces.of_rank_0))
     except ValueError as error:  # the program's own, no wrong usage of this command

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.buckets import operands_for
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
-from xla_fsdp.distributed.xla import host as host_xla_ops
+from xla_fsdp.distributed.xla.host import to_host
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +32,7 @@ def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.devi
     for operand in operands_for(dict(enumerate(bits))):
         joined = operand.join(bits)
         sent = (joined if among.rank == 0 else torch.zeros_like(joined)).to(device)
-        [received] = host_xla_ops.to_host([among.all_reduce_operand(sent)])
+        [received] = to_host([among.all_reduce_operand(sent)])
         for at, own in zip(operand.numbers, operand.apart(received), strict=True):
             tensors[at].copy_(own.view(host[at].dtype).reshape(host[at].shape))
 

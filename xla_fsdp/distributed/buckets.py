@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import LANES
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 TILE = 16 * LANES
 
@@ -58,9 +58,9 @@ class Operand:
     def join(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
         """[rows, width], a new tensor, from the shards of all tensors, of any shapes."""
         if self.in_rows:
-            return xla_ops.copied(shards[self.numbers[0]], self.shapes[0])
+            return ops.copied(shards[self.numbers[0]], self.shapes[0])
         pairs = zip(self.numbers, self.shapes, strict=True)
-        return self.laid_out([xla_ops.shaped(shards[at], shape) for at, shape in pairs])
+        return self.laid_out([ops.shaped(shards[at], shape) for at, shape in pairs])
 
     def join_stacks(self, stacks: Mapping[int, Tensor]) -> Tensor:
         """[num_shards * rows, width] from the stacks of all tensors."""
@@ -87,7 +87,7 @@ class Operand:
         if not joined.numel():
             return [joined for _ in sizes]
         padding = joined.shape[-1] - sum(sizes)
-        return xla_ops.pieces(joined, [*sizes, padding] if padding else sizes)[: len(sizes)]
+        return ops.pieces(joined, [*sizes, padding] if padding else sizes)[: len(sizes)]
 
 
 def operands_of(

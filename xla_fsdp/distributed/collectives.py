@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.topology import Groups, reduction_steps
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 RING = 2**18
 
@@ -102,7 +102,7 @@ class XlaCollectives:
 
     def __init__(
         self,
-        groups: xla_ops.Groups,
+        groups: ops.Groups,
         rank: int,
         num_shards: int,
         steps: Sequence[list[list[int]]] | None = None,
@@ -112,7 +112,7 @@ class XlaCollectives:
         self.num_shards = num_shards
         if steps is None:
             everyone = groups or [list(range(num_shards))]
-            steps = reduction_steps(everyone, xla_ops.torus_coords())
+            steps = reduction_steps(everyone, ops.torus_coords())
         sizes = [len(step[0]) for step in steps]
         if steps and math.prod(sizes) != num_shards:
             raise ValueError(
@@ -146,7 +146,7 @@ class XlaCollectives:
 
     def all_gather(self, operand: Tensor) -> Tensor:
         """See ``Collectives``."""
-        return xla_ops.all_gather(operand, self.groups) if operand.numel() else operand
+        return ops.all_gather(operand, self.groups) if operand.numel() else operand
 
     def reduce_scatter(self, stack: Tensor) -> Tensor:
         """See ``Collectives``."""
@@ -160,7 +160,7 @@ class XlaCollectives:
 
     def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
         """[ranks of a group, rows, width] to [..., rows, width]."""
-        return xla_ops.reduce_scatter(stack, len(stack), groups)
+        return ops.reduce_scatter(stack, len(stack), groups)
 
     def all_reduce_operand(self, operand: Tensor) -> Tensor:
         """See ``Collectives``."""
@@ -168,7 +168,7 @@ class XlaCollectives:
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """See ``Collectives``."""
-        return xla_ops.all_reduce(op, value, self.groups)
+        return ops.all_reduce(op, value, self.groups)
 
 
 class RingCollectives(XlaCollectives):
@@ -177,7 +177,7 @@ class RingCollectives(XlaCollectives):
     def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
         if stack.numel() < RING:
             return super()._scatter(stack, groups)
-        rank = xla_ops.rank()
+        rank = ops.rank()
         [place] = [ring.index(rank) for ring in groups if rank in ring]
         return Rings(groups, place).reduce_scatter(stack)
 
@@ -239,13 +239,13 @@ class Rings:
         ]
         # Of the chunk of which a partial sum is sent at each step; the own one comes last.
         chunks = [(place - 1 - step) % self.size for step in range(self.size)]
-        self._chunks = xla_ops.upload(torch.tensor(chunks, dtype=torch.int32))
+        self._chunks = ops.upload(torch.tensor(chunks, dtype=torch.int32))
 
     def reduce_scatter(self, stack: Tensor) -> Tensor:
         """Stack [size, rows, width] to this rank's chunk [rows, width] of the sum over the ring."""
         partial_sum = self._chunk(stack, 0)
         for step in range(1, self.size):
-            received = xla_ops.collective_permute(partial_sum, self._sends)
+            received = ops.collective_permute(partial_sum, self._sends)
             partial_sum = received + self._chunk(stack, step)
         return partial_sum[0]
 

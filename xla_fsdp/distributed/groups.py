@@ -17,7 +17,7 @@ import torch
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.topology import Groups
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 
 
@@ -63,7 +63,7 @@ def communication_for(config: FSDPConfig, given: Collectives | None) -> Communic
 
 def all_ranks() -> Collectives:
     """Joins all ranks of the job."""
-    return _over(None, xla_ops.rank(), xla_ops.world_size())
+    return _over(None, ops.rank(), ops.world_size())
 
 
 def _refuse_lone_processes() -> None:
@@ -71,10 +71,10 @@ def _refuse_lone_processes() -> None:
     nothing else would say so."""
     if not torch.distributed.is_torchelastic_launched():
         return
-    started, joined = int(os.environ.get("WORLD_SIZE", "1")), xla_ops.world_size()
+    started, joined = int(os.environ.get("WORLD_SIZE", "1")), ops.world_size()
     if started > joined:
         raise RuntimeError(
-            f"torchrun started {started} processes, but this one is rank {xla_ops.rank()} of "
+            f"torchrun started {started} processes, but this one is rank {ops.rank()} of "
             f"{joined} XLA ranks, so each would train on its own. On TPU, call "
             f"torch.distributed.init_process_group('xla', init_method='xla://') before anything "
             f"uses an XLA device. On CPU, processes cannot be joined: run the script by "
@@ -83,9 +83,9 @@ def _refuse_lone_processes() -> None:
 
 
 def _over_mesh(mesh: Mesh) -> Communication:
-    if mesh.world_size != xla_ops.world_size():
+    if mesh.world_size != ops.world_size():
         raise ValueError(
-            f"the mesh lays out {mesh.world_size} ranks, but the job has {xla_ops.world_size()}; "
+            f"the mesh lays out {mesh.world_size} ranks, but the job has {ops.world_size()}; "
             f"make it by init_mesh on the ranks that train"
         )
     shard = mesh.axis_names[-1]
@@ -101,7 +101,7 @@ def _over_mesh(mesh: Mesh) -> Communication:
 
 def along(mesh: Mesh) -> Collectives:
     """Joins this rank and those that differ from it only on the mesh's axes."""
-    return _over(mesh.groups(), mesh.place(xla_ops.rank()), mesh.size())
+    return _over(mesh.groups(), mesh.place(ops.rank()), mesh.size())
 
 
 def _over(groups: Groups | None, rank: int, size: int) -> Collectives:

@@ -157,9 +157,9 @@ def _launch_elsewhere(
 
     _set_compiler_flags()
     if num_ranks not in (None, 1):
-        from xla_fsdp.distributed.xla import ops as xla_ops
+        from xla_fsdp.distributed.xla import ops
 
-        found = xla_ops.expected_device_count()
+        found = ops.expected_device_count()
         if num_ranks != found:
             raise ValueError(
                 f"num_ranks={num_ranks}, but there are {found} {os.environ['PJRT_DEVICE']} devices "
@@ -195,13 +195,15 @@ def _prepare_process(num_ranks: int) -> None:
     if "torch_xla" not in sys.modules:
         os.environ.update(needed)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.distributed.xla.cpu_rank_patches import (
+        prepare_cpu_ranks,
+    )
 
-    if xla_ops.runtime_started():
-        _check_started(needed, num_ranks, xla_ops.local_device_count())
+    if ops.runtime_started():
+        _check_started(needed, num_ranks, ops.local_device_count())
     os.environ.update(needed)
-    cpu_rank_xla_ops.prepare_cpu_ranks()
+    prepare_cpu_ranks()
 
 
 def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
@@ -223,9 +225,13 @@ def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
 def _run_cpu_ranks(
     fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, sync_timeout: float
 ) -> list[Any]:
-    from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
+    from xla_fsdp.distributed.xla.cpu_rank_patches import (
+        enter_cpu_rank,
+        leave_cpu_rank,
+        run_slot,
+    )
 
-    slot = cpu_rank_xla_ops.run_slot()
+    slot = run_slot()
     if slot.run is not None:
         raise RuntimeError("a launch is running in another thread of this process; wait for it")
     run = slot.run = Run(num_ranks)
@@ -235,8 +241,8 @@ def _run_cpu_ranks(
                 run.start,
                 fn,
                 args,
-                cpu_rank_xla_ops.enter_cpu_rank,
-                cpu_rank_xla_ops.leave_cpu_rank,
+                enter_cpu_rank,
+                leave_cpu_rank,
             )
             _supervise(run, start, sync_timeout)
     finally:

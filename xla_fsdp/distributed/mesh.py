@@ -244,15 +244,15 @@ class Mesh:
 
 
 def _running_world_size() -> int:
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    return xla_ops.world_size()
+    return ops.world_size()
 
 
 def _running_coords() -> Coords:
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
-    return xla_ops.torus_coords()
+    return ops.torus_coords()
 
 
 UNNAMED = {1: (SHARD,), 2: (REPLICA, SHARD)}

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
-class MeshAxis:
+class AxisComm:
     """This rank among those along an axis.
 
     Args:
@@ -35,16 +35,16 @@ class MeshAxis:
                 f"the mesh has the axes {', '.join(mesh.axis_names)}; give one of them: "
                 f"mesh[{mesh.axis_names[-1]!r}]"
             )
-        if mesh.world_size != xla_ops.world_size():
+        if mesh.world_size != ops.world_size():
             raise ValueError(
                 f"the mesh lays out {mesh.world_size} ranks, but the job has "
-                f"{xla_ops.world_size()}; make it by init_mesh on the ranks that train"
+                f"{ops.world_size()}; make it by init_mesh on the ranks that train"
             )
         self.mesh = mesh
         self.name = mesh.axis_names[0]
         self.size = mesh.size()
         self.groups = mesh.groups()
-        self.place = mesh.place(xla_ops.rank())
+        self.place = mesh.place(ops.rank())
         self._on_device: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,22 +60,22 @@ class MeshAxis:
     def place_on_device(self) -> Tensor:
         """The place, int64 [1]; an input of programs that use it."""
         if self._on_device is None:
-            self._on_device = xla_ops.upload(torch.tensor([self.place]))
+            self._on_device = ops.upload(torch.tensor([self.place]))
         return self._on_device
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """``x`` combined over the ranks by ``op``, "sum" or "max"."""
-        return x if self.size == 1 else xla_ops.all_reduce(op, x, self.groups)
+        return x if self.size == 1 else ops.all_reduce(op, x, self.groups)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The slices of all ranks joined along ``dim``."""
-        return x if self.size == 1 else xla_ops.all_gather(x, self.groups, dim % x.dim())
+        return x if self.size == 1 else ops.all_gather(x, self.groups, dim % x.dim())
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's slice, along ``dim``, of the sum over the ranks."""
         if self.size == 1:
             return x
-        return xla_ops.reduce_scatter(x, self.size, self.groups, dim % x.dim())
+        return ops.reduce_scatter(x, self.size, self.groups, dim % x.dim())
 
     def own_slice(self, x: Tensor, dim: int) -> Tensor:
         """This rank's slice of what all ranks have, along ``dim``."""
@@ -90,4 +90,4 @@ class MeshAxis:
         the part that is to be its own."""
         if self.size == 1:
             return x
-        return xla_ops.all_to_all(x, cut % x.dim(), joined % x.dim(), self.size, self.groups)
+        return ops.all_to_all(x, cut % x.dim(), joined % x.dim(), self.size, self.groups)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed import preemption as stop_signals
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 LAG = 2
 
@@ -57,9 +57,9 @@ class Preemption:
 
     def vote(self) -> None:
         """Put this rank's word into the step that is being traced: before ``torch_xla.sync()``."""
-        word = xla_ops.upload(torch.tensor([float(stop_signals.was_asked())]))
-        everybody = [list(range(xla_ops.world_size()))]
-        self._votes.append(xla_ops.all_reduce("sum", word, everybody))
+        word = ops.upload(torch.tensor([float(stop_signals.was_asked())]))
+        everybody = [list(range(ops.world_size()))]
+        self._votes.append(ops.all_reduce("sum", word, everybody))
 
     def agreed(self) -> bool:
         """Whether a rank had been asked to end when it voted for the last time but one: after the

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.groups import along
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.registry import known_group, known_shard, refuse_shown
 
 
@@ -130,7 +130,7 @@ def clip_grads(
         grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
     whole = grads.pop((), [])
     sliced = [Slices(grads[key], ranks[key]) for key in grads]
-    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, xla_ops.device())
+    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, ops.device())
 
 
 def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:

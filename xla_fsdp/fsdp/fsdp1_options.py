@@ -19,7 +19,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from xla_fsdp.distributed.mesh import REPLICA, SHARD, Mesh, as_mesh, init_mesh
 from xla_fsdp.distributed.topology import SLICE, Coords
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -103,7 +103,7 @@ def _mesh(options: TorchOptions) -> Mesh | None:
         mesh = mesh or _everyone()
         return mesh if _shards_nothing(mesh) else mesh.unsharded()
     if strategy in HYBRID and mesh is None:
-        return _one_replica_per_slice(xla_ops.torus_coords())
+        return _one_replica_per_slice(ops.torus_coords())
     return mesh
 
 
@@ -113,7 +113,7 @@ def _given_mesh(options: TorchOptions) -> Mesh | None:
 
 
 def _everyone() -> Mesh:
-    return init_mesh((xla_ops.world_size(),), (SHARD,))
+    return init_mesh((ops.world_size(),), (SHARD,))
 
 
 def _one_replica_per_slice(coords: Coords) -> Mesh:
@@ -161,7 +161,7 @@ def _hybrid_problems(name: str, mesh: Mesh | None, upstream: dict[str, Any]) -> 
             f"{name} wants a mesh of two axes, replicas and shards; this one has "
             f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
         ]
-    if mesh is None and _num_slices(xla_ops.torus_coords()) < 2:
+    if mesh is None and _num_slices(ops.torus_coords()) < 2:
         return [
             f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
             f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
@@ -243,10 +243,10 @@ def _group_problems(group: Any) -> list[str]:
             "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
             "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
         ]
-    if group is None or group.size() == xla_ops.world_size():
+    if group is None or group.size() == ops.world_size():
         return []
     return [
-        f"process_group holds {group.size()} of {xla_ops.world_size()} ranks. Replica groups "
+        f"process_group holds {group.size()} of {ops.world_size()} ranks. Replica groups "
         f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
     ]
 

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.unsharded_params import UnitState
-from xla_fsdp.fsdp.module_base import UnitModule
+from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
+from xla_fsdp.fsdp.module_base import WrapperModule
 from xla_fsdp.fsdp.state_dict.model import (
     cut_optim_state_dict,
     full_state_dict,
@@ -52,7 +52,7 @@ CONFIGS = {
 }
 
 
-class StateDictTypes(UnitModule):
+class StateDictTypes(WrapperModule):
     """A wrapper whose state dicts are of a type that its user may choose."""
 
     _chosen: StateDictSettings | None = None
@@ -115,7 +115,7 @@ class StateDictTypes(UnitModule):
     ) -> Any:
         """As in ``nn.Module``, of the type that is chosen."""
         chosen = self._chosen
-        shown_in_full = self._fsdp_unit.state is UnitState.SUMMONED
+        shown_in_full = self._fsdp_unit.state is ShardedState.SUMMONED
         if chosen is None or chosen.state_dict_type is not FULL or shown_in_full:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))

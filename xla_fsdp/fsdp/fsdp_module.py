@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.module_state import close_failed_passes
-from xla_fsdp.fsdp.engine.state import Unit
-from xla_fsdp.fsdp.engine.unsharded_params import UnitRef
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.unsharded_params import StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -35,7 +35,7 @@ class UnshardHandle:
         unit: whose parameters are on their way.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: FSDPState) -> None:
         self._unit = unit
 
     def wait(self) -> None:
@@ -229,7 +229,7 @@ class FSDPModule(ShardedModule):
         """Ignored with a warning."""
         _warn("_set_unshard_async_op")
 
-    def _fsdp_own_units(self, recurse: bool) -> list[Unit]:
+    def _fsdp_own_units(self, recurse: bool) -> list[FSDPState]:
         return self._fsdp_units() if recurse else [self._fsdp_unit]
 
 
@@ -265,7 +265,7 @@ def _remade(original: Any, methods: frozenset[str]) -> Any:
     return object.__new__(class_for(original, methods))
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[UnitRef]:
+def _units_of(modules: Iterable[nn.Module]) -> list[StateRef]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -273,7 +273,7 @@ def _units_of(modules: Iterable[nn.Module]) -> list[UnitRef]:
                 f"a {type(module).__name__} cannot be prefetched: it is not a module that "
                 f"fully_shard was applied to"
             )
-        found.append(UnitRef(module._fsdp_unit))
+        found.append(StateRef(module._fsdp_unit))
     return found
 
 

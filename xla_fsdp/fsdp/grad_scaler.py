@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.registry import known_group
 
@@ -91,9 +91,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
     def _anywhere(self, found: Tensor) -> Tensor:
-        if xla_ops.world_size() == 1:
+        if ops.world_size() == 1:
             return found
-        return xla_ops.all_reduce("max", found, self._groups)
+        return ops.all_reduce("max", found, self._groups)
 
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:

@@ -29,8 +29,8 @@ from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.clip_grad import clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.module_state import (
-    Attachment,
-    UnitHost,
+    FSDPModuleBase,
+    ModuleState,
     attach,
     close_failed_passes,
     mark_state_dicts,
@@ -50,7 +50,7 @@ _INNER = "_fsdp_wrapped_module"
 _KNOWN_FORWARD_METHODS = ("generate",)
 
 
-class UnitModule(UnitHost, nn.Module):
+class WrapperModule(FSDPModuleBase, nn.Module):
     """``module`` with its forward run by ``unit``.
 
     Args:
@@ -61,7 +61,7 @@ class UnitModule(UnitHost, nn.Module):
 
     _fsdp_is_wrapper = True
 
-    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
+    def __init__(self, module: nn.Module, attachment: ModuleState) -> None:
         super().__init__()
         self._forward_methods = {
             name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
@@ -143,7 +143,7 @@ class UnitModule(UnitHost, nn.Module):
         self._forward_methods.add(name)
 
 
-class ShardedModule(UnitHost):
+class ShardedModule(FSDPModuleBase):
     """Methods of a module that runs as a unit."""
 
     # ------------------------------------------------------------ training

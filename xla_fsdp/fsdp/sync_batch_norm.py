@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -158,7 +158,7 @@ class _AllReduce(torch.autograd.Function):
     """The sum over ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: xla_ops.Groups) -> Tensor:
+    def forward(ctx: Any, value: Tensor, groups: ops.Groups) -> Tensor:
         ctx.groups = groups
         return _sum_over_ranks(value, groups)
 
@@ -168,9 +168,9 @@ class _AllReduce(torch.autograd.Function):
         return _sum_over_ranks(grad, ctx.groups), None
 
 
-def _sum_over_ranks(value: Tensor, groups: xla_ops.Groups) -> Tensor:
-    alone = len(groups[0]) == 1 if groups else xla_ops.world_size() == 1
-    return value.clone() if alone else xla_ops.all_reduce("sum", value, groups)
+def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:
+    alone = len(groups[0]) == 1 if groups else ops.world_size() == 1
+    return value.clone() if alone else ops.all_reduce("sum", value, groups)
 
 
 def _as_channels(values: Tensor, like: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ from xla_fsdp.checkpoint.shard_writer import SUFFIXES, RankContent, write_rank_f
 from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import exchange
 from xla_fsdp.fsdp.engine.module_state import reshard_units
-from xla_fsdp.fsdp.engine.stacked_params import to_host
+from xla_fsdp.fsdp.engine.stacked_params import copy_stacks_to_host
 from xla_fsdp.fsdp.fsdp1_state_dict_type import unchosen
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.state_dict.optim import (
@@ -68,7 +68,7 @@ class LRScheduler(Protocol):
 
 
 @dataclass
-class LiveJob:
+class TrainState:
     """What one rank trains.
 
     Args:
@@ -86,7 +86,7 @@ class LiveJob:
     def __post_init__(self) -> None:
         reshard_units(self._module)
         data = self.model.get_shard_metadata()
-        at = None if data["groups"] is None else xla_ops.rank()
+        at = None if data["groups"] is None else ops.rank()
         self.metadata = ShardMetadata.from_dict({**data, "global_rank": at})
         self.params = params_by_key(
             self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
@@ -122,7 +122,7 @@ class LiveJob:
         values = self._values(extra)
         names = [(key, name) for key, each in states.items() for name in each]
         live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
-        copies = iter(to_host(live))
+        copies = iter(copy_stacks_to_host(live))
         model = {key: next(copies) for key in model}
         for key, name in names:
             states[key][name] = next(copies)
@@ -137,7 +137,7 @@ class LiveJob:
             "extra": extra,
             "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
             "rng": {
-                "device": xla_ops.get_rng_state(self.model._fsdp_unit.device),
+                "device": ops.get_rng_state(self.model._fsdp_unit.device),
                 "host": torch.get_rng_state(),
             },
         }
@@ -194,7 +194,7 @@ class LiveJob:
             write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(loaded.values["lr_scheduler"])
-        xla_ops.sync()
+        ops.sync()
         if loaded.same_ranks:
             self._set_rng_state(loaded.values.get("rng"))
 
@@ -216,8 +216,8 @@ class LiveJob:
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):
             return
-        xla_ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
-        if current_rank_thread() is None or xla_ops.rank() == 0:  # threads share the host's
+        ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
+        if current_rank_thread() is None or ops.rank() == 0:  # threads share the host's
             torch.set_rng_state(state["host"])
 
 
@@ -288,7 +288,7 @@ def save_checkpoint(
     number = _checked_step(step)
     _check_arguments(model, keep_last, file_format)
     _wait_for_earlier(model)
-    job = LiveJob(model, optimizer, lr_scheduler)
+    job = TrainState(model, optimizer, lr_scheduler)
     place = Place(job.metadata.rank, job.metadata.world_size, job.group, file_format)
     save = Save(open_storage(directory), _ranks(), place, number, keep_last)
     save.begin(job.find_save_problems(extra))
@@ -337,7 +337,11 @@ def load_checkpoint(
     """
     _check_wrapped(model)
     _wait_for_earlier(model)
-    job, ranks, storage = LiveJob(model, optimizer, lr_scheduler), _ranks(), open_storage(directory)
+    job, ranks, storage = (
+        TrainState(model, optimizer, lr_scheduler),
+        _ranks(),
+        open_storage(directory),
+    )
     attempt = _agreed_attempt(storage, ranks, step)
     if attempt is None and missing_ok:
         return {"step": None, "extra": None}
@@ -380,7 +384,7 @@ def _check_wrapped(model: Any) -> None:
 
 
 def _ranks() -> Ranks:
-    return Ranks(xla_ops.rank(), xla_ops.world_size(), host_xla_ops.exchange)
+    return Ranks(ops.rank(), ops.world_size(), exchange)
 
 
 def _wait_for_earlier(model: ShardedModule) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.clip_grad import clip_grad_norm_
 from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
 from xla_fsdp.fsdp.engine.registry import known_shard
@@ -54,8 +54,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
         if not self._whole_are_reduced:
             for param in self._params():
                 if param.grad is not None and not is_sharded(param):
-                    grad = param.grad.to(xla_ops.device())  # it may be left in host memory
-                    param.grad.copy_(xla_ops.all_reduce("sum", grad, None) / xla_ops.world_size())
+                    grad = param.grad.to(ops.device())  # it may be left in host memory
+                    param.grad.copy_(ops.all_reduce("sum", grad, None) / ops.world_size())
             self._whole_are_reduced = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:

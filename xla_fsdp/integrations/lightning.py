@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
-from xla_fsdp.distributed.xla import cpu_rank_patches as cpu_rank_xla_ops
+from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 from xla_fsdp.integrations.versions import require
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
@@ -45,7 +45,7 @@ def install(cpu_ranks: int | None = None) -> None:
             f"cpu_ranks={cpu_ranks} with PJRT_DEVICE={device}; XLAFSDPStrategy runs on 2 ranks or "
             f"more, and ranks are threads on CPU only. Leave cpu_ranks out on a TPU"
         )
-    cpu_rank_xla_ops.run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
+    run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
     for package in _PACKAGES:
         _count_cpu_ranks(package, cpu_ranks)
 

@@ -23,8 +23,8 @@ from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import exchange
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
@@ -120,7 +120,7 @@ def _save_model(
     full = full_state_dict(trainer.model, rank0_only=True)
     if trainer.args.should_save:
         _write_merged(trainer, full, Path(output_dir or trainer.args.output_dir))
-    host_xla_ops.exchange(b"")  # nobody goes on before the files are there
+    exchange(b"")  # nobody goes on before the files are there
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
@@ -203,13 +203,13 @@ def _load_random_state(original: Original, trainer: Any, checkpoint: str | None)
 
 def _keep_random_state(trainer: Any) -> None:
     if is_sharded(trainer):
-        _next_random_state[trainer] = xla_ops.get_rng_state(trainer.args.device)
+        _next_random_state[trainer] = ops.get_rng_state(trainer.args.device)
 
 
 @_replaces("training_step")
 def _training_step(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if (state := _next_random_state.pop(trainer, None)) is not None:
-        xla_ops.set_rng_state(state, trainer.args.device)
+        ops.set_rng_state(state, trainer.args.device)
     return original(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import offsets
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 JOINED_BELOW = 2**15
 
@@ -36,13 +36,13 @@ def average_in_place(tensors: Sequence[Tensor], groups: list[list[int]]) -> None
         return
     for together in _batches(tensors):
         if len(together) == 1:
-            together[0].copy_(xla_ops.all_reduce("sum", together[0] / size, groups))
+            together[0].copy_(ops.all_reduce("sum", together[0] / size, groups))
             continue
         joined = torch.cat([tensor.reshape(-1) for tensor in together])
-        average = xla_ops.all_reduce("sum", joined / size, groups)
+        average = ops.all_reduce("sum", joined / size, groups)
         numels = [tensor.numel() for tensor in together]
         for tensor, numel, start in zip(together, numels, offsets(numels), strict=True):
-            tensor.copy_(xla_ops.cut(average, 0, start, numel).reshape(tensor.shape))
+            tensor.copy_(ops.cut(average, 0, start, numel).reshape(tensor.shape))
 
 
 def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
 from xla_fsdp.optim.rounding import LOW_DTYPES, stochastic_round
 from xla_fsdp.optim.stand_ins import StandInOptimizer
@@ -217,7 +217,7 @@ class HighPrecisionOptimizer(StandInOptimizer):
             for index, (param, steps) in enumerate(order)
         }
         numbers = torch.tensor([found[param] for param in wanted], dtype=torch.int32)
-        salts = xla_ops.upload(numbers) if wanted[0].device.type == "xla" else numbers
+        salts = ops.upload(numbers) if wanted[0].device.type == "xla" else numbers
         return dict(zip(wanted, salts.split(1), strict=True))
 
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.fsdp.engine.backward_pass import current_pass
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_group import SliceSteps
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.optim.slice_steps import OptimizerSliceSteps, can_slice
 
@@ -40,7 +40,7 @@ class StepInBackward:
         in_loops: whether loops may step slices of stacks.
     """
 
-    def __init__(self, units: list[Unit], optimizer: Optimizer, *, in_loops: bool) -> None:
+    def __init__(self, units: list[FSDPState], optimizer: Optimizer, *, in_loops: bool) -> None:
         self._in_loops = in_loops
         self._units = [weakref.ref(unit) for unit in units]
         self._optimizer = weakref.ref(optimizer)
@@ -88,7 +88,7 @@ class StepInBackward:
             )
         return optimizer
 
-    def _consume(self, reference: weakref.ref[Unit], shard: Tensor) -> None:
+    def _consume(self, reference: weakref.ref[FSDPState], shard: Tensor) -> None:
         unit = reference()
         if unit is None or shard.grad is None:
             return
@@ -160,7 +160,7 @@ def step_in_backward(
     return StepInBackward(units, optimizer, in_loops=in_loops)
 
 
-def _problems(units: list[Unit], optimizer: Optimizer) -> Iterator[str]:
+def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
     if not units:
         yield (
             "the model has no FSDP units, whose gradients are complete one after the other; wrap "

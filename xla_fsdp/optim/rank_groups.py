@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 Groups = list[list[int]]
 
@@ -24,7 +24,7 @@ def check_groups(groups: Sequence[Sequence[int]] | None) -> Groups:
     Raises:
         ValueError: with every problem, if they do not split the ranks of the job evenly.
     """
-    world_size = xla_ops.world_size()
+    world_size = ops.world_size()
     if groups is None:
         return [list(range(world_size))]
     spelled = [list(group) for group in groups]
@@ -49,13 +49,13 @@ def collectives_over(groups: Sequence[Sequence[int]] | None) -> Collectives:
     own = own_group(spelled)
     if len(own) == 1:
         return LocalCollectives()
-    place = own.index(xla_ops.rank())
+    place = own.index(ops.rank())
     return XlaCollectives(spelled if groups is not None else None, place, len(own))
 
 
 def own_group(groups: Groups) -> list[int]:
     """The group of the caller."""
-    rank = xla_ops.rank()
+    rank = ops.rank()
     return next(group for group in groups if rank in group)
 
 

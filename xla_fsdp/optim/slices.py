@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import Member, ShardedParam
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter
 
 UNPADDED_BELOW = 8 * LANES
@@ -38,7 +38,7 @@ class Slices:
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self._sharded: dict[nn.Parameter, ShardedParam] = {}
+        self._sharded: dict[nn.Parameter, FSDPParam] = {}
         self._place: Tensor | None = None
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
@@ -48,7 +48,7 @@ class Slices:
         return self._sharded[param].leaf
 
     @property
-    def group(self) -> ParamGroup:
+    def group(self) -> FSDPParamGroup:
         """All slices, in the order in which they were made."""
         return self._group_of(self.params)
 
@@ -104,22 +104,22 @@ class Slices:
         for each in self._sharded.values():
             _empty(each.leaf)
 
-    def _group_of(self, params: Sequence[nn.Parameter]) -> ParamGroup:
+    def _group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
         sharded = [self._sharded[param] for param in params]
-        return ParamGroup(sharded, self.collectives, FSDPConfig())
+        return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
 
-    def _made(self, param: nn.Parameter, key: str) -> ShardedParam:
+    def _made(self, param: nn.Parameter, key: str) -> FSDPParam:
         layout, _ = slice_layout(param.shape, self.collectives.num_shards)
-        member = Member((key,), param.shape, ())
+        member = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
-        made = ShardedParam(key, [member], shard, layout, None)
+        made = FSDPParam(key, [member], shard, layout, None)
         shard.data = self._cut(made, param)
         return made
 
-    def _cut(self, sharded: ShardedParam, value: Tensor) -> Tensor:
+    def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
         _, row_shape = slice_layout(sharded.members[0].shape, self.collectives.num_shards)
-        stack = sharded.cut.stack([value.detach()])
+        stack = sharded.packing.stack([value.detach()])
         stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
         own = torch.index_select(stack, 0, self._own_place(value.device))
         return own.reshape(own.shape[1:])
@@ -128,7 +128,7 @@ class Slices:
         if self._place is None:
             self._place = torch.tensor([self.collectives.rank], dtype=torch.int32)
             if device.type == "xla":
-                self._place = xla_ops.upload(self._place)
+                self._place = ops.upload(self._place)
         return self._place
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.clip_grad import Slices as GradSlices
 from xla_fsdp.fsdp.clip_grad import clip_grads_by_norm_
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
@@ -176,7 +176,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         Raises:
             ValueError: if ``norm_type`` is not positive.
         """
-        grads, device = self._reduce().grads, xla_ops.device()
+        grads, device = self._reduce().grads, ops.device()
         if self.is_sliced:
             sliced = [GradSlices(grads, [self.slices.collectives])]
             return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.xla import host as host_xla_ops
+from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.state_dict.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.fsdp.state_dict.optim import read_optimizer
@@ -55,7 +55,7 @@ def plain_state(inner: Optimizer, slices: Slices | None, over: Slices, to: int) 
         return state if ranks.rank == to else {}
     with slices.filled(slices.params):  # what is cut like a slice is told by its shape
         state = read_optimizer(inner, slices.keys())
-    host_xla_ops.settle()  # whole entries are read on one rank only
+    settle()  # whole entries are read on one rank only
     groups = _on_host(inner.state_dict()["param_groups"])
     full = to_full(state, _names(slices), only=to)
     if not full:

@@ -13,24 +13,24 @@ import gc
 from collections.abc import Iterable
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.preflight.program import ParameterTraffic
 
 
-def live_units() -> list[Unit]:
+def live_units() -> list[FSDPState]:
     """Every FSDP unit of this process."""
     gc.collect()
-    return [each for each in gc.get_objects() if type(each) is Unit]
+    return [each for each in gc.get_objects() if type(each) is FSDPState]
 
 
-def parameter_traffic(units: Iterable[Unit]) -> tuple[ParameterTraffic, ...]:
+def parameter_traffic(units: Iterable[FSDPState]) -> tuple[ParameterTraffic, ...]:
     """The minimum, by parameter."""
     return tuple(each for unit in units for each in _of_unit(unit))
 
 
-def _of_unit(unit: Unit) -> list[ParameterTraffic]:
-    group: ParamGroup = unit.group
+def _of_unit(unit: FSDPState) -> list[ParameterTraffic]:
+    group: FSDPParamGroup = unit.group
     others = group.collectives.num_shards - 1
     replicas = group.replicas.num_shards
     over_replicas = 2 * (replicas - 1) / replicas  # of a shard
@@ -38,15 +38,15 @@ def _of_unit(unit: Unit) -> list[ParameterTraffic]:
     gathered = others + _others_in_backward(unit)
     found = []
     for param in group.params:
-        shard_numel = param.cut.layout.numel / param.cut.layout.num_shards
+        shard_numel = param.packing.layout.numel / param.packing.layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype
         reduced = unit.config.gradient_dtype or dtype
         needs_grad = param.leaf.requires_grad
         found.append(
             ParameterTraffic(
                 name=param.members[0].names[0],
-                numel=param.cut.layout.numel,
-                padded=param.cut.layout.padded_numel,
+                numel=param.packing.layout.numel,
+                padded=param.packing.layout.padded_numel,
                 gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
                 reduced_bytes=round(
                     (others + over_replicas) * shard_numel * reduced.itemsize * needs_grad
@@ -66,7 +66,7 @@ def _off_torus(collectives: Collectives) -> tuple[int, ...]:
     return tuple(groups[0] if groups else range(collectives.num_shards))
 
 
-def _others_in_backward(unit: Unit) -> int:
+def _others_in_backward(unit: FSDPState) -> int:
     """How many shards of others a rank has to get again for backward."""
     if not unit.settings.reshards_after_forward:
         return 0

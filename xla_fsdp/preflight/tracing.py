@@ -22,9 +22,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from xla_fsdp.distributed.xla import graph as program_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.fake_rank import HollowTensors, pretended_rank
+from xla_fsdp.distributed.xla.graph import (
+    buffer_id,
+    input_buffers,
+    lowered_hlo,
+    program_of,
+    tensor_id,
+)
 from xla_fsdp.fsdp.engine.backward_pass import current_pass
 from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
@@ -82,9 +88,9 @@ def use_one_cpu_device() -> None:
     Raises:
         RuntimeError: if it has started on anything else.
     """
-    if not xla_ops.runtime_started():
+    if not ops.runtime_started():
         os.environ.setdefault("PJRT_DEVICE", "CPU")
-    kind, count = os.environ.get("PJRT_DEVICE"), xla_ops.local_device_count()
+    kind, count = os.environ.get("PJRT_DEVICE"), ops.local_device_count()
     if kind != "CPU" or count != 1:
         raise RuntimeError(
             f"tracing wants one CPU device, and this process uses PJRT_DEVICE={kind} with {count} "
@@ -122,7 +128,7 @@ class Recorder:
     def cut(self) -> None:
         """Take what is pending."""
         live = _live_tensors()
-        pending = [tensor for tensor in live if xla_ops.is_pending(tensor)]
+        pending = [tensor for tensor in live if ops.is_pending(tensor)]
         if not (self._recording or self._discarding):
             waiting = set(map(id, pending))
             self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
@@ -132,22 +138,22 @@ class Recorder:
             self.programs.append(self._program(_distinct(pending)))
         if self._discarding:
             for tensor in pending:
-                xla_ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
+                ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
             return
         shapes = [tensor.shape for tensor in pending]
-        dummy = xla_ops.upload(torch.zeros(1))
+        dummy = ops.upload(torch.zeros(1))
         for tensor in pending:
-            xla_ops.release(tensor, dummy)
+            ops.release(tensor, dummy)
         for tensor, shape in zip(pending, shapes, strict=True):
             # Not in place, which torch_xla would trace as one more operation on the old value.
             tensor.data = self._hollow.make(shape, tensor.dtype)
-        xla_ops.forget_token()
+        ops.forget_token()
         if self._recording:
             self._note_buffers()
 
     def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
         """Large parameters give up their values; what shares a buffer still does."""
-        placed = [(each, program_xla_ops.buffer_id(each)) for each in tensors]
+        placed = [(each, buffer_id(each)) for each in tensors]
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # shards without values act as full parameters
@@ -165,12 +171,12 @@ class Recorder:
         self._before = {
             id(tensor): (buffer, roles.get(id(tensor), DATA))
             for tensor in _live_tensors()
-            if (buffer := program_xla_ops.buffer_id(tensor)) is not None
+            if (buffer := buffer_id(tensor)) is not None
         }
 
     def _program(self, pending: list[Tensor]) -> Program:
         roles = dict(self._before.values())
-        buffers = program_xla_ops.input_buffers(pending)
+        buffers = input_buffers(pending)
         place = {buffer: index for index, (buffer, _) in enumerate(buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
@@ -181,14 +187,12 @@ class Recorder:
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in buffers
         )
-        return Program(
-            program_xla_ops.program_of(pending), inputs, tuple(aliases), _operand_sizes(pending)
-        )
+        return Program(program_of(pending), inputs, tuple(aliases), _operand_sizes(pending))
 
 
 def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
     """Elements that each collective of the traced program takes, by the name of its instruction."""
-    entry = Module(program_xla_ops.lowered_hlo(pending)).entry
+    entry = Module(lowered_hlo(pending)).entry
     return {
         each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
         for each in entry.instructions
@@ -208,7 +212,7 @@ def _live_tensors() -> list[Tensor]:
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     """One of the objects for each tensor on the device."""
-    return list({program_xla_ops.tensor_id(tensor): tensor for tensor in tensors}.values())
+    return list({tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -25,7 +25,7 @@ REDUCTIONS = ("none", "mean", "sum")
 def parallel_cross_entropy(
     input: Tensor,
     target: Tensor,
-    axis: MeshAxis,
+    axis: AxisComm,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -85,7 +85,7 @@ class _RowLosses(Function):
         goal: Tensor,
         share: Tensor,
         weight: Tensor | None,
-        axis: MeshAxis,
+        axis: AxisComm,
         smoothing: float,
     ) -> Tensor:
         x, own = logits.float(), _OwnClasses(axis, logits, goal, weight)
@@ -127,7 +127,7 @@ class _OwnClasses:
         weight: of each class of the whole.
     """
 
-    def __init__(self, axis: MeshAxis, logits: Tensor, goal: Tensor, weight: Tensor | None) -> None:
+    def __init__(self, axis: AxisComm, logits: Tensor, goal: Tensor, weight: Tensor | None) -> None:
         own = logits.shape[1]
         self.num_classes = own * axis.size
         # Compared, not looked up: it is fused with what is computed of it. 32 bits, for a TPU.
@@ -148,7 +148,7 @@ class _OwnClasses:
 def _check(
     input: Tensor,
     target: Tensor,
-    axis: MeshAxis,
+    axis: AxisComm,
     weight: Tensor | None,
     reduction: str,
     smoothing: float,

@@ -18,10 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.broadcast import broadcast_
 from xla_fsdp.distributed.collectives import XlaCollectives
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, place, placement_in
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.tensor_parallel.style import ParamCut
 
@@ -31,7 +31,7 @@ _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def find_cut_problems(
-    root: nn.Module, cuts: Sequence[tuple[str, ParamCut]], axis: MeshAxis
+    root: nn.Module, cuts: Sequence[tuple[str, ParamCut]], axis: AxisComm
 ) -> Iterator[str]:
     """Why these cuts cannot be made, one line each.
 
@@ -67,7 +67,7 @@ def find_cut_problems(
                 )
 
 
-def distribute(cuts: Sequence[ParamCut], axis: MeshAxis, src_data_rank: int | None) -> None:
+def distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | None) -> None:
     """Make the cuts.
 
     Args:
@@ -80,7 +80,7 @@ def distribute(cuts: Sequence[ParamCut], axis: MeshAxis, src_data_rank: int | No
         _make(cut, axis, src_data_rank)
 
 
-def _make(cut: ParamCut, axis: MeshAxis, source: int | None) -> None:
+def _make(cut: ParamCut, axis: AxisComm, source: int | None) -> None:
     param = cut.param
     placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
     known = _became.get(param)
@@ -92,7 +92,7 @@ def _make(cut: ParamCut, axis: MeshAxis, source: int | None) -> None:
 
 @torch.no_grad()
 def _sliced(
-    param: nn.Parameter, placement: TensorPlacement, axis: MeshAxis, source: int | None
+    param: nn.Parameter, placement: TensorPlacement, axis: AxisComm, source: int | None
 ) -> nn.Parameter:
     whole = param.detach()
     if source is not None and not whole.is_meta:
@@ -103,17 +103,17 @@ def _sliced(
     return new
 
 
-def _of_source(whole: Tensor, axis: MeshAxis, source: int) -> Tensor:
+def _of_source(whole: Tensor, axis: AxisComm, source: int) -> Tensor:
     """The values of the rank in place ``source``, which ``broadcast_`` sees as the first."""
     if axis.size == 1:
         return whole
     copy = whole.clone()
     seen_from = (axis.place - source) % axis.size
-    broadcast_([copy], XlaCollectives(axis.groups, seen_from, axis.size), xla_ops.device())
+    broadcast_([copy], XlaCollectives(axis.groups, seen_from, axis.size), ops.device())
     return copy
 
 
-def _size_problems(name: str, cut: ParamCut, param: nn.Parameter, axis: MeshAxis) -> Iterator[str]:
+def _size_problems(name: str, cut: ParamCut, param: nn.Parameter, axis: AxisComm) -> Iterator[str]:
     known = placement_in(cut.owner, cut.attribute)
     if known is not None:
         how = "whole on every rank" if known.dim is None else f"along dim {known.dim}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.tensor_parallel.mappings import copied, gathered_for_use, regathered
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -25,7 +25,7 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def use_replicated(x: Tensor, axis: MeshAxis) -> Tensor:
+def use_replicated(x: Tensor, axis: AxisComm) -> Tensor:
     """A replicated tensor for cut layers."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -36,12 +36,12 @@ def use_replicated(x: Tensor, axis: MeshAxis) -> Tensor:
     return _once(x, (axis.key, "copied"), lambda: copied(x, axis))
 
 
-def use_cut(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def use_cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """A tensor that is cut along ``dim``, gathered for cut layers."""
     return _once(x, (axis.key, "gathered", dim), lambda: gathered_for_use(x, axis, dim))
 
 
-def remember_origin(gathered: Tensor, cut: Tensor, axis: MeshAxis, dim: int) -> None:
+def remember_origin(gathered: Tensor, cut: Tensor, axis: AxisComm, dim: int) -> None:
     """``gathered`` is ``cut``, gathered along ``dim``."""
     if torch.is_grad_enabled() and cut.requires_grad:
         _origins[gathered] = (cut, dim, axis.key, gathered._version)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.tensor_parallel.gather_cache import remember_origin, use_cut, use_replicated
 from xla_fsdp.tensor_parallel.mappings import cut, gathered, recut, summed, summed_and_cut
 
@@ -37,7 +37,7 @@ def change_problems(old: Any, new: Any, what: str) -> Iterator[str]:
         yield f"{what} is {old!r} and is to be {new!r}; no layer takes that. Choose Replicate()"
 
 
-def changed(x: Tensor, old: Placement, new: Placement, axis: MeshAxis, what: str) -> Tensor:
+def changed(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what: str) -> Tensor:
     """``x``, which has the layout ``old``, in the layout ``new``.
 
     Raises:
@@ -61,7 +61,7 @@ def changed(x: Tensor, old: Placement, new: Placement, axis: MeshAxis, what: str
     return whole
 
 
-def for_use(x: Tensor, old: Placement, axis: MeshAxis, what: str) -> Tensor:
+def for_use(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tensor:
     """``x`` replicated, as input of a cut layer, which gives it a partial gradient."""
     if axis.size == 1:
         return x
@@ -70,7 +70,7 @@ def for_use(x: Tensor, old: Placement, axis: MeshAxis, what: str) -> Tensor:
     return use_replicated(changed(x, old, Replicate(), axis, what), axis)
 
 
-def check_even(x: Tensor, dim: int, axis: MeshAxis, what: str) -> None:
+def check_even(x: Tensor, dim: int, axis: AxisComm, what: str) -> None:
     """Raise ValueError unless the ranks divide a dim; all run one program on equal slices."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{what} has shape {tuple(x.shape)}, which has no dim {dim} to cut")
@@ -83,7 +83,7 @@ def check_even(x: Tensor, dim: int, axis: MeshAxis, what: str) -> None:
         )
 
 
-def _from_partial(x: Tensor, new: Placement, axis: MeshAxis) -> Tensor:
+def _from_partial(x: Tensor, new: Placement, axis: AxisComm) -> Tensor:
     if isinstance(new, Shard):
         return summed_and_cut(x, axis, new.dim % x.dim())
     return summed(x, axis)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.tensor_parallel.cross_entropy import parallel_cross_entropy
 
 
@@ -33,22 +33,22 @@ class _Heads(threading.local):
     """Of this rank: the modules, and the axis that each is cut along."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[Any], MeshAxis]] = []
+        self.known: list[tuple[weakref.ref[Any], AxisComm]] = []
 
 
 _heads = _Heads()
 
 
-def remember_head(module: nn.Module, axis: MeshAxis) -> None:
+def remember_head(module: nn.Module, axis: AxisComm) -> None:
     """``module`` is a head."""
     if isinstance(module, nn.Linear):
         _heads.known.append((weakref.ref(module), axis))
 
 
-def known_heads() -> list[tuple[int, MeshAxis]]:
+def known_heads() -> list[tuple[int, AxisComm]]:
     """Of all heads that are alive: the number of classes on a rank, and the axis."""
     _heads.known = [each for each in _heads.known if each[0]() is not None]
-    alive: list[tuple[Any, MeshAxis]] = [(head(), axis) for head, axis in _heads.known]
+    alive: list[tuple[Any, AxisComm]] = [(head(), axis) for head, axis in _heads.known]
     return [(head.out_features // axis.size, axis) for head, axis in alive]
 
 
@@ -81,7 +81,7 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
             "makes them ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), or call "
             "loss_parallel(mesh['tensor'])"
         )
-    axis = None if mesh is None else MeshAxis(as_mesh(mesh))
+    axis = None if mesh is None else AxisComm(as_mesh(mesh))
     with _CrossEntropies(axis, heads):
         yield
 
@@ -94,7 +94,7 @@ class _CrossEntropies(TorchFunctionMode):
         heads: number of classes and axis of modules that hand out such logits.
     """
 
-    def __init__(self, axis: MeshAxis | None, heads: list[tuple[int, MeshAxis]]) -> None:
+    def __init__(self, axis: AxisComm | None, heads: list[tuple[int, AxisComm]]) -> None:
         super().__init__()
         self._axis, self._heads = axis, heads
 
@@ -109,12 +109,12 @@ class _CrossEntropies(TorchFunctionMode):
         axis = self._axis or self._axis_of(given.arguments["input"])
         return func(*args, **kwargs) if axis is None else _computed(axis, given.arguments)
 
-    def _axis_of(self, logits: Tensor) -> MeshAxis | None:
+    def _axis_of(self, logits: Tensor) -> AxisComm | None:
         classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
         return next((axis for own, axis in self._heads if own == classes), None)
 
 
-def _computed(axis: MeshAxis, arguments: dict[str, Any]) -> Tensor:
+def _computed(axis: AxisComm, arguments: dict[str, Any]) -> Tensor:
     if arguments["size_average"] is not None or arguments["reduce"] is not None:
         raise ValueError("size_average and reduce are of old torch; say reduction='mean', or sum")
     return parallel_cross_entropy(

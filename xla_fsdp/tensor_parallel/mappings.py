@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 
 Move = Callable[[Tensor], Tensor]
 
@@ -53,43 +53,43 @@ class _Regathered(Function):
         return ctx.back(grad), None, None
 
 
-def copied(x: Tensor, axis: MeshAxis) -> Tensor:
+def copied(x: Tensor, axis: AxisComm) -> Tensor:
     """Replicated to what cut layers take. Forward: the same. Backward: all-reduce."""
     return _pair(x, _copy, axis.all_reduce)
 
 
-def summed(x: Tensor, axis: MeshAxis) -> Tensor:
+def summed(x: Tensor, axis: AxisComm) -> Tensor:
     """Partial to replicated. Forward: all-reduce. Backward: the same."""
     return _pair(x, axis.all_reduce, _copy)
 
 
-def summed_and_cut(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def summed_and_cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Partial to cut. Forward: reduce-scatter. Backward: all-gather."""
     return _pair(x, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))
 
 
-def gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def gathered(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Cut to replicated. Forward: all-gather. Backward: this rank's slice."""
     return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim))
 
 
-def gathered_for_use(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def gathered_for_use(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Cut to what cut layers take. Forward: all-gather. Backward: reduce-scatter."""
     return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
 
 
-def regathered(x: Tensor, full: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def regathered(x: Tensor, full: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """As ``gathered_for_use`` of ``x`` that has been gathered already, as ``full``. Forward: that.
     Backward: reduce-scatter, to ``x``."""
     return _Regathered.apply(x, full.detach(), partial(axis.reduce_scatter, dim=dim))
 
 
-def cut(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+def cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Replicated to cut. Forward: this rank's slice. Backward: all-gather."""
     return _pair(x, partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim))
 
 
-def recut(x: Tensor, axis: MeshAxis, old: int, new: int) -> Tensor:
+def recut(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     """Cut along one dim to cut along another. Forward: all-to-all. Backward: the way back."""
     there = partial(axis.all_to_all, cut=new, joined=old)
     return _pair(x, there, partial(axis.all_to_all, cut=old, joined=new))

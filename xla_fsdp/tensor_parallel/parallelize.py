@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.tensor_parallel.distribute import distribute, find_cut_problems
@@ -72,7 +72,7 @@ def parallelize_module(
     """
     if device_mesh is None:
         raise ValueError("parallelize_module needs the mesh to parallelize over: mesh['tensor']")
-    axis = MeshAxis(as_mesh(device_mesh))
+    axis = AxisComm(as_mesh(device_mesh))
     _check_source(src_data_rank, axis)
     if parallelize_plan is None:
         warnings.warn("parallelize_module did nothing: it was given no plan", stacklevel=2)
@@ -87,7 +87,7 @@ def parallelize_module(
     return module
 
 
-def _check_source(source: Any, axis: MeshAxis) -> None:
+def _check_source(source: Any, axis: AxisComm) -> None:
     if source is not None and source not in range(axis.size):
         raise ValueError(
             f"src_data_rank is {source!r}; expected None or a place on axis {axis.name!r}, from 0 "
@@ -133,7 +133,7 @@ def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tup
             yield from _matching(child, rest, join_name(prefix, name))
 
 
-def _check(module: nn.Module, sites: Sequence[Site], axis: MeshAxis) -> None:
+def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
     problems = [
         f"{site.name or type(module).__name__}: {problem}"
         for site in sites

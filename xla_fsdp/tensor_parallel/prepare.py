@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed
 from xla_fsdp.tensor_parallel.parallel_module import Forward, Step
 from xla_fsdp.tensor_parallel.style import ParallelStyle
@@ -70,7 +70,7 @@ class PrepareModuleInput(ParallelStyle):
         for name, old in self.input_kwarg_layouts.items():
             yield from _problems(old, self.desired_input_kwarg_layouts[name], f"its input {name}")
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         by_name = {
             each: (old, self.desired_input_kwarg_layouts[each])
@@ -128,7 +128,7 @@ class PrepareModuleOutput(ParallelStyle):
         for number, (old, new) in enumerate(self._changes):
             yield from _problems(old, new, f"its output {number}")
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         return [_Outputs(name, axis, self._changes)]
 
@@ -185,7 +185,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         yield from self.prepare_module_input.find_problems(module)
         yield from self.prepare_module_output.find_problems(module)
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         both = (self.prepare_module_input, self.prepare_module_output)
         return [step for style in both for step in style.steps(name, module, axis)]
@@ -202,7 +202,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 @dataclass(frozen=True)
 class _Inputs:
     name: str
-    axis: MeshAxis
+    axis: AxisComm
     changes: Changes | None
     by_name: Mapping[str, tuple[Any, Any]]
 
@@ -228,7 +228,7 @@ class _Inputs:
 @dataclass(frozen=True)
 class _Outputs:
     name: str
-    axis: MeshAxis
+    axis: AxisComm
     changes: Changes
 
     def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ class _Outputs:
         return new if isinstance(result, tuple) else new[0]
 
 
-def _changed(value: Any, change: tuple[Any, Any], axis: MeshAxis, what: str) -> Any:
+def _changed(value: Any, change: tuple[Any, Any], axis: AxisComm, what: str) -> Any:
     old, new = change
     if old is None or new is None:
         return value

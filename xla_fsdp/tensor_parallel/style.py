@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.tensor_parallel.parallel_module import Step
 
 
@@ -57,7 +57,7 @@ class ParallelStyle(ABC):
         return ()
 
     @abstractmethod
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """What to put around the forward, innermost first.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.random_bits import random_bits
 from xla_fsdp.tensor_parallel.layouts import change_problems, changed, for_use
@@ -72,7 +72,7 @@ class ColwiseParallel(ParallelStyle):
         is_linear = isinstance(module, nn.Linear)
         return own_cuts(module, {"weight": 0, "bias": 0} if is_linear else {"weight": 1})
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         if not self.use_local_output and self.output_layouts[0] in (Shard(-1), Shard(2)):
             remember_head(module, axis)
@@ -125,7 +125,7 @@ class RowwiseParallel(ParallelStyle):
         is_linear = isinstance(module, nn.Linear)
         return own_cuts(module, {"weight": 1, "bias": None} if is_linear else {"weight": 0})
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         step = _RowwiseLinear if isinstance(module, nn.Linear) else _RowwiseEmbedding
         return [step(name, axis, self._input_layout(module), self.output_layouts[0])]
@@ -159,7 +159,7 @@ class SequenceParallel(ParallelStyle):
             for cut in own_cuts(inner, dict.fromkeys(inner._parameters))
         ]
 
-    def steps(self, name: str, module: nn.Module, axis: MeshAxis) -> Sequence[Step]:
+    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
         """See ``ParallelStyle``."""
         if isinstance(module, nn.Dropout):
             return [_SequenceDropout(axis)]
@@ -176,7 +176,7 @@ class SequenceParallel(ParallelStyle):
 @dataclass(frozen=True)
 class _Colwise:
     name: str
-    axis: MeshAxis
+    axis: AxisComm
     old: Placement
     new: Placement
 
@@ -190,7 +190,7 @@ class _Colwise:
 @dataclass(frozen=True)
 class _RowwiseLinear:
     name: str
-    axis: MeshAxis
+    axis: AxisComm
     old: Placement
     new: Placement
 
@@ -216,7 +216,7 @@ class _RowwiseLinear:
 @dataclass(frozen=True)
 class _RowwiseEmbedding:
     name: str
-    axis: MeshAxis
+    axis: AxisComm
     old: Placement
     new: Placement
 
@@ -240,7 +240,7 @@ class _RowwiseEmbedding:
 
 @dataclass(frozen=True)
 class _SequenceParallel:
-    axis: MeshAxis
+    axis: AxisComm
 
     def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -259,7 +259,7 @@ class _SequenceParallel:
 
 @dataclass(frozen=True)
 class _SequenceDropout:
-    axis: MeshAxis
+    axis: AxisComm
 
     def __call__(self, module: Any, forward: Forward, args: Any, kwargs: Any) -> Tensor:
         if self.axis.size == 1 or not module.training or not 0 < module.p < 1:

@@ -23,8 +23,8 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from xla_fsdp.distributed.cpu_ranks import Run, RunSlot, current_rank_thread
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import HOST_COPIES, READS
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
 CHANNEL = 1
@@ -74,15 +74,15 @@ def run_slot() -> RunSlot:
 def tell_peers(fact: str) -> None:
     """Where ranks are threads: have ``fact`` compared with what the others say at this point, when
     they next meet. Elsewhere this does nothing."""
-    if (run := xla_ops.run_in_progress()) is not None:
-        run.record(index_of(xla_ops.device()), fact)
+    if (run := ops.run_in_progress()) is not None:
+        run.record(index_of(ops.device()), fact)
 
 
 @contextlib.contextmanager
 def own_random_numbers() -> Iterator[None]:
     """Where ranks are threads: a rank that has seeded finds the host's random numbers after the
     block, in which ranks may meet, where it left them. Elsewhere they are its own anyway."""
-    run, thread = xla_ops.run_in_progress(), current_rank_thread()
+    run, thread = ops.run_in_progress(), current_rank_thread()
     if run is None or thread is None or not run.is_seeding(thread.rank):
         yield
         return
@@ -135,9 +135,9 @@ def _install_reads(slot: RunSlot) -> None:
 
         return read
 
-    for name, for_host in host_xla_ops.READS.items():
+    for name, for_host in READS.items():
         setattr(Tensor, name, meets(getattr(Tensor, name), for_host))
-    for name in host_xla_ops.HOST_COPIES:
+    for name in HOST_COPIES:
         original = getattr(torch_xla._XLAC, name)
         setattr(torch_xla._XLAC, name, meets(original, lambda *args, **kwargs: True))
 

@@ -21,8 +21,8 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.utils.dlpack import from_dlpack
 
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import HOST_COPIES, READS
 
 
 @contextlib.contextmanager
@@ -36,9 +36,7 @@ def pretended_rank(
     def first(original: Callable[..., Any], runs: Callable[..., bool]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if runs(*args, **kwargs) and (
-                not isinstance(value, Tensor) or xla_ops.is_pending(value)
-            ):
+            if runs(*args, **kwargs) and (not isinstance(value, Tensor) or ops.is_pending(value)):
                 instead_of_running()
             return original(value, *args, **kwargs)
 
@@ -51,12 +49,12 @@ def pretended_rank(
         replace = stack.enter_context
         replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
         places = [list(place) for place in coords]
-        replace(mock.patch.object(xla_ops.torus_coords, "pretended", places, create=True))
+        replace(mock.patch.object(ops.torus_coords, "pretended", places, create=True))
         replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
-        for name in host_xla_ops.HOST_COPIES:
+        for name in HOST_COPIES:
             call = first(getattr(torch_xla._XLAC, name), lambda *args, **kwargs: True)
             replace(mock.patch.object(torch_xla._XLAC, name, call))
-        for name, runs in host_xla_ops.READS.items():
+        for name, runs in READS.items():
             replace(mock.patch.object(Tensor, name, first(getattr(Tensor, name), runs)))
         yield
 
@@ -77,7 +75,7 @@ class HollowTensors:
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """One on the caller's device, which must be the CPU's."""
         if dtype.itemsize == 1 and dtype.is_floating_point:  # those of 8 bits: unknown to DLPack
-            return xla_ops.upload(torch.zeros(tuple(shape), dtype=dtype))
+            return ops.upload(torch.zeros(tuple(shape), dtype=dtype))
         kind = tuple(shape), dtype
         if kind not in self._views:
             self._views[kind] = self._view(*kind)

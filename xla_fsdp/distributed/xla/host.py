@@ -25,7 +25,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.ops import (
     device,
     get_rng_state,
@@ -119,7 +119,7 @@ def fetch(tensor: Tensor) -> Tensor:
 
 
 def _placed(tensor: Tensor, where: str) -> Tensor:
-    if xla_ops.runs_on_cpu():
+    if ops.runs_on_cpu():
         return tensor
     # Not by torch.ops.xla.place_to_host: its results are of a kind that cannot be given new values.
     [placed] = torch_xla._XLAC._xla_custom_call(

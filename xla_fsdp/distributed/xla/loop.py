@@ -32,7 +32,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
 @dataclass(frozen=True)
@@ -165,23 +165,23 @@ def new_seeds(length: int, device: torch.device) -> Tensor:
 def reroot_random_numbers(device: torch.device) -> None:
     """Continue the device's random numbers from a value known on the host. Tracing a body apart
     does so, too: a step makes one program whether it traces bodies or not."""
-    xla_ops.set_rng_state(xla_ops.get_rng_state(device), device)
+    ops.set_rng_state(ops.get_rng_state(device), device)
 
 
 @contextlib.contextmanager
 def _apart() -> Iterator[Tensor]:
     """Inside, collectives wait for nothing outside, and random numbers come from the tensor that
     this yields."""
-    device = xla_ops.device()
+    device = ops.device()
     token = torch_xla._XLAC._get_all_reduce_token(str(device))
-    state = xla_ops.get_rng_state(device)
-    xla_ops.forget_token()
+    state = ops.get_rng_state(device)
+    ops.forget_token()
     try:
-        xla_ops.set_rng_state(state, device)
+        ops.set_rng_state(state, device)
         yield torch_xla._XLAC._get_base_seed_as_tensor(str(device))
     finally:
         torch_xla._XLAC._set_all_reduce_token(str(device), token)
-        xla_ops.set_rng_state(state, device)
+        ops.set_rng_state(state, device)
 
 
 LOOP_NAME = "fsdp_scan"

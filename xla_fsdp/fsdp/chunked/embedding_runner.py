@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.chunked.hooks import Kept
 from xla_fsdp.fsdp.chunked.lookup_strategies import Exchanging, Streaming, Way, whole_gradient
 from xla_fsdp.fsdp.chunked.weights import WEIGHT, StreamedWeights
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Job:
         padding: number of the row that gets no gradient, or -1.
     """
 
-    unit: Unit
+    unit: FSDPState
     weights: StreamedWeights
     way: Way
     padding: int
@@ -110,7 +110,7 @@ class EmbeddingRunner:
     def __init__(self) -> None:
         self._kept = Kept()
 
-    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The embedding's call.
 
         Raises:
@@ -121,7 +121,7 @@ class EmbeddingRunner:
             return unit.run(forward, args, kwargs)
         return turns.run(unit, partial(_rows, job), forward, args, kwargs)
 
-    def _job(self, unit: Unit, input: Any = None, **_: Any) -> Job | None:
+    def _job(self, unit: FSDPState, input: Any = None, **_: Any) -> Job | None:
         """For these arguments of the embedding's forward; None if there is nothing to stream: no
         numbers, or a table of one piece."""
         embedding = cast(StreamedEmbedding, turns.module_of(unit))

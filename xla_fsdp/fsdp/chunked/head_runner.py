@@ -37,7 +37,7 @@ from xla_fsdp.fsdp.chunked.head_program import (
 from xla_fsdp.fsdp.chunked.hooks import Kept
 from xla_fsdp.fsdp.chunked.weights import BIAS, WEIGHT, StreamedWeights
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
-from xla_fsdp.fsdp.engine.state import Unit, refuse_changed
+from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Job:
         loops: those that are there already.
     """
 
-    unit: Unit
+    unit: FSDPState
     weights: StreamedWeights
     plan: Plan
     loops: Kept
@@ -161,7 +161,7 @@ class HeadRunner:
     def __init__(self) -> None:
         self._loops = Kept()
 
-    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The head's call.
 
         Raises:
@@ -174,7 +174,12 @@ class HeadRunner:
         return turns.run(unit, partial(_losses, job), forward, args, kwargs)
 
     def _job(
-        self, unit: Unit, head: LinearCrossEntropy, input: Any = None, target: Any = None, **_: Any
+        self,
+        unit: FSDPState,
+        head: LinearCrossEntropy,
+        input: Any = None,
+        target: Any = None,
+        **_: Any,
     ) -> Job | None:
         """For these arguments of the head's forward; None if there is nothing to stream: no
         targets, or all classes in one piece."""

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Like, Loop, trace_body
 from xla_fsdp.fsdp.chunked.chunks import Pieces
 from xla_fsdp.fsdp.chunked.hooks import Kept
@@ -129,7 +129,7 @@ class Exchanging:
 
     def _first_row(self) -> Tensor:
         first = self.weights.group.collectives.rank * self.weights.shard_rows
-        return xla_ops.upload(torch.tensor([first], dtype=torch.int32))
+        return ops.upload(torch.tensor([first], dtype=torch.int32))
 
 
 def whole_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from xla_fsdp.fsdp.chunked.embedding_runner import EmbeddingRunner
 from xla_fsdp.fsdp.chunked.head import LinearCrossEntropy
 from xla_fsdp.fsdp.chunked.head_runner import HeadRunner
 from xla_fsdp.fsdp.chunked.weights import why_whole
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Kind:
     keeping: str
 
 
-def runner_for(unit: Unit, module: nn.Module) -> HeadRunner | EmbeddingRunner | None:
+def runner_for(unit: FSDPState, module: nn.Module) -> HeadRunner | EmbeddingRunner | None:
     """What runs ``module``, the one host of ``unit``; None if that runs as any other."""
     kind = _kind_of(module)
     if kind is None:

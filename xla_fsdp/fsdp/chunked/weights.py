@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.chunks import Pieces, cut_by_size, cut_into
-from xla_fsdp.fsdp.engine.param import ShardedParam
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 WEIGHT, BIAS = "weight", "bias"
 
@@ -29,7 +29,7 @@ class StreamedWeights:
         rings: reduce gradients in rings, which products of a round hide.
     """
 
-    def __init__(self, group: ParamGroup, *, rings: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, *, rings: bool) -> None:
         self.group = group
         self._numbers = _numbers(group)
         self._by = group.collectives.in_rings() if rings else group.collectives
@@ -42,7 +42,7 @@ class StreamedWeights:
     @property
     def width(self) -> int:
         """Of a row of the weight."""
-        return self._param(WEIGHT).cut.row_numel
+        return self._param(WEIGHT).packing.row_numel
 
     @property
     def num_classes(self) -> int:
@@ -52,7 +52,7 @@ class StreamedWeights:
     @property
     def shard_rows(self) -> int:
         """Rows of a shard of the weight."""
-        return self._param(WEIGHT).cut.layout.shard_numel // self.width
+        return self._param(WEIGHT).packing.layout.shard_numel // self.width
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,13 +84,13 @@ class StreamedWeights:
     def sent(self, shards: Sequence[Tensor], pieces: Pieces) -> Tensor:
         """[pieces, rows, width]: what is sent of this rank's ``shards`` of the group."""
         padded = _padded(self.sent_rows(shards), pieces.padded_rows)
-        return xla_ops.shaped(padded, (pieces.count, pieces.rows, self.width))
+        return ops.shaped(padded, (pieces.count, pieces.rows, self.width))
 
     def sent_rows(self, shards: Sequence[Tensor]) -> Tensor:
         """[shard rows, width], not cut into pieces."""
         number = self._numbers[WEIGHT]
         [sent] = self.group.gather.sent([self.group.params[number]], [shards[number]])
-        return xla_ops.shaped(sent, (self.shard_rows, self.width))
+        return ops.shaped(sent, (self.shard_rows, self.width))
 
     def gather(self, piece: Tensor) -> Tensor:
         """[ranks * rows, width], from [rows, width] of every rank."""
@@ -148,28 +148,28 @@ class StreamedWeights:
             for at, param in enumerate(self.group.params)
         ]
 
-    def _param(self, name: str) -> ShardedParam:
+    def _param(self, name: str) -> FSDPParam:
         return self.group.params[self._numbers[name]]
 
 
-def why_whole(group: ParamGroup) -> str:
+def why_whole(group: FSDPParamGroup) -> str:
     """What keeps a module with these parameters from being streamed; empty if nothing does."""
     names = _numbers(group)
     if WEIGHT not in names or set(names) - {WEIGHT, BIAS}:
         found = ", ".join(names) or "none"
         return f"its unit should have a weight, and may have a bias, but has: {found}"
     weight = group.params[names[WEIGHT]]
-    if len(weight.members) > 1 or weight.cut.layout.shard_numel % weight.cut.row_numel:
+    if len(weight.members) > 1 or weight.packing.layout.shard_numel % weight.packing.row_numel:
         return (
             "its shards are no whole rows of the weight; wrap it with flatten_parameters=False "
             "and shard_param_on_dim_0=True"
         )
-    if weight.cut.dim:
-        return f"its weight is cut along dim {weight.cut.dim}; let dim 0 be cut"
+    if weight.packing.dim:
+        return f"its weight is cut along dim {weight.packing.dim}; let dim 0 be cut"
     return ""
 
 
-def _numbers(group: ParamGroup) -> dict[str, int]:
+def _numbers(group: FSDPParamGroup) -> dict[str, int]:
     """Numbers of the parameters, by the name of their first member."""
     return {param.members[0].names[0]: at for at, param in enumerate(group.params)}
 

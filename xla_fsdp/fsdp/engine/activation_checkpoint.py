@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
 from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
@@ -148,8 +148,8 @@ class _Environment:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._device = xla_ops.device()
-        self._xla_rng = xla_ops.get_rng_state(self._device)
+        self._device = ops.device()
+        self._xla_rng = ops.get_rng_state(self._device)
         self._cpu_rng: Tensor | None = torch.get_rng_state()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -166,12 +166,12 @@ class _Environment:
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
         # Not by version counter: torch_xla's BatchNorm updates its statistics without counting.
-        self._buffers = [entry for entry in self._buffers if xla_ops.is_pending(entry[0])]
+        self._buffers = [entry for entry in self._buffers if ops.is_pending(entry[0])]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, things are as they were; afterwards, as they are now."""
-        xla_rng, cpu_rng = xla_ops.get_rng_state(self._device), torch.get_rng_state()
+        xla_rng, cpu_rng = ops.get_rng_state(self._device), torch.get_rng_state()
         buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
         self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
         try:
@@ -183,7 +183,7 @@ class _Environment:
             self._set(xla_rng, None if self._cpu_rng is None else cpu_rng, buffers)
 
     def _set(self, xla_rng: int, cpu_rng: Tensor | None, buffers: Sequence[Tensor]) -> None:
-        xla_ops.set_rng_state(xla_rng, self._device)
+        ops.set_rng_state(xla_rng, self._device)
         if cpu_rng is not None:
             torch.set_rng_state(cpu_rng)
         with torch.no_grad():
@@ -258,7 +258,7 @@ class _Region:
         """The original inputs as fresh leaves, not available before the outputs' gradients."""
         kept = self._keeper.grad_fn.saved_tensors
         lazy = [tensor for tensor in kept if on_device(tensor)]
-        ready = iter(xla_ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
+        ready = iter(ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
         fresh = [next(ready) if on_device(t) else t.detach() for t in kept]
         for tensor, original in zip(fresh, kept, strict=True):
             tensor.requires_grad_(original.requires_grad)

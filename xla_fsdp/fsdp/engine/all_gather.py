@@ -17,12 +17,12 @@ from torch import Tensor
 
 from xla_fsdp.distributed.buckets import Operand, carried, operands_for, operands_of
 from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.param import FSDPParam
 
 
-class ShardGather:
+class AllGather:
     """All-gathers of one unit.
 
     Args:
@@ -34,7 +34,7 @@ class ShardGather:
 
     def __init__(
         self,
-        params: Sequence[ShardedParam],
+        params: Sequence[FSDPParam],
         collectives: Collectives,
         smaller: SmallerGroups | None,
         config: FSDPConfig,
@@ -60,10 +60,10 @@ class ShardGather:
             shards = [param.shard for param in self._params]
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
-                shards = xla_ops.once_computed(first, [shard.detach() for shard in shards])
+                shards = ops.once_computed(first, [shard.detach() for shard in shards])
             pairs = zip(self._params, shards, strict=True)
-            rows = [param.cut.in_rows(shard) for param, shard in pairs]
-            return xla_ops.after_(before, [operand.join(rows) for operand in self._all])
+            rows = [param.packing.in_rows(shard) for param, shard in pairs]
+            return ops.after_(before, [operand.join(rows) for operand in self._all])
 
     def full(self, joined: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of all members, in order, in their compute dtype."""
@@ -114,38 +114,38 @@ class ShardGather:
 
     # ------------------------------------------------------------ some parameters
 
-    def sent(self, params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    def sent(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
         """What is sent of this rank's ``shards`` of some of the unit's parameters."""
         return [
-            xla_ops.shaped(
-                param.cut.in_rows(shard.to(param.compute_dtype or shard.dtype)),
-                param.cut.sent_shape,
+            ops.shaped(
+                param.packing.in_rows(shard.to(param.compute_dtype or shard.dtype)),
+                param.packing.sent_shape,
             )
             for param, shard in zip(params, shards, strict=True)
         ]
 
-    def sent_of_all(self, params: Sequence[ShardedParam], stacks: Sequence[Tensor]) -> list[Tensor]:
+    def sent_of_all(self, params: Sequence[FSDPParam], stacks: Sequence[Tensor]) -> list[Tensor]:
         """``sent`` of each of what has a first dim more, [length, *shape of the shard]."""
         return [
-            xla_ops.shaped(
-                param.cut.all_in_rows(stack.to(param.compute_dtype or stack.dtype)),
-                (len(stack), *param.cut.sent_shape),
+            ops.shaped(
+                param.packing.all_in_rows(stack.to(param.compute_dtype or stack.dtype)),
+                (len(stack), *param.packing.sent_shape),
             )
             for param, stack in zip(params, stacks, strict=True)
         ]
 
-    def of_sent(self, params: Sequence[ShardedParam], sent: Sequence[Tensor]) -> list[Tensor]:
+    def of_sent(self, params: Sequence[FSDPParam], sent: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, from their ``sent``."""
         operands = self._planned(params, [each.dtype for each in sent])
         with torch.no_grad():
             return _split(params, self._stacks(operands, sent))
 
-    def as_stored(self, params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Tensor]:
+    def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
         which may be anything that is cut like these: gradients, optimizer state."""
         with torch.no_grad():
             pairs = zip(params, shards, strict=True)
-            return self.of_sent(params, [param.cut.in_rows(shard) for param, shard in pairs])
+            return self.of_sent(params, [param.packing.in_rows(shard) for param, shard in pairs])
 
     def stacks(self, sent: Sequence[Tensor]) -> list[Tensor]:
         """[num_shards, n] each, from [n] of every rank; these may be anything."""
@@ -165,11 +165,11 @@ class ShardGather:
         return carried(operands, lambda operand: operand.stacks_apart(send(operand), ranks))
 
     def _planned(
-        self, params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype]
+        self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]
     ) -> tuple[Operand, ...]:
-        shapes = {at: param.cut.sent_shape for at, param in enumerate(params)}
+        shapes = {at: param.packing.sent_shape for at, param in enumerate(params)}
         return operands_of(shapes, dict(enumerate(dtypes)), self._limit)
 
 
-def _split(params: Sequence[ShardedParam], stacks: Mapping[int, Tensor]) -> list[Tensor]:
-    return [full for at, param in enumerate(params) for full in param.cut.split(stacks[at])]
+def _split(params: Sequence[FSDPParam], stacks: Mapping[int, Tensor]) -> list[Tensor]:
+    return [full for at, param in enumerate(params) for full in param.packing.split(stacks[at])]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.reduce_scatter import Sums
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def present(items: Sequence[Tensor | None]) -> list[Tensor]:
     return [item for item in items if item is not None]
 
 
-class Call:
+class ForwardCall:
     """What the three graph nodes of one forward call share."""
 
     def __init__(self, unit: UnitBackward, recomputed: bool) -> None:
@@ -104,7 +104,7 @@ class Enter(torch.autograd.Function):
     """Inputs behind a barrier; backward hands their gradients on."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ready, call.before = call.unit.tie(inputs, recomputed=call.recomputed)
         mark_constants(ctx, ready, ctx.needs_input_grad[1:])
@@ -128,7 +128,7 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, gathered: Callable[[], list[Tensor]], *params: Tensor
+        ctx: Any, call: ForwardCall, gathered: Callable[[], list[Tensor]], *params: Tensor
     ) -> tuple[Tensor, ...]:
         unit = call.unit
         ctx.call = call
@@ -151,7 +151,7 @@ class Unshard(torch.autograd.Function):
         return (None, None, *result)
 
 
-def unshard(call: Call, gathered: Callable[[], list[Tensor]]) -> list[Tensor]:
+def unshard(call: ForwardCall, gathered: Callable[[], list[Tensor]]) -> list[Tensor]:
     """The full parameters that ``gathered`` returns, connected to the shards."""
     shards = call.unit.group.shards
     return list(Unshard.apply(call, gathered, *shards)) if shards else []
@@ -165,7 +165,7 @@ class Arrive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, number: int, full: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ForwardCall, number: int, full: Tensor) -> Tensor:
         ctx.call, ctx.number = call, number
         ctx.set_materialize_grads(False)
         return full.detach()
@@ -178,7 +178,7 @@ class Arrive(torch.autograd.Function):
         return None, None, grad
 
 
-def arrive(call: Call, number: int, full: Tensor) -> Tensor:
+def arrive(call: ForwardCall, number: int, full: Tensor) -> Tensor:
     """``full``, member ``number``, behind an ``Arrive`` that runs when its gradient is complete."""
     if not full.requires_grad:
         return full
@@ -203,12 +203,12 @@ class Exit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, num_kept: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, num_kept: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.num_kept = call, num_kept
         ctx.save_for_backward(*tensors[:num_kept])
         outputs = tensors[num_kept:]
         if call.unit.config.optimization_barrier_in_forward:
-            ready = xla_ops.barrier(outputs)
+            ready = ops.barrier(outputs)
         else:
             ready = [output.clone() for output in outputs]
         mark_constants(ctx, ready, ctx.needs_input_grad[2 + num_kept :])

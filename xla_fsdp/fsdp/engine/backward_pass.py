@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
 class PassMember(Protocol):
@@ -75,7 +75,7 @@ def running_units() -> list[PassMember]:
     return list(_running.units)
 
 
-class Gate:
+class PrefetchGate:
     """What must be computed before the next gather may start: all that went into the unit before.
 
     Lagging one unit behind, a gather can travel while the unit before it computes, and no more than
@@ -112,7 +112,7 @@ class BackwardPass:
 
     def __init__(self, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
-        self.forward_gate, self.backward_gate = Gate(), Gate()
+        self.forward_gate, self.backward_gate = PrefetchGate(), PrefetchGate()
         self._sync_on_end = sync_on_end
         # Units with gradients kept by no_sync; a list, as all ranks must go by the same order.
         self.keeping: list[PassMember] = []
@@ -196,7 +196,7 @@ class BackwardPass:
             return
         self._forget()
         if self._sync_on_end:
-            xla_ops.sync()
+            ops.sync()
 
     def _forget(self) -> None:
         self.pending.clear()

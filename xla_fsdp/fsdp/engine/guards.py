@@ -22,9 +22,9 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.distributed.xla import ops as gradient_xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
-from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.registry import known_shard, refuse_shown
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
@@ -35,7 +35,7 @@ _installing = Lock()
 def install() -> None:
     """Put the guards in place, unless they are; from now on they know of a new unit."""
     with _installing:
-        gradient_xla_ops.refuse_reduce_gradients_of(_is_part)
+        ops.refuse_reduce_gradients_of(_is_part)
         guard = getattr(clip_grad.clip_grad_norm_, "optimizers", None)
         if guard is not None:
             guard.forget()
@@ -74,7 +74,7 @@ def _is_part(param: Tensor) -> bool:
     if known is None:
         placement = known_placement(param)
         return placement is not None and placement.parts > 1
-    return known.cut.layout.num_shards > 1 or any(
+    return known.packing.layout.num_shards > 1 or any(
         member.placement is not None and member.placement.parts > 1 for member in known.members
     )
 
@@ -105,7 +105,7 @@ class _OptimizerGuard:
 def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
     known = known_shard(param)
     if known is not None and known.leaf is not param:
-        now = "shard" if known.places.part is None else "stack of shards of scanned blocks"
+        now = "shard" if known.slots.part is None else "stack of shards of scanned blocks"
         raise ValueError(
             f"{type(optimizer).__name__} holds {_names(known)} as it was before wrapping; FSDP "
             f"trains the {now} that replaced it, which this optimizer would never change. Create "
@@ -140,12 +140,12 @@ def _warn_about_stacks(optimizer: Optimizer) -> None:
         )
 
 
-def _names(param: ShardedParam) -> str:
+def _names(param: FSDPParam) -> str:
     """Of a flat shard, which member a tensor was is not known."""
     names = [member.names[0] for member in param.members]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
-def _flat(params: Iterable[Tensor]) -> Iterator[ShardedParam]:
+def _flat(params: Iterable[Tensor]) -> Iterator[FSDPParam]:
     known = (known_shard(param) for param in params)
     return (param for param in known if param is not None and param.is_flat)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.torch_xla_format import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import Member
+from xla_fsdp.fsdp.engine.param import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import taken_in
 from xla_fsdp.fsdp.engine.tp_params import own_parts
 
@@ -152,7 +152,7 @@ class _Cut:
         values = [self._state.pop(self._prefix + name, None) for name in names]
         return next((value for value in values if value is not None), None)
 
-    def _usable(self, member: Member, value: Any) -> bool:
+    def _usable(self, member: OriginalParam, value: Any) -> bool:
         name = self._prefix + self._shard.names_of(member)[0]
         if value is None:
             self._missing.append(name)
@@ -231,7 +231,7 @@ def _evidence(
             is_full = value.shape == shard.param.members[0].whole_shape
             is_cut = value.shape == shard.param.shard_shape
             if is_full and is_cut:
-                unclear += [name] if shard.param.cut.layout.num_shards > 1 else []
+                unclear += [name] if shard.param.packing.layout.num_shards > 1 else []
             elif is_full or is_cut:
                 (full if is_full else cut).append(name)
     return full, cut, unclear
@@ -265,7 +265,7 @@ def _complete_ties(state: dict[str, Any], prefix: str, shards: Sequence[NamedSha
     for shard in shards:
         if not shard.param.is_flat:
             own = shard.names_of(shard.param.members[0])
-            names[id(shard.param.places)] += [prefix + name for name in own]
+            names[id(shard.param.slots)] += [prefix + name for name in own]
     for tied in names.values():
         present = [name for name in tied if name in state]
         for name in tied if present else ():

@@ -3,7 +3,7 @@
 Words: a *host* is such a module: a wrapper (``unit_module``), or a user's own module of which
 ``fully_shard`` has changed the class; a unit has one host or, where several modules share their
 collectives, one for each.
-Always true: a host is found by its class and has one ``Attachment``; its state dicts know shards
+Always true: a host is found by its class and has one ``ModuleState``; its state dicts know shards
 from full tensors and take either; whoever looks at its parameters sees shards, also after a
 backward pass that raised.
 How a host's forward gets to run by the unit, and what its names are, is the host's own business.
@@ -24,20 +24,20 @@ from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import shown
-from xla_fsdp.fsdp.engine.state import Unit
-from xla_fsdp.fsdp.engine.unsharded_params import UnitState
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
 
 
-class Runner(Protocol):
+class ForwardOverride(Protocol):
     """Runs several hosts' forwards together."""
 
-    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """In the place of ``unit.run``."""
         ...
 
 
 @dataclass
-class Attachment:
+class ModuleState:
     """What a host carries.
 
     Args:
@@ -49,22 +49,22 @@ class Attachment:
         runner: runs the host's forward together with others', where there is one.
     """
 
-    unit: Unit
+    unit: FSDPState
     communication: Communication
     part: int = 0
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     loading: StateLoading = field(default_factory=StateLoading)
-    runner: Runner | None = None
+    runner: ForwardOverride | None = None
 
 
-class UnitHost:
+class FSDPModuleBase:
     """Base class of hosts, mixed into a module's class."""
 
-    _fsdp_attachment: Attachment
+    _fsdp_attachment: ModuleState
     _fsdp_is_wrapper = False  # a module around the one that it runs
 
     @property
-    def _fsdp_unit(self) -> Unit:
+    def _fsdp_unit(self) -> FSDPState:
         return self._fsdp_attachment.unit
 
     def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class UnitHost:
         refuse_dynamo()
         return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_attachment.part)
 
-    def _fsdp_units(self) -> list[Unit]:
+    def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())
 
     def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
@@ -88,18 +88,18 @@ class UnitHost:
         return cast(nn.Module, self)
 
 
-class HostModule(Protocol):
+class FSDPModuleLike(Protocol):
     """A host, as type checkers need to see it: also a module."""
 
-    _fsdp_attachment: Attachment
+    _fsdp_attachment: ModuleState
 
     @property
-    def _fsdp_unit(self) -> Unit: ...
+    def _fsdp_unit(self) -> FSDPState: ...
 
     def _fsdp_register_method(self, name: str) -> None: ...
 
 
-def attach(module: nn.Module, attachment: Attachment) -> None:
+def attach(module: nn.Module, attachment: ModuleState) -> None:
     """Make ``module``, which is of a host's class, the unit's; units inside it join its tree.
 
     Hooks of the host's own that change names in state dicts must be registered after this.
@@ -120,36 +120,36 @@ def mark_state_dicts(module: nn.Module) -> None:
     module.register_state_dict_post_hook(partial(_mark_shards))
 
 
-def is_unit(module: nn.Module) -> TypeGuard[HostModule]:
+def is_unit(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
     """Whether ``module`` runs as a unit, or as a part of one."""
-    return isinstance(module, UnitHost)
+    return isinstance(module, FSDPModuleBase)
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether ``module`` wraps the module that it runs as a unit."""
-    return isinstance(module, UnitHost) and module._fsdp_is_wrapper
+    return isinstance(module, FSDPModuleBase) and module._fsdp_is_wrapper
 
 
 def named_hosts(
     module: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, HostModule]]:
+) -> Iterator[tuple[str, FSDPModuleLike]]:
     """The hosts in ``module``, itself included, outer ones first, by their original names."""
     for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
         if is_unit(inner):
             yield name, inner
 
 
-def units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[FSDPState]:
     """The units in ``module``, each once, outer ones first."""
     return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
 
 
-def outermost_units(module: nn.Module) -> list[Unit]:
+def outermost_units(module: nn.Module) -> list[FSDPState]:
     """The units in ``module``, each once, that have a host in no other host."""
     return list({id(unit): unit for unit in _outermost(module)}.values())
 
 
-def _outermost(module: nn.Module) -> Iterator[Unit]:
+def _outermost(module: nn.Module) -> Iterator[FSDPState]:
     if is_unit(module):
         yield module._fsdp_unit
         return
@@ -176,9 +176,9 @@ def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 def _places(
     module: nn.Module, *, remove_duplicate: bool
-) -> list[tuple[Unit, tuple[list[str], ...]]]:
+) -> list[tuple[FSDPState, tuple[list[str], ...]]]:
     """Every unit, with the names of its hosts in ``module``."""
-    places: list[tuple[Unit, tuple[list[str], ...]]] = []
+    places: list[tuple[FSDPState, tuple[list[str], ...]]] = []
     several: dict[int, tuple[list[str], ...]] = {}
     for name, host in named_hosts(module, remove_duplicate=remove_duplicate):
         unit = host._fsdp_unit
@@ -217,19 +217,21 @@ def refuse_dynamo() -> None:
 # ---------------------------------------------------------------- state dicts
 
 
-def close_failed_passes(host: HostModule) -> None:
+def close_failed_passes(host: FSDPModuleLike) -> None:
     """Whoever looks at parameters must see shards, also after a backward pass that raised."""
     host._fsdp_unit.backward.abandon()
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
-    close_failed_passes(cast(HostModule, module))
-    cast(HostModule, module)._fsdp_unit.reshard()
+    close_failed_passes(cast(FSDPModuleLike, module))
+    cast(FSDPModuleLike, module)._fsdp_unit.reshard()
 
 
 def _translate(module: nn.Module, *load: Any) -> None:
-    host = cast(HostModule, module)
-    if host._fsdp_unit.state is UnitState.SHARDED:  # else it holds full parameters, by full names
+    host = cast(FSDPModuleLike, module)
+    if (
+        host._fsdp_unit.state is ShardedState.SHARDED
+    ):  # else it holds full parameters, by full names
         shards = list(named_shards(module, remove_duplicate=False))
         host._fsdp_attachment.loading.translate(shards, _loading_inside(module), *load)
 
@@ -241,16 +243,19 @@ def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
 
 
 def _finish_loading(module: nn.Module, report: Any) -> None:
-    for loading in (cast(HostModule, module)._fsdp_attachment.loading, *_loading_inside(module)):
+    for loading in (
+        cast(FSDPModuleLike, module)._fsdp_attachment.loading,
+        *_loading_inside(module),
+    ):
         loading.finish()
     for unit in units_in(module):
         for param in unit.group.params:
-            if not param.is_flat and param.places.shard.is_meta:  # was loaded by assignment
+            if not param.is_flat and param.slots.shard.is_meta:  # was loaded by assignment
                 param.take_memory(has_values=True)
 
 
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    host = cast(HostModule, module)
-    if host._fsdp_unit.state is UnitState.SHARDED:
+    host = cast(FSDPModuleLike, module)
+    if host._fsdp_unit.state is ShardedState.SHARDED:
         shown(host._fsdp_unit.group, state, prefix)
         mark_shards(local_metadata)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.param import Member, ShardedParam
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.tp_params import is_first
 
 
@@ -27,8 +27,8 @@ class NamedShard:
     """
 
     prefixes: tuple[Sequence[str], ...]
-    param: ShardedParam
-    group: ParamGroup
+    param: FSDPParam
+    group: FSDPParamGroup
 
     @property
     def key(self) -> str:
@@ -57,7 +57,7 @@ class NamedShard:
         """Whether it has a name in the model."""
         return all(self.names_of(member) for member in self.param.members)
 
-    def names_of(self, member: Member) -> list[str]:
+    def names_of(self, member: OriginalParam) -> list[str]:
         """Every name of a member, the canonical one first."""
         parts = member.parts or (0,) * len(member.names)
         return [

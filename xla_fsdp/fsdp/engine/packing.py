@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, offsets
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
-class ShardCut:
+class ShardPacking:
     """How one shard's members are cut.
 
     Args:
@@ -78,13 +78,13 @@ class ShardCut:
         if self._by_rows and self.dim:
             return [self.from_rows(self._without_padding(stack))]
         if self._by_rows or not (self._padding or len(self.shapes) > 1):
-            return [xla_ops.copied(self._without_padding(stack), self.shapes[0])]
-        joined = xla_ops.shaped(stack, (self.layout.padded_numel,))
+            return [ops.copied(self._without_padding(stack), self.shapes[0])]
+        joined = ops.shaped(stack, (self.layout.padded_numel,))
         pieces = zip(self.shapes, self._numels, self._starts, strict=True)
         return [
-            xla_ops.copied_slice(joined, start, numel)
+            ops.copied_slice(joined, start, numel)
             if len(shape) == 1
-            else xla_ops.copied(xla_ops.cut(joined, 0, start, numel), shape)
+            else ops.copied(ops.cut(joined, 0, start, numel), shape)
             for shape, numel, start in pieces
         ]
 
@@ -92,21 +92,21 @@ class ShardCut:
         """The inverse of ``split``, with zeros as padding."""
         if self._by_rows:
             rows = self.in_rows(full[0])
-            joined = xla_ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
+            joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
             padding = [0, 0, 0, self._padding // self.row_numel]
         else:
-            flat = [xla_ops.shaped(each, (each.numel(),)) for each in full]
+            flat = [ops.shaped(each, (each.numel(),)) for each in full]
             joined = torch.cat(flat) if len(flat) > 1 else flat[0]
             padding = [0, self._padding]
         padded = F.pad(joined, padding) if self._padding else joined
-        return xla_ops.shaped(padded, self._stack_shape)
+        return ops.shaped(padded, self._stack_shape)
 
     def _without_padding(self, stack: Tensor) -> Tensor:
         """Of the one member; in rows, where it is cut so."""
         if not self._padding:
             return stack
-        rows = xla_ops.shaped(stack, (self.layout.padded_numel // self.row_numel, self.row_numel))
-        return xla_ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
+        rows = ops.shaped(stack, (self.layout.padded_numel // self.row_numel, self.row_numel))
+        return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
 
     def _as_stack(self, sent: tuple[int, ...]) -> tuple[int, ...]:
         shards = self.layout.num_shards

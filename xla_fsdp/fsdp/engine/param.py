@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.distributed.shard_layout import ShardLayout
-from xla_fsdp.distributed.xla import ops as xla_ops
-from xla_fsdp.fsdp.engine.packing import ShardCut, slice_of
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.packing import ShardPacking, slice_of
 from xla_fsdp.fsdp.engine.registry import known_group, remember, remember_group
 from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, UninitializedShard
 
 
-class Owner:
+class ModuleAttr:
     """One place in a module tree that holds a parameter.
 
     The module is not kept alive: it may itself be what holds the unit that owns this.
@@ -57,14 +57,14 @@ class Owner:
         self.attribute = attribute
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Owner) and self._key == other._key)
+        return self is other or (isinstance(other, ModuleAttr) and self._key == other._key)
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled with the module."""
-        return Owner, (self._module(), self.attribute)
+        return ModuleAttr, (self._module(), self.attribute)
 
     @property
     def _key(self) -> tuple[int, str]:
@@ -97,7 +97,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Member:
+class OriginalParam:
     """An original parameter: its names (first the canonical one, then ties) in the unit.
 
     ``parts`` are the numbers of the unit's modules in which the names are; none means the first.
@@ -107,7 +107,7 @@ class Member:
 
     names: tuple[str, ...]
     shape: torch.Size
-    owners: tuple[Owner, ...]
+    owners: tuple[ModuleAttr, ...]
     parts: tuple[int, ...] = ()
     placement: TensorPlacement | None = None
 
@@ -141,7 +141,7 @@ class StackPart:
     length: int
 
 
-class Places:
+class ParamSlots:
     """Of one shard.
 
     Args:
@@ -159,14 +159,14 @@ class Places:
         self.part: StackPart | None = None
         self.users = 0
         self._registered = registered
-        self._shown: list[tuple[Owner, Tensor]] = []
+        self._shown: list[tuple[ModuleAttr, Tensor]] = []
 
     def stack(self, leaf: nn.Parameter, part: StackPart) -> None:
         """From now on the shard is this part of ``leaf``."""
         self.shard, self.part = leaf, part
         self._registered = part.number == 0
 
-    def show(self, owner: Owner, tensor: Tensor, *, idle: bool) -> None:
+    def show(self, owner: ModuleAttr, tensor: Tensor, *, idle: bool) -> None:
         """Let ``owner`` hold ``tensor``, unless it is ``idle`` and something else is shown."""
         if idle and self._shown:
             self._shown.insert(0, (owner, tensor))
@@ -175,7 +175,7 @@ class Places:
             self._shown.append((owner, tensor))
             owner.point_at(tensor)
 
-    def hide(self, owner: Owner, tensor: Tensor) -> None:
+    def hide(self, owner: ModuleAttr, tensor: Tensor) -> None:
         """Undo one ``show``."""
         for index in reversed(range(len(self._shown))):
             if self._shown[index][1] is tensor and self._shown[index][0] == owner:
@@ -183,14 +183,14 @@ class Places:
                 break
         self.refresh(owner)
 
-    def held_by(self, owner: Owner) -> Tensor | None:
+    def held_by(self, owner: ModuleAttr) -> Tensor | None:
         """What the owner should hold; None for no attribute."""
         for place, tensor in reversed(self._shown):
             if place == owner:
                 return tensor
         return self.shard if self._registered else None
 
-    def refresh(self, owner: Owner) -> None:
+    def refresh(self, owner: ModuleAttr) -> None:
         """Let ``owner`` hold what it should."""
         tensor = self.held_by(owner)
         if tensor is None:
@@ -206,7 +206,7 @@ class ParamState(Enum):
     UNSHARDED = auto()
 
 
-class ShardedParam:
+class FSDPParam:
     """This rank's shard of one parameter, or of several that were flattened together.
 
     Args:
@@ -225,63 +225,63 @@ class ShardedParam:
     def __init__(
         self,
         key: str,
-        members: Sequence[Member],
+        members: Sequence[OriginalParam],
         shard: nn.Parameter,
         layout: ShardLayout,
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
-        places: Places | None = None,
+        places: ParamSlots | None = None,
         dim: int = 0,
     ) -> None:
         self.key = key
         self.members = tuple(members)
-        self.cut = ShardCut([member.shape for member in members], layout, dim)
+        self.packing = ShardPacking([member.shape for member in members], layout, dim)
         self.compute_dtype = compute_dtype
         self.state = ParamState.SHARDED
-        self.places = places or Places(shard, registered=home is None)
-        self.places.users += 1
+        self.slots = places or ParamSlots(shard, registered=home is None)
+        self.slots.users += 1
         self._home = home
         self._full: list[Tensor] = []
         self._owners = [owner for member in members for owner in member.owners]
         if home is not None:
             home.register_parameter(key, shard)
         for owner in self._owners:
-            self.places.refresh(owner)
+            self.slots.refresh(owner)
 
     @property
     def leaf(self) -> nn.Parameter:
         """The leaf parameter, which the optimizer sees: the shard, or the stack that it is in."""
         self.settle()
-        return self.places.shard
+        return self.slots.shard
 
     def settle(self) -> None:
         """A leaf that had no values is complete, and acts as any other from now on."""
-        leaf = self.places.shard
+        leaf = self.slots.shard
         if type(leaf) is UninitializedShard:  # isinstance goes through Python for parameters
             leaf.settle()
 
     @property
     def shard(self) -> Tensor:
         """This rank's shard: the leaf, or a slice of it, to which a change is one of the leaf."""
-        part = self.places.part
+        part = self.slots.part
         return self.leaf if part is None else self.leaf[part.number]
 
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of the shard."""
         with torch._C.DisableTorchFunctionSubclass():  # without values it acts as the full one
-            shape = self.places.shard.shape
-        return shape if self.places.part is None else shape[1:]
+            shape = self.slots.shard.shape
+        return shape if self.slots.part is None else shape[1:]
 
     @property
     def grad(self) -> Tensor | None:
         """Gradient of the shard. In a stack that has a gradient none is missing, but zero."""
-        part, grad = self.places.part, self.leaf.grad
+        part, grad = self.slots.part, self.leaf.grad
         return grad if part is None or grad is None else grad[part.number]
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        part = self.places.part
+        part = self.slots.part
         if part is None:
             self.leaf.grad = grad
         elif grad is not None or self.leaf.grad is not None:
@@ -302,20 +302,20 @@ class ShardedParam:
 
     def as_shard(self, rows: Tensor) -> Tensor:
         """As many elements as a shard has, cut along the first dim, in its shape."""
-        if self.cut.dim:
-            return self.cut.from_rows(rows)
-        return xla_ops.shaped(rows, self.shard_shape)
+        if self.packing.dim:
+            return self.packing.from_rows(rows)
+        return ops.shaped(rows, self.shard_shape)
 
     def all_as_shards(self, rows: Tensor) -> Tensor:
         """``as_shard`` of each of what has a first dim more."""
-        if self.cut.dim:
-            return self.cut.all_from_rows(rows)
-        return xla_ops.shaped(rows, (len(rows), *self.shard_shape))
+        if self.packing.dim:
+            return self.packing.all_from_rows(rows)
+        return ops.shaped(rows, (len(rows), *self.shard_shape))
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """``rank``'s shard of full members, in the shape of the shard, on their device."""
-        rows = [self.cut.in_rows(tensor) for tensor in full]
-        return self.as_shard(slice_of(rows, self.cut.layout, rank))
+        rows = [self.packing.in_rows(tensor) for tensor in full]
+        return self.as_shard(slice_of(rows, self.packing.layout, rank))
 
     def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the owners at the full tensors, one per member in order.
@@ -329,7 +329,7 @@ class ShardedParam:
         self._full = list(full)
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
-                self.places.show(owner, tensor, idle=idle)
+                self.slots.show(owner, tensor, idle=idle)
 
     @property
     def waits_for_memory(self) -> bool:
@@ -348,16 +348,16 @@ class ShardedParam:
         Raises:
             ValueError: if it has another shape.
         """
-        if self.places.shard.is_meta:
+        if self.slots.shard.is_meta:
             new = next((tensor for tensor in self._held() if not tensor.is_meta), None)
             if new is None:
                 return
             self._replace(new, has_values=has_values)
         for owner in self._owners:
-            self.places.refresh(owner)
+            self.slots.refresh(owner)
 
     def _replace(self, new: Tensor, *, has_values: bool) -> None:
-        old = self.places.shard
+        old = self.slots.shard
         if new.shape != old.shape:
             raise ValueError(
                 f"{self.key} is on the meta device as a shard of shape {tuple(old.shape)}, and was "
@@ -366,12 +366,12 @@ class ShardedParam:
             )
         kind = ShardParameter if has_values else UninitializedShard
         # A copy: what is computed from an alias is traced from the values that it once had.
-        self.places.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
-        vars(self.places.shard).update(vars(old))
+        self.slots.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
+        vars(self.slots.shard).update(vars(old))
         moved = known_group(old)
-        remember(self, [self.places.shard])
+        remember(self, [self.slots.shard])
         if moved is not None:
-            remember_group(self.places.shard, moved)
+            remember_group(self.slots.shard, moved)
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:
@@ -391,16 +391,16 @@ class ShardedParam:
         full, self._full = self._full, []
         for member, tensor in zip(self.members, full, strict=True):
             for owner in member.owners:
-                self.places.hide(owner, tensor)
+                self.slots.hide(owner, tensor)
 
     def check_owners(self) -> None:
         """Raise ValueError if an owner does not hold what it should: a parameter that the user put
         in its place would silently be dropped."""
         if self.state is not ParamState.SHARDED:
             return
-        expected = [(owner, self.places.held_by(owner)) for owner in self._owners]
+        expected = [(owner, self.slots.held_by(owner)) for owner in self._owners]
         if self._home is not None:
-            expected = [(Owner(self._home, self.key), self.leaf)]
+            expected = [(ModuleAttr(self._home, self.key), self.leaf)]
         for owner, tensor in expected:
             if not owner.holds(tensor):
                 raise ValueError(

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.fsdp.engine.all_gather import ShardGather
+from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import ShardedParam
-from xla_fsdp.fsdp.engine.reduce_scatter import GradReduction, Sums
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter, Sums
 from xla_fsdp.fsdp.engine.registry import remember, remember_group
 from xla_fsdp.fsdp.engine.shard_parameter import whole_mesh
 from xla_fsdp.fsdp.engine.tp_params import is_first
@@ -79,7 +79,7 @@ class Reduced:
     sums: list[Tensor]
 
 
-class ParamGroup:
+class FSDPParamGroup:
     """The shards of one unit.
 
     Args:
@@ -98,7 +98,7 @@ class ParamGroup:
 
     def __init__(
         self,
-        params: Sequence[ShardedParam],
+        params: Sequence[FSDPParam],
         collectives: Collectives,
         config: FSDPConfig,
         replicas: Collectives | None = None,
@@ -108,8 +108,8 @@ class ParamGroup:
         self.collectives = collectives
         self.replicas = replicas or LocalCollectives()
         self.smaller = smaller
-        self.gather = ShardGather(self.params, collectives, smaller, config)
-        self.reduction = GradReduction(self.params, collectives, self.replicas, config)
+        self.gather = AllGather(self.params, collectives, smaller, config)
+        self.reduction = ReduceScatter(self.params, collectives, self.replicas, config)
         self.all_reduces = True
         self.stepper: Stepper | None = None
         self._mesh = config.mesh
@@ -126,7 +126,7 @@ class ParamGroup:
         """A copy, or what was pickled: its shards are known like any others."""
         vars(self).update(state)
         for param in self.params:
-            if param.places.part is None or param.places.part.number == 0:  # stacks are the first's
+            if param.slots.part is None or param.slots.part.number == 0:  # stacks are the first's
                 remember(param, [param.leaf])
                 remember_group(param.leaf, self)
 

@@ -30,9 +30,9 @@ from torch import Tensor
 from xla_fsdp.distributed.buckets import Operand, carried, operands_for, operands_of
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
 from xla_fsdp.distributed.shard_layout import offsets
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.param import FSDPParam
 
 Hook = Callable[[Any, Tensor, Tensor], Tensor | None]
 
@@ -104,7 +104,7 @@ class CommHook:
 Sums = dict[Operand, Tensor]
 
 
-class GradReduction:
+class ReduceScatter:
     """Reduces the gradients of one unit.
 
     Args:
@@ -123,7 +123,7 @@ class GradReduction:
 
     def __init__(
         self,
-        params: Sequence[ShardedParam],
+        params: Sequence[FSDPParam],
         collectives: Collectives,
         replicas: Collectives,
         config: FSDPConfig,
@@ -191,7 +191,7 @@ class GradReduction:
         """As ``scatter``, for the gradient of one full parameter; None if it is not alone in its
         collective."""
         at = next(at for at, members in self._members.items() if member in members)
-        if len(self._members[at]) != 1 or len(self._params[at].cut.sent_shape) < 2:
+        if len(self._members[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
             return None
         return self.scatter({member: grad}, [at])
 
@@ -255,11 +255,11 @@ class GradReduction:
             found = {at: _as_grad(each, self._params[at]) for at, each in self.apart(means).items()}
         return [found.get(at) for at in range(len(self._params))]
 
-    def finish_one(self, total: Tensor, param: ShardedParam) -> Tensor:
+    def finish_one(self, total: Tensor, param: FSDPParam) -> Tensor:
         """The gradient of one of the shard parameters."""
         return _as_grad(self._mean(total, [self._params.index(param)]), param)
 
-    def finish_all(self, totals: Tensor, param: ShardedParam) -> Tensor:
+    def finish_all(self, totals: Tensor, param: FSDPParam) -> Tensor:
         """``finish_one`` of each of what has a first dim more."""
         means = self._mean(totals, [self._params.index(param)])
         return param.all_as_shards(means.to(param.leaf.dtype))
@@ -272,10 +272,10 @@ class GradReduction:
         dtypes = {total.dtype, *(self._params[at].leaf.dtype for at in numbers)}
         return total.to(_widest(frozenset(dtypes))) / self.postdivide
 
-    def _hooked(self, total: Tensor, param: ShardedParam) -> Tensor:
+    def _hooked(self, total: Tensor, param: FSDPParam) -> Tensor:
         if self.all_reduce_hook is None:
             return total
-        given = xla_ops.shaped(total, param.cut.sent_shape)
+        given = ops.shaped(total, param.packing.sent_shape)
         result = self.all_reduce_hook(given)
         return given if result is None else result
 
@@ -293,7 +293,7 @@ class GradReduction:
         ]
 
     def _stack(self, at: int, full: Sequence[Tensor]) -> Tensor:
-        stack = self._params[at].cut.stack(full)
+        stack = self._params[at].packing.stack(full)
         if self.comm_hook is None:
             return stack
         return stack.reshape(self._collectives.num_shards, -1)
@@ -302,11 +302,11 @@ class GradReduction:
         """Of what there is of the parameters with these numbers."""
         dtypes = {at: self.dtype or tensor.dtype for at, tensor in tensors.items()}
         if self.comm_hook is not None:
-            numels = {at: (self._params[at].cut.layout.shard_numel,) for at in dtypes}
+            numels = {at: (self._params[at].packing.layout.shard_numel,) for at in dtypes}
             return operands_of(numels, dtypes, math.inf)
         key = tuple(dtypes.items())
         if key not in self._operands:
-            shapes = {at: self._params[at].cut.sent_shape for at in dtypes}
+            shapes = {at: self._params[at].packing.sent_shape for at in dtypes}
             copies = self._collectives.num_shards
             self._operands[key] = operands_of(shapes, dtypes, self._limit, copies)
         return self._operands[key]
@@ -338,5 +338,5 @@ def _numbers(sums: Sums) -> set[int]:
     return {number for operand in sums for number in operand.numbers}
 
 
-def _as_grad(mean: Tensor, param: ShardedParam) -> Tensor:
+def _as_grad(mean: Tensor, param: FSDPParam) -> Tensor:
     return param.as_shard(mean.to(param.leaf.dtype))

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
-    from xla_fsdp.fsdp.engine.param import ShardedParam
-    from xla_fsdp.fsdp.engine.param_group import ParamGroup
+    from xla_fsdp.fsdp.engine.param import FSDPParam
+    from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 
 _shard_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -31,25 +31,25 @@ _group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def remember(param: ShardedParam, stand_ins: Iterable[Tensor]) -> None:
+def remember(param: FSDPParam, stand_ins: Iterable[Tensor]) -> None:
     """``param`` is what became of ``stand_ins``."""
     for tensor in stand_ins:
         _shard_of[tensor] = weakref.ref(param)
 
 
-def known_shard(tensor: Tensor) -> ShardedParam | None:
+def known_shard(tensor: Tensor) -> FSDPParam | None:
     """What became of ``tensor``, if a unit has taken it."""
     reference = _shard_of.get(tensor)
     return reference() if reference is not None else None
 
 
-def remember_group(shard: Tensor, group: ParamGroup) -> None:
+def remember_group(shard: Tensor, group: FSDPParamGroup) -> None:
     """``shard`` is gathered with ``group`` (and with others, if units share it)."""
     if known_group(shard) is None:
         _group_of[shard] = weakref.ref(group)
 
 
-def known_group(shard: Tensor) -> ParamGroup | None:
+def known_group(shard: Tensor) -> FSDPParamGroup | None:
     """The group with which a shard is gathered."""
     reference = _group_of.get(shard)
     return reference() if reference is not None else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SavedParams:
     def release(self, dummy: Tensor) -> None:
         """Point the parameters of this forward, and their saved views, at ``dummy``."""
         for tensor in (*self._full, *self._views):
-            xla_ops.release(tensor, dummy)
+            ops.release(tensor, dummy)
         self.forget()
 
     def forget(self) -> None:

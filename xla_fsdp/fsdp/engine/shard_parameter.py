@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.packing import slice_of
 from xla_fsdp.fsdp.engine.registry import known_group, known_shard
 from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
@@ -70,12 +70,12 @@ class ShardView:
     def full_tensor(self) -> Tensor:
         """The whole tensor, on the device. Every rank must call it; it is computed at once, so that
         ranks may do different things with it."""
-        from xla_fsdp.distributed.xla import ops as xla_ops
+        from xla_fsdp.distributed.xla import ops
         from xla_fsdp.fsdp.engine.tp_params import all_joined
 
         param = _param(self)
         [full] = all_joined(_group(self).gather.as_stored([param], [_plain(self)]), param.members)
-        xla_ops.compute([full])
+        ops.compute([full])
         return full
 
 
@@ -106,14 +106,14 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
     Returns:
         A tensor on this rank's XLA device.
     """
-    from xla_fsdp.distributed.xla import ops as xla_ops
+    from xla_fsdp.distributed.xla import ops
 
     dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
     row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     width = torch.Size(row_shape).numel() if tensor.dim() else 0
     layout = ShardLayout((tensor.numel(),), device_mesh.size(axis), width or LANES)
-    place = device_mesh.place(xla_ops.rank(), axis)
-    shard = make_shard([tensor], layout, place, xla_ops.device(), row_shape if width else (), dim)
+    place = device_mesh.place(ops.rank(), axis)
+    shard = make_shard([tensor], layout, place, ops.device(), row_shape if width else (), dim)
     return shard.detach()
 
 
@@ -238,7 +238,7 @@ def _full(shard: UninitializedShard) -> nn.Parameter:
         raise RuntimeError("a shard without values was initialized after its model was gone")
     if shard.was_open:
         [value] = all_joined(group.gather.as_stored([param], [shard]), param.members)
-        xla_ops.compute([value])
+        ops.compute([value])
     else:
         value = torch.zeros(param.members[0].whole_shape, dtype=shard.dtype, device=shard.device)
     return nn.Parameter(value, requires_grad=shard.requires_grad)
@@ -254,7 +254,7 @@ def _close(shard: UninitializedShard) -> None:
             shard.copy_(param.slice_of(local, group.collectives.rank))
             # At once: the full parameter is freed, and no program of a training step, which must be
             # the same on every rank, begins with slices that are not.
-            xla_ops.compute([shard])
+            ops.compute([shard])
     shard.was_open = True
 
 

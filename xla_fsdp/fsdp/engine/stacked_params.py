@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import to_host
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import ShardedParam, StackPart
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam, StackPart
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.registry import known_group, known_shard, remember, remember_group
 from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter
 from xla_fsdp.fsdp.engine.tp_params import all_joined
@@ -64,11 +64,11 @@ class ShardStack(ShardParameter):
                 for each in self.detach().unbind()
             ]
         )
-        xla_ops.compute([full])
+        ops.compute([full])
         return full
 
 
-def stack_params(params: Sequence[ShardedParam], group: ParamGroup) -> None:
+def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     """Keep these shards, one of each unit and all alike, in one stack from now on.
 
     Args:
@@ -80,12 +80,12 @@ def stack_params(params: Sequence[ShardedParam], group: ParamGroup) -> None:
         torch.stack([leaf.detach() for leaf in leaves]), requires_grad=leaves[0].requires_grad
     )
     vars(stack).update(vars(leaves[0]))
-    xla_ops.compute([stack])  # one at a time: the device holds one parameter of all units twice
+    ops.compute([stack])  # one at a time: the device holds one parameter of all units twice
     for number, param in enumerate(params):
-        param.places.stack(stack, StackPart(number, len(params)))
+        param.slots.stack(stack, StackPart(number, len(params)))
         for member in param.members:
             for owner in member.owners:
-                param.places.refresh(owner)
+                param.slots.refresh(owner)
     remember(params[0], [stack])
     remember_group(stack, group)
 
@@ -93,11 +93,11 @@ def stack_params(params: Sequence[ShardedParam], group: ParamGroup) -> None:
 # ---------------------------------------------------------------- state dicts of models
 
 
-def slice_of(param: ShardedParam, group: ParamGroup) -> Tensor:
+def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
     """The shard: the leaf, or a slice of it, which is then known to stand for the parameter."""
-    if param.places.part is None:
+    if param.slots.part is None:
         return param.leaf
-    shard = part_of(param.leaf, param.places.part.number)
+    shard = part_of(param.leaf, param.slots.part.number)
     remember(param, [shard])
     remember_group(shard, group)
     return shard
@@ -115,12 +115,12 @@ def part_of(stack: Tensor, number: int) -> Tensor:
     return cut
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copy_stacks_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory. Stacks travel whole and are cut there, one transfer for all slices."""
     known = [_cut_from.get(getattr(each, "stands_for", each)) for each in tensors]
     places = [place or (each, None) for place, each in zip(known, tensors, strict=True)]
     whole = {id(source): source for source, _ in places}
-    copies = dict(zip(whole, host_xla_ops.to_host(list(whole.values())), strict=True))
+    copies = dict(zip(whole, to_host(list(whole.values())), strict=True))
     found = [(copies[id(source)], number) for source, number in places]
     return [copy if number is None else copy[number].clone() for copy, number in found]
 
@@ -130,7 +130,7 @@ def is_stack(tensor: Tensor) -> bool:
     return isinstance(tensor, ShardStack)
 
 
-def shown(group: ParamGroup, state: dict[str, Any], prefix: str) -> None:
+def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
     """Put shards into a unit's state dict that has stacks, or none of them.
 
     Args:
@@ -139,7 +139,7 @@ def shown(group: ParamGroup, state: dict[str, Any], prefix: str) -> None:
         prefix: of the unit's module.
     """
     for param in group.params:
-        if param.places.part is not None:
+        if param.slots.part is not None:
             shard = slice_of(param, group)
             state.update((prefix + name, shard) for name in param.members[0].names)
 
@@ -158,7 +158,7 @@ def taken_in(
     """
     together: dict[int, list[NamedShard]] = defaultdict(list)
     for shard in shards:
-        if shard.param.places.part is not None:
+        if shard.param.slots.part is not None:
             together[id(shard.param.leaf)].append(shard)
     for parts in together.values():
         _take_in(parts, state, prefix, missing)
@@ -171,7 +171,7 @@ def _take_in(
     given: dict[int, Tensor] = {}
     first: list[str] = []  # names under which torch will look for the stack
     for shard in parts:
-        part = cast(StackPart, shard.param.places.part)
+        part = cast(StackPart, shard.param.slots.part)
         names = [prefix + name for name in shard.names_of(shard.param.members[0])]
         found = [value for name in names if isinstance(value := state.pop(name, None), Tensor)]
         if found:

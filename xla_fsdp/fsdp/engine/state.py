@@ -37,28 +37,36 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
-from xla_fsdp.distributed.xla import ops as xla_ops
-from xla_fsdp.fsdp.engine.autograd import Call, Enter, Exit, arrive, present, through, unshard
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.autograd import (
+    Enter,
+    Exit,
+    ForwardCall,
+    arrive,
+    present,
+    through,
+    unshard,
+)
 from xla_fsdp.fsdp.engine.backward_pass import BackwardPass, current_pass, running, running_units
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.reduce_scatter import Sums
 from xla_fsdp.fsdp.engine.saved_tensors import SavedParams
-from xla_fsdp.fsdp.engine.unsharded_params import FullParams, UnitSettings, UnitState, prefetch
+from xla_fsdp.fsdp.engine.unsharded_params import FullParams, ShardedState, UnitSettings, prefetch
 
 
 @dataclass
-class Span:
+class ForwardPass:
     """One forward of all parts of a unit."""
 
-    call: Call
+    call: ForwardCall
     kept: list[Tensor]  # for backward
     saved: SavedParams
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
 
 
-class Spans:
+class ForwardPasses:
     """The spans of a unit, one after the other.
 
     Args:
@@ -70,15 +78,15 @@ class Spans:
         current: the span that the unit is in.
     """
 
-    def __init__(self, group: ParamGroup, params: FullParams, device: torch.device) -> None:
-        self.current: Span | None = None
+    def __init__(self, group: FSDPParamGroup, params: FullParams, device: torch.device) -> None:
+        self.current: ForwardPass | None = None
         self._group = group
         self._params = params
         self._dummy = torch.zeros(1, device=device)
 
-    def begin(self, span: Span, full: list[Tensor]) -> Span:
+    def begin(self, span: ForwardPass, full: list[Tensor]) -> ForwardPass:
         """Let the modules compute with ``full``."""
-        self._params.show(full, UnitState.FORWARD)
+        self._params.show(full, ShardedState.FORWARD)
         self.current = span
         return span
 
@@ -88,7 +96,7 @@ class Spans:
         Raises:
             ValueError: if the forward has changed a parameter in place.
         """
-        if self.current is None or self._params.state is not UnitState.FORWARD:
+        if self.current is None or self._params.state is not ShardedState.FORWARD:
             return
         self._params.hide()
         if changed := self.current.saved.changed_in_place():
@@ -114,7 +122,7 @@ class Spans:
     def drop(self) -> None:
         """End it after an exception."""
         self.current = None
-        if self._params.state is UnitState.FORWARD:
+        if self._params.state is ShardedState.FORWARD:
             self._params.hide()
 
     def _lost(self, changed: list[int]) -> ValueError:
@@ -140,11 +148,11 @@ class UnitBackward:
 
     def __init__(
         self,
-        group: ParamGroup,
+        group: FSDPParamGroup,
         config: FSDPConfig,
         settings: UnitSettings,
         params: FullParams,
-        spans: Spans,
+        spans: ForwardPasses,
     ) -> None:
         self.group = group
         self.config = config
@@ -157,25 +165,25 @@ class UnitBackward:
 
     def ensure_open(self) -> None:
         """Gather the parameters for backward, unless the modules hold full ones already."""
-        if self._params.state is UnitState.SHARDED:
+        if self._params.state is ShardedState.SHARDED:
             self.open(self._params.for_backward(self._before([])))
 
     def open(self, gathered: Callable[[], list[Tensor]]) -> None:
         """Let the modules hold what ``gathered`` returns, until the backward pass is over."""
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
-            call = Call(self, recomputed=False)
+            call = ForwardCall(self, recomputed=False)
             self._open_with(unshard(call, gathered), call.versions)
 
     def close(self) -> None:
         """Free what was gathered for backward."""
-        if self._params.state is not UnitState.BACKWARD:
+        if self._params.state is not ShardedState.BACKWARD:
             return
         if self.settings.reshard_after_backward:
             self._params.hide()
         else:
             full = [tensor.detach() for tensor in self._params.full]
-            self._params.show(full, UnitState.UNSHARDED, versions=self._params.versions)
+            self._params.show(full, ShardedState.UNSHARDED, versions=self._params.versions)
 
     def full_for_saved(self) -> list[Tensor]:
         """Full parameters for a saved-tensor reference, which may be asked for before any output's
@@ -189,7 +197,7 @@ class UnitBackward:
         self._spans.end_idle()
 
     def _open_with(self, full: list[Tensor], versions: list[int]) -> None:
-        self._params.show(full, UnitState.BACKWARD, idle=True, versions=versions)
+        self._params.show(full, ShardedState.BACKWARD, idle=True, versions=versions)
         self._opened_in = current_pass()
         self.settings.backward.open(self)
 
@@ -206,12 +214,12 @@ class UnitBackward:
             return [tensor.clone() for tensor in tensors], []
         before = settings.backward.forward_gate.swap(tensors)
         prefetch(settings.forward_prefetch, before)
-        return xla_ops.barrier(tensors), before
+        return ops.barrier(tensors), before
 
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(xla_ops.barrier(present(grads)))
+        tied = iter(ops.barrier(present(grads)))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -223,7 +231,7 @@ class UnitBackward:
     # ------------------------------------------------------------ at the nodes
 
     def start(
-        self, call: Call, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
+        self, call: ForwardCall, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gather the parameters (unless they are ``kept``) once the gradients of the outputs, and
         all pending work, are there. Returns the gradients, likewise tied."""
@@ -233,7 +241,7 @@ class UnitBackward:
             refuse_changed(call.versions, self.group.versions)
         call.restart(current_pass())
         self._spans.end_idle()  # where some parts did not run
-        closed = self._params.state in (UnitState.SHARDED, UnitState.UNSHARDED)
+        closed = self._params.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
         if closed and self.group.params and (settings.unshard_in_backward or not call.reshards):
             before = self._before(present(grads))
             if kept and not call.reshards:
@@ -243,7 +251,7 @@ class UnitBackward:
             prefetch(settings.backward_prefetch, before, in_backward=True)
         return self._tie_grads(grads)
 
-    def reduce_early(self, call: Call, number: int, grad: Tensor) -> Tensor | None:
+    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
         """Reduce the gradient of member ``number`` ahead of the rest, if that makes no collective
         more; if not, returns it."""
         backward = self.settings.backward
@@ -285,7 +293,7 @@ class UnitBackward:
         self.settings.backward.pending.extend(present(ready))
         return ready
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: ForwardCall) -> None:
         """All gradients of one forward call are computed: free the parameters.
 
         A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
@@ -319,7 +327,7 @@ def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
         )
 
 
-class Unit:
+class FSDPState:
     """Runs a module's forward with gathered parameters, and its backward likewise.
 
     Args:
@@ -335,7 +343,7 @@ class Unit:
     """
 
     def __init__(
-        self, group: ParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
+        self, group: FSDPParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
     ) -> None:
         self.group = group
         self.config = config
@@ -348,10 +356,10 @@ class Unit:
             keeps_on_root=config.disable_reshard_on_root,
         )
         self.params = FullParams(group, self.settings)
-        self._spans = Spans(group, self.params, device)
+        self._spans = ForwardPasses(group, self.params, device)
         self.in_backward = UnitBackward(group, config, self.settings, self.params, self._spans)
 
-    def join(self, root: Unit) -> None:
+    def join(self, root: FSDPState) -> None:
         """Become a part of the tree of units under ``root``."""
         self.settings.is_root = False
         self.settings.backward = root.settings.backward
@@ -362,7 +370,7 @@ class Unit:
         return self.settings.backward
 
     @property
-    def state(self) -> UnitState:
+    def state(self) -> ShardedState:
         """What the modules hold."""
         return self.params.state
 
@@ -381,10 +389,10 @@ class Unit:
         """Let the modules hold full parameters until the next forward, backward or ``reshard``.
         They are connected to the shards: what is computed with them has gradients."""
         self.backward.abandon()
-        if self.state is UnitState.SHARDED and self.group.params:
+        if self.state is ShardedState.SHARDED and self.group.params:
             self.gather_ahead()
-            call = Call(self.in_backward, recomputed=False)
-            self.params.show(unshard(call, self.params.take_ahead), UnitState.UNSHARDED)
+            call = ForwardCall(self.in_backward, recomputed=False)
+            self.params.show(unshard(call, self.params.take_ahead), ShardedState.UNSHARDED)
 
     def reshard(self) -> None:
         """Undo ``unshard``."""
@@ -407,7 +415,7 @@ class Unit:
         apart from the program around it."""
         self.refuse_run()
         self.reshard()
-        self.params.show(full, UnitState.FORWARD)
+        self.params.show(full, ShardedState.FORWARD)
         try:
             yield
         finally:
@@ -437,10 +445,10 @@ class Unit:
 
     def refuse_run(self) -> None:
         """Raise RuntimeError where the parameters are not to be computed with."""
-        if self.state is UnitState.SUMMONED:
+        if self.state is ShardedState.SUMMONED:
             raise RuntimeError(
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
-                "connected to the shards that are trained. Call it outside of the block"
+                "connected to the shards that are trained. ForwardCall it outside of the block"
             )
         on_meta = [param.key for param in self.group.params if param.leaf.is_meta]
         if on_meta:
@@ -458,7 +466,7 @@ class Unit:
         """An output, as the unit returns it."""
         return _cast(tensor, self.config.output_dtype)
 
-    def _begin_run(self, part: int) -> Call:
+    def _begin_run(self, part: int) -> ForwardCall:
         """Go on with a span of several parts, or begin anew."""
         self.backward.stay(self.in_backward)
         span = self._spans.current
@@ -468,7 +476,7 @@ class Unit:
         if span is None:
             self.backward.abandon()
         recomputed = current_pass() != -1
-        return span.call if span and not recomputed else Call(self.in_backward, recomputed)
+        return span.call if span and not recomputed else ForwardCall(self.in_backward, recomputed)
 
     def _end_run(self) -> None:
         spans, backward = self._spans, self.backward
@@ -479,7 +487,7 @@ class Unit:
             if self.settings.is_root and spans.current is None and current_pass() == -1:
                 backward.end_forwards()
 
-    def _compute(self, call: Call, part: int, forward: Callable[[], Any]) -> Any:
+    def _compute(self, call: ForwardCall, part: int, forward: Callable[[], Any]) -> Any:
         """The original forward."""
         before = call.take_before()
         span = self._spans.current or self._begin_span(call, before)
@@ -500,7 +508,7 @@ class Unit:
         self._spans.end()
         return outputs
 
-    def _begin_span(self, call: Call, before: list[Tensor]) -> Span:
+    def _begin_span(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
         kept: list[Tensor] = []
         full = unshard(call, partial(self.params.for_forward, before, kept))
         if self.settings.is_root:
@@ -508,31 +516,31 @@ class Unit:
         if not call.reshards:
             kept = full
         saved = SavedParams(full, self.in_backward.full_for_saved)
-        return self._spans.begin(Span(call, kept, saved), full)
+        return self._spans.begin(ForwardPass(call, kept, saved), full)
 
-    def _recompute(self, call: Call, part: int, forward: Callable[[], Any]) -> Any:
+    def _recompute(self, call: ForwardCall, part: int, forward: Callable[[], Any]) -> Any:
         """The same forward again, for a checkpoint, inside a backward pass.
 
         What it gathers stays for the backward that follows, which thus needs no gather of its own.
         """
         params, before = self.params, call.take_before()
-        if params.state is UnitState.SHARDED:
+        if params.state is ShardedState.SHARDED:
             joined = self.group.gather.after(before, again=True)
             self.in_backward.open(partial(self.group.gather.full, joined))
         for_backward, versions = params.full, params.versions
         full = unshard(call, params.copies)
         saved = SavedParams(full, self.in_backward.full_for_saved)
-        params.show(full, UnitState.BACKWARD, versions=versions)
+        params.show(full, ShardedState.BACKWARD, versions=versions)
         try:
             with saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
-            params.show(for_backward, UnitState.BACKWARD, idle=True, versions=versions)
+            params.show(for_backward, ShardedState.BACKWARD, idle=True, versions=versions)
             saved.forget()
         return _exit(call, outputs, [] if call.reshards else full)
 
 
-def _exit(call: Call, outputs: Any, kept: list[Tensor]) -> Any:
+def _exit(call: ForwardCall, outputs: Any, kept: list[Tensor]) -> Any:
     """Tie the outputs; ``kept`` lives until backward."""
     return through(partial(Exit.apply, call, len(kept), *kept), outputs)
 

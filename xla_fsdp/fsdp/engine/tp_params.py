@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from xla_fsdp.distributed.mesh_axis import MeshAxis
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 
 if TYPE_CHECKING:
-    from xla_fsdp.fsdp.engine.param import Member
+    from xla_fsdp.fsdp.engine.param import OriginalParam
 
 
 def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:
@@ -27,7 +27,7 @@ def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:
     return whole if placement is None else placement.slice_of(whole, own_place(placement))
 
 
-def own_parts(whole: Sequence[Tensor], members: Sequence[Member]) -> list[Tensor]:
+def own_parts(whole: Sequence[Tensor], members: Sequence[OriginalParam]) -> list[Tensor]:
     """The same for several members."""
     return [own_part(t, member.placement) for t, member in zip(whole, members, strict=True)]
 
@@ -36,20 +36,20 @@ def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
     """The whole tensor of the local parts, on the device."""
     if placement is None or placement.dim is None:
         return local
-    return MeshAxis(placement.mesh).all_gather(local, placement.dim)
+    return AxisComm(placement.mesh).all_gather(local, placement.dim)
 
 
-def all_joined(local: Sequence[Tensor], members: Iterable[Member]) -> list[Tensor]:
+def all_joined(local: Sequence[Tensor], members: Iterable[OriginalParam]) -> list[Tensor]:
     """The same for several members."""
     return [joined(t, member.placement) for t, member in zip(local, members, strict=True)]
 
 
 def own_place(placement: TensorPlacement) -> int:
     """This rank's place on the axis."""
-    return placement.mesh.place(xla_ops.rank())
+    return placement.mesh.place(ops.rank())
 
 
-def is_first(members: Iterable[Member]) -> bool:
+def is_first(members: Iterable[OriginalParam]) -> bool:
     """Whether this rank is the first of those that share each of the members."""
     placements = (member.placement for member in members)
     return all(each is None or own_place(each) == 0 for each in placements)

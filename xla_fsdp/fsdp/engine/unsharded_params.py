@@ -31,35 +31,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.backward_pass import BackwardPass, current_pass
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.registry import remember_shown
 
 if TYPE_CHECKING:
-    from xla_fsdp.fsdp.engine.state import Unit
+    from xla_fsdp.fsdp.engine.state import FSDPState
 
 
-class UnitRef:
+class StateRef:
     """A unit that another one names. Copied and pickled, it names the unit's copy.
 
     Args:
         unit: to name; None for one that is gone.
     """
 
-    def __init__(self, unit: Unit | None) -> None:
+    def __init__(self, unit: FSDPState | None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
-    def __call__(self) -> Unit | None:
+    def __call__(self) -> FSDPState | None:
         """The unit, unless it is gone."""
         return None if self._unit is None else self._unit()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnitRef, (self(),)
+        return StateRef, (self(),)
 
 
 def prefetch(
-    units: Sequence[UnitRef], before: Sequence[Tensor], *, in_backward: bool = False
+    units: Sequence[StateRef], before: Sequence[Tensor], *, in_backward: bool = False
 ) -> None:
     """Gather the parameters of ``units`` once ``before`` are computed.
 
@@ -101,8 +101,8 @@ class UnitSettings:
     unshard_in_backward: bool = True
     sync_gradients: bool = True
     is_last_backward: bool = True
-    forward_prefetch: list[UnitRef] = field(default_factory=list)
-    backward_prefetch: list[UnitRef] = field(default_factory=list)
+    forward_prefetch: list[StateRef] = field(default_factory=list)
+    backward_prefetch: list[StateRef] = field(default_factory=list)
     is_root: bool = True
 
     @property
@@ -123,7 +123,7 @@ class UnitSettings:
         return self.reshards_after_forward and not self.keeps_larger
 
 
-class UnitState(Enum):
+class ShardedState(Enum):
     """What the attributes of a unit's modules hold."""
 
     SHARDED = auto()
@@ -156,8 +156,8 @@ class FullParams:
         versions: of the shards that ``full`` was gathered from.
     """
 
-    def __init__(self, group: ParamGroup, settings: UnitSettings) -> None:
-        self.state = UnitState.SHARDED
+    def __init__(self, group: FSDPParamGroup, settings: UnitSettings) -> None:
+        self.state = ShardedState.SHARDED
         self.full: list[Tensor] = []
         self.versions: list[int] = []
         self._group = group
@@ -169,13 +169,13 @@ class FullParams:
     def show(
         self,
         full: list[Tensor],
-        state: UnitState,
+        state: ShardedState,
         *,
         idle: bool = False,
         versions: list[int] | None = None,
     ) -> None:
         """Point the modules at ``full``, gathered from shards of ``versions`` (default: now)."""
-        if self.state is not UnitState.SHARDED:
+        if self.state is not ShardedState.SHARDED:
             self.hide()
         for param in self._group.params:  # all, before any is changed
             param.check_owners()
@@ -183,7 +183,7 @@ class FullParams:
         for param in self._group.params:
             param.unshard(full[at : at + len(param.members)], idle=idle)
             at += len(param.members)
-        if state is UnitState.UNSHARDED:
+        if state is ShardedState.UNSHARDED:
             remember_shown(full)
         self.full, self.state = full, state
         self.versions = self._group.versions if versions is None else versions
@@ -192,12 +192,12 @@ class FullParams:
         """Point the modules at shards."""
         for param in self._group.params:
             param.reshard()
-        self.full, self.state = [], UnitState.SHARDED
+        self.full, self.state = [], ShardedState.SHARDED
 
     def reshard(self) -> None:
         """Undo what the user's ``unshard`` did."""
         self.drop_ahead()
-        if self.state is UnitState.UNSHARDED:
+        if self.state is ShardedState.UNSHARDED:
             self.hide()
 
     @contextlib.contextmanager
@@ -208,13 +208,13 @@ class FullParams:
             RuntimeError: if they hold other full parameters at the time.
         """
         self.reshard()
-        if self.state is not UnitState.SHARDED:
+        if self.state is not ShardedState.SHARDED:
             raise RuntimeError(
                 f"full parameters cannot be summoned while a unit is in state {self.state.name}; "
                 f"do it outside of forward, backward and other summon_full_params blocks"
             )
         with contextlib.ExitStack() as stack:
-            self.show(list(full), UnitState.SUMMONED)
+            self.show(list(full), ShardedState.SUMMONED)
             stack.callback(self.hide)
             for param in self._group.params:
                 stack.enter_context(param.without_shard())
@@ -243,7 +243,7 @@ class FullParams:
             return self.take_ahead
         if kept:
             own = [tensor.clone() for tensor in kept]
-            return partial(self._group.gather.full_of_larger, xla_ops.after_(before, own))
+            return partial(self._group.gather.full_of_larger, ops.after_(before, own))
         return partial(self._group.gather.full, self._group.gather.after(before, again=True))
 
     def copies(self) -> list[Tensor]:
@@ -252,7 +252,7 @@ class FullParams:
 
     def gather_ahead(self, before: Sequence[Tensor] = ()) -> None:
         """Gather now, once ``before`` are computed, for the next forward or backward to use."""
-        if self.state is not UnitState.SHARDED or self.has_ahead() or not self._group.params:
+        if self.state is not ShardedState.SHARDED or self.has_ahead() or not self._group.params:
             return
         kept: list[Tensor] = []
         with torch.no_grad():
@@ -277,7 +277,7 @@ class FullParams:
     @property
     def _shows_current(self) -> bool:
         """Whether the modules hold full parameters, at the user's request, of today's shards."""
-        return self.state is UnitState.UNSHARDED and self.versions == self._group.versions
+        return self.state is ShardedState.UNSHARDED and self.versions == self._group.versions
 
     def _gather(self, before: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
         gather = self._group.gather

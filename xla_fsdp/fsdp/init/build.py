@@ -19,15 +19,15 @@ from xla_fsdp.distributed.broadcast import broadcast_
 from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.runners import runner_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.module_state import Attachment, Runner, is_unit
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.module_state import ForwardOverride, ModuleState, is_unit
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
-from xla_fsdp.fsdp.engine.state import Unit
-from xla_fsdp.fsdp.init.managed import Scope
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.init.shard_params import move_buffers, shard_own_parameters
 from xla_fsdp.wrap import Ignored, has_forward, wrap_children
@@ -37,15 +37,15 @@ from xla_fsdp.wrap import Ignored, has_forward, wrap_children
 class BuiltUnit:
     """A new unit, the original dtypes of the buffers it cast, and what runs it otherwise."""
 
-    unit: Unit
+    unit: FSDPState
     communication: Communication
     cast_buffers: dict[str, torch.dtype]
-    runner: Runner | None
+    runner: ForwardOverride | None
 
-    def attachment(self, part: int = 0) -> Attachment:
+    def attachment(self, part: int = 0) -> ModuleState:
         """For the host of one of the unit's modules; the first one's names the buffers."""
         cast = {} if part else self.cast_buffers
-        return Attachment(self.unit, self.communication, part, cast, runner=self.runner)
+        return ModuleState(self.unit, self.communication, part, cast, runner=self.runner)
 
 
 Placement = Callable[[nn.Parameter], int]
@@ -133,10 +133,10 @@ def build_unit(
     Raises:
         ValueError: if the unit cannot be made.
     """
-    scope = Scope(parts, ignored)
+    scope = ManagedModules(parts, ignored)
     _refuse_cuda_layers(scope)
     origins = {} if stays_on_meta else materialize(scope, param_init_fn)
-    device = xla_ops.device()
+    device = ops.device()
     communication = communication_for(config, collectives)
     if collectives is None:
         _refuse_other_parts(scope, config)
@@ -153,17 +153,17 @@ def build_unit(
     )
     cast_buffers = move_buffers(scope, config, device)
     guards.install()
-    group = ParamGroup(params, communication.shards, config, communication.replicas, smaller)
-    unit = Unit(group, config, device, len(parts))
+    group = FSDPParamGroup(params, communication.shards, config, communication.replicas, smaller)
+    unit = FSDPState(group, config, device, len(parts))
     runner = runner_for(unit, parts[0]) if len(parts) == 1 else None
     return BuiltUnit(unit, communication, cast_buffers, runner)
 
 
-def _refuse_other_parts(scope: Scope, config: FSDPConfig) -> None:
+def _refuse_other_parts(scope: ManagedModules, config: FSDPConfig) -> None:
     """Ranks that hold other parts of a tensor-parallel parameter cannot share it."""
-    ranks = range(xla_ops.world_size())
+    ranks = range(ops.world_size())
     groups = config.sharding_groups or (config.mesh.groups() if config.mesh else [list(ranks)])
-    [own] = [group for group in groups if xla_ops.rank() in group]
+    [own] = [group for group in groups if ops.rank() in group]
     for _, name, owner, attribute, _ in scope.parameters():
         placement = placement_in(owner, attribute)
         if placement is not None and not placement.is_same_on(own):
@@ -174,7 +174,7 @@ def _refuse_other_parts(scope: Scope, config: FSDPConfig) -> None:
             )
 
 
-def _values(scope: Scope) -> list[Tensor]:
+def _values(scope: ManagedModules) -> list[Tensor]:
     """Parameters and buffers, each once."""
     params = [param for _, _, _, _, param in scope.parameters()]
     buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
@@ -182,7 +182,7 @@ def _values(scope: Scope) -> list[Tensor]:
     return [each for each in found.values() if not (is_sharded(each) or each.is_meta)]
 
 
-def _dims(scope: Scope, placement: Placement | None) -> dict[int, int]:
+def _dims(scope: ManagedModules, placement: Placement | None) -> dict[int, int]:
     """By the id of a parameter, the dim that the user wants it cut along."""
     if placement is None:
         return {}
@@ -200,7 +200,7 @@ def _smaller_groups(reshard: bool | int, collectives: Collectives) -> SmallerGro
     return collectives.split(reshard)
 
 
-def _refuse_cuda_layers(scope: Scope) -> None:
+def _refuse_cuda_layers(scope: ManagedModules) -> None:
     for name, layer in scope.modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise ValueError(
@@ -215,4 +215,4 @@ def finish_unit(config: FSDPConfig) -> None:
     device are freed."""
     if config.execute_sharding_on_init:
         gc.collect()  # full parameters in reference cycles would survive the sync
-        xla_ops.sync()
+        ops.sync()

@@ -15,7 +15,7 @@ from xla_fsdp.fsdp.engine.module_state import is_unit
 from xla_fsdp.wrap import Ignored
 
 
-class Scope:
+class ManagedModules:
     """A module and what is below it, except for units and ignored modules.
 
     Args:

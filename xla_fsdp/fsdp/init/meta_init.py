@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
 from xla_fsdp.fsdp.engine.registry import known_shard, known_whole, remember_whole
 from xla_fsdp.fsdp.engine.tp_params import own_part
-from xla_fsdp.fsdp.init.managed import Scope
+from xla_fsdp.fsdp.init.managed import ManagedModules
 
 
 def materialize(
-    scope: Scope, param_init_fn: Callable[[nn.Module], None] | None
+    scope: ManagedModules, param_init_fn: Callable[[nn.Module], None] | None
 ) -> dict[int, Tensor]:
     """Allocate in host memory what modules in ``scope`` hold on the meta device, and initialize it.
 
@@ -51,7 +51,7 @@ def materialize(
 class _Made:
     """What replaces meta tensors."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: ManagedModules) -> None:
         self._ignored = scope.ignored
         self._new: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
         self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []

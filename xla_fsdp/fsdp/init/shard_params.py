@@ -29,10 +29,10 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla.cpu_rank_patches import tell_peers
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import Member, Owner, ShardedParam
+from xla_fsdp.fsdp.engine.param import FSDPParam, ModuleAttr, OriginalParam
 from xla_fsdp.fsdp.engine.registry import known_shard, remember
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded, make_shard
-from xla_fsdp.fsdp.init.managed import Scope
+from xla_fsdp.fsdp.init.managed import ManagedModules
 
 
 def statistics_dtype(module: nn.Module, config: FSDPConfig) -> torch.dtype | None:
@@ -64,14 +64,14 @@ CHECKED_VALUES = 4096
 
 
 def shard_own_parameters(
-    scope: Scope,
+    scope: ManagedModules,
     config: FSDPConfig,
     *,
     communication: Communication,
     device: torch.device,
     origins: Mapping[int, Tensor],
     dims: Mapping[int, int],
-) -> list[ShardedParam]:
+) -> list[FSDPParam]:
     """Replace the parameters in ``scope`` by this rank's shards.
 
     Args:
@@ -102,7 +102,9 @@ def shard_own_parameters(
     return made + adopted
 
 
-def move_buffers(scope: Scope, config: FSDPConfig, device: torch.device) -> dict[str, torch.dtype]:
+def move_buffers(
+    scope: ManagedModules, config: FSDPConfig, device: torch.device
+) -> dict[str, torch.dtype]:
     """Move the buffers in ``scope`` to ``device``; cast floating-point ones to the buffer dtype, or
     that of the layer's statistics.
 
@@ -148,7 +150,7 @@ class _Sharder:
         self._origins = origins
         self._dims = dims
 
-    def shard(self, key: str, parts: Sequence[tuple[Tensor, Member]]) -> ShardedParam:
+    def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """One shard for the joined ``parts``."""
         tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
         dim = self._dims.get(id(tensors[0]), 0)
@@ -157,13 +159,13 @@ class _Sharder:
         shard = make_shard(tensors, layout, self._rank, self._device, row_shape, dim)
         home = self._home if self._config.flatten_parameters else None
         dtype = self._compute_dtype(members[0])
-        param = ShardedParam(key, members, shard, layout, dtype, home, dim=dim)
+        param = FSDPParam(key, members, shard, layout, dtype, home, dim=dim)
         remember(param, [*tensors, shard, *self._meta_origins(tensors)])
         return param
 
-    def adopt(self, theirs: ShardedParam, tensor: Tensor, member: Member) -> ShardedParam:
+    def adopt(self, theirs: FSDPParam, tensor: Tensor, member: OriginalParam) -> FSDPParam:
         """Share the shard that another unit made of the same parameter."""
-        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.cut.dim))
+        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.packing.dim))
         name = member.names[0]
         if theirs.is_flat or self._config.flatten_parameters:
             raise ValueError(
@@ -171,28 +173,31 @@ class _Sharder:
                 f"a flat shard cannot share one of its members. Put both into one unit, or set "
                 f"flatten_parameters=False"
             )
-        if theirs.places.part is not None:
+        if theirs.slots.part is not None:
             raise ValueError(
                 f"{name} is tied to {theirs.members[0].names[0]} of a stacked block, and no other "
                 f"unit can hold a slice of a stack. Scan the blocks without stacked, or untie them"
             )
-        if theirs.cut.layout != layout:
+        if theirs.packing.layout != layout:
             raise ValueError(
-                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which is "
-                f"sharded as {theirs.cut.layout}, not {layout}. Give both units the same options"
+                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which "
+                f"is sharded as {theirs.packing.layout}, not {layout}. Give both units the same "
+                f"options"
             )
         dtype = self._compute_dtype(member)
-        return ShardedParam(
-            name, [member], theirs.leaf, layout, dtype, places=theirs.places, dim=theirs.cut.dim
+        return FSDPParam(
+            name, [member], theirs.leaf, layout, dtype, places=theirs.slots, dim=theirs.packing.dim
         )
 
-    def alike(self, parts: Sequence[tuple[Tensor, Member]]) -> list[list[tuple[Tensor, Member]]]:
+    def alike(
+        self, parts: Sequence[tuple[Tensor, OriginalParam]]
+    ) -> list[list[tuple[Tensor, OriginalParam]]]:
         """Parts that can share one flat shard: same dtypes, all trainable or all frozen, all cut by
         tensor parallelism or none.
 
         Trainable ones come first.
         """
-        groups: dict[tuple[bool, str, str, bool], list[tuple[Tensor, Member]]] = {}
+        groups: dict[tuple[bool, str, str, bool], list[tuple[Tensor, OriginalParam]]] = {}
         for part in parts:
             tensor, computes_in = part[0], self._compute_dtype(part[1]) or part[0].dtype
             kind = (not tensor.requires_grad, str(tensor.dtype), str(computes_in), part[1].is_cut)
@@ -202,7 +207,9 @@ class _Sharder:
     def _meta_origins(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._origins[id(tensor)] for tensor in tensors if id(tensor) in self._origins]
 
-    def _compare_with_peers(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> None:
+    def _compare_with_peers(
+        self, tensors: Sequence[Tensor], members: Sequence[OriginalParam]
+    ) -> None:
         """CPU ranks share one random number generator, and a model that every rank seeds and builds
         for itself then differs between them."""
         if not self._all_alike:
@@ -214,7 +221,7 @@ class _Sharder:
                     f"on all ranks if they seed and build under one_rank_at_a_time())"
                 )
 
-    def _compute_dtype(self, member: Member) -> torch.dtype | None:
+    def _compute_dtype(self, member: OriginalParam) -> torch.dtype | None:
         own = statistics_dtype(member.owners[0].module, self._config)
         return own or self._config.compute_dtype
 
@@ -236,16 +243,16 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy().tobytes())
 
 
-def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
+def _members(scope: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
     """Distinct floating-point parameters with all their names and owners, in order."""
-    places: dict[int, tuple[Tensor, list[str], list[int], list[Owner]]] = {}
+    places: dict[int, tuple[Tensor, list[str], list[int], list[ModuleAttr]]] = {}
     for part, name, owner, attribute, param in scope.parameters():
         if param.is_floating_point():
             _, names, parts, owners = places.setdefault(id(param), (param, [], [], []))
             names.append(name)
             parts.append(part)
-            if Owner(owner, attribute) not in owners:
-                owners.append(Owner(owner, attribute))
+            if ModuleAttr(owner, attribute) not in owners:
+                owners.append(ModuleAttr(owner, attribute))
     return [
         (tensor, _member(tensor, names, parts, owners))
         for tensor, names, parts, owners in places.values()
@@ -253,10 +260,10 @@ def _members(scope: Scope) -> list[tuple[Tensor, Member]]:
 
 
 def _member(
-    tensor: Tensor, names: Sequence[str], parts: Sequence[int], owners: Sequence[Owner]
-) -> Member:
+    tensor: Tensor, names: Sequence[str], parts: Sequence[int], owners: Sequence[ModuleAttr]
+) -> OriginalParam:
     placement = placement_in(owners[0].module, owners[0].attribute)
-    return Member(tuple(names), _full_shape(tensor), tuple(owners), tuple(parts), placement)
+    return OriginalParam(tuple(names), _full_shape(tensor), tuple(owners), tuple(parts), placement)
 
 
 def _full_shape(tensor: Tensor) -> torch.Size:
@@ -265,7 +272,7 @@ def _full_shape(tensor: Tensor) -> torch.Size:
     return known.members[0].shape if known is not None else tensor.shape
 
 
-def _move_whole(scope: Scope, device: torch.device) -> None:
+def _move_whole(scope: ManagedModules, device: torch.device) -> None:
     moved: dict[int, nn.Parameter] = {}
     for _, name, owner, attribute, param in list(scope.parameters()):  # all, before any is replaced
         if param.is_floating_point():

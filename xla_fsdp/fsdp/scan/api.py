@@ -19,9 +19,9 @@ from torch import nn
 
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.module_state import is_unit
-from xla_fsdp.fsdp.engine.param import ShardedParam
+from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_params
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
 from xla_fsdp.fsdp.scan.identical import find_problems
 
@@ -140,7 +140,7 @@ def _warn_about_ignored(blocks: Sequence[Any]) -> None:
         )
 
 
-def find_stacking_problems(units: Sequence[Unit]) -> list[str]:
+def find_stacking_problems(units: Sequence[FSDPState]) -> list[str]:
     """Why the parameters of these blocks, which are alike, cannot be stacked; empty if they can, or
     if they are."""
     if _are_stacked(units):
@@ -163,9 +163,9 @@ def find_stacking_problems(units: Sequence[Unit]) -> list[str]:
     return problems
 
 
-def find_order_problems(units: Sequence[Unit]) -> list[str]:
+def find_order_problems(units: Sequence[FSDPState]) -> list[str]:
     """Why blocks of which some are stacked cannot run as a loop."""
-    parts = [[param.places.part for param in unit.group.params] for unit in units]
+    parts = [[param.slots.part for param in unit.group.params] for unit in units]
     stacked = [each for each in parts if any(part is not None for part in each)]
     if not stacked:
         return []
@@ -178,7 +178,7 @@ def find_order_problems(units: Sequence[Unit]) -> list[str]:
     return [] if lengths <= {len(units)} else [_other_stack(len(units), len(units))]
 
 
-def stack_blocks(units: Sequence[Unit]) -> None:
+def stack_blocks(units: Sequence[FSDPState]) -> None:
     """Stack all parameters of these blocks; ``find_stacking_problems`` has found none."""
     if _are_stacked(units):
         return
@@ -190,11 +190,11 @@ def stack_blocks(units: Sequence[Unit]) -> None:
     guards.install()  # optimizers that hold what was stacked are to be told
 
 
-def _are_stacked(units: Sequence[Unit]) -> bool:
-    return any(param.places.part is not None for param in units[0].group.params)
+def _are_stacked(units: Sequence[FSDPState]) -> bool:
+    return any(param.slots.part is not None for param in units[0].group.params)
 
 
-def _problems(param: ShardedParam, first: ShardedParam) -> Iterator[str]:
+def _problems(param: FSDPParam, first: FSDPParam) -> Iterator[str]:
     name, leaf = param.key, param.leaf
     if param.is_flat:
         yield (
@@ -206,7 +206,7 @@ def _problems(param: ShardedParam, first: ShardedParam) -> Iterator[str]:
             f"{name} is on the meta device; give the model memory and values before its blocks are "
             f"stacked"
         )
-    if param.places.users > 1:
+    if param.slots.users > 1:
         yield (
             f"{name} is tied to a parameter of another unit, which cannot hold a slice of a stack; "
             f"do without stacked, or untie them"
@@ -220,7 +220,7 @@ def _problems(param: ShardedParam, first: ShardedParam) -> Iterator[str]:
         yield f"{name} has a gradient; call zero_grad() before its blocks are stacked"
 
 
-def _trained(param: ShardedParam) -> str:
+def _trained(param: FSDPParam) -> str:
     return "is trained" if param.leaf.requires_grad else "is frozen"
 
 

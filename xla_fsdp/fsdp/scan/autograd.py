@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp.distributed.xla import loop as scan_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.loop import new_seeds, reroot_random_numbers
 from xla_fsdp.fsdp.engine.autograd import mark_constants, present
-from xla_fsdp.fsdp.engine.state import Unit, refuse_changed
+from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 from xla_fsdp.fsdp.scan.fused_optimizer import loop_steps
 from xla_fsdp.fsdp.scan.offload import Keeping
 from xla_fsdp.fsdp.scan.program import BackwardProgram, ForwardProgram, Inputs, gradients
@@ -61,7 +61,7 @@ class Job:
         backward: returns the backward loop.
     """
 
-    units: list[Unit]
+    units: list[FSDPState]
     shards: Shards
     weights: BlockWeights
     passes: Passes
@@ -146,7 +146,7 @@ def _forward(
         sent = job.shards.to_send(weights.large, job.shards.of(weights.large), first)
         of_small = job.shards.sent(weights.small, job.shards.of(weights.small))
         if unit.config.optimization_barrier_in_forward:
-            stacks = xla_ops.barrier([*sent, *of_small, *before])[: len(sent) + len(of_small)]
+            stacks = ops.barrier([*sent, *of_small, *before])[: len(sent) + len(of_small)]
             sent, of_small = stacks[: len(sent)], stacks[len(sent) :]
         small = weights.gather_small(of_small)
         inputs = Inputs(sent, small, held.own, list(others), held.shared)
@@ -188,7 +188,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     return results[0], [next(sums) if need else None for need in needs], leaves
 
 
-def _reduces_as_one(units: Sequence[Unit]) -> bool:
+def _reduces_as_one(units: Sequence[FSDPState]) -> bool:
     """Whether the gradients of all blocks are simply reduced, and divided alike."""
     divisors = {(u.group.reduction.predivide, u.group.reduction.postdivide) for u in units}
     plain = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
@@ -216,11 +216,11 @@ def _gated(job: Job, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, lis
     before = unit.backward.fence([grad])
     leaves = job.shards.of(large)
     if unit.config.optimization_barrier_in_backward:
-        grad, *rest = xla_ops.barrier([*before, *leaves])
+        grad, *rest = ops.barrier([*before, *leaves])
         leaves = rest[len(before) - 1 :]
         # What is left of the units after the blocks, such as the head's gradient or its step, is to
         # be done with: what a loop does not use lies beside all that it needs.
-        [grad] = xla_ops.once_computed(before[1:], [grad])
+        [grad] = ops.once_computed(before[1:], [grad])
     return grad, job.shards.to_send(large, leaves, before)
 
 
@@ -233,8 +233,8 @@ def _first_ahead(weights: BlockWeights, inputs: Inputs, block: int) -> list[Tens
 def _seeds(program: ForwardProgram, length: int, device: torch.device) -> Tensor | None:
     if not program.body.draws_random_numbers:
         return None
-    scan_xla_ops.reroot_random_numbers(device)
-    return scan_xla_ops.new_seeds(length, device)
+    reroot_random_numbers(device)
+    return new_seeds(length, device)
 
 
 def _reduced(job: Job, reduced: dict[int, Tensor], full: dict[int, Tensor]) -> list[Tensor | None]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.xla.loop import Like
 from xla_fsdp.fsdp.engine.autograd import on_device
 from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan import autograd as node
 from xla_fsdp.fsdp.scan.arguments import Arguments
 from xla_fsdp.fsdp.scan.identical import refuse_hooks, refuse_host_tensors
@@ -173,7 +173,7 @@ class BlockScan:
             if block is not None:
                 block._fsdp_attachment.runner = None
 
-    def run(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block's call.
 
         Raises:
@@ -205,7 +205,7 @@ class BlockScan:
         return current.returned.put_together([result])
 
     def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
-        units: list[Unit] = [block._fsdp_unit for block in blocks]
+        units: list[FSDPState] = [block._fsdp_unit for block in blocks]
         units[0].backward.abandon()
         for unit in units:
             unit.refuse_run()
@@ -257,7 +257,7 @@ class BlockScan:
             self._programs.check(number, alone, current.key)
         return current
 
-    def _run(self, current: _Pass, units: list[Unit]) -> Tensor:
+    def _run(self, current: _Pass, units: list[FSDPState]) -> Tensor:
         template, key, length = current.template, current.key, len(units)
         weights = BlockWeights(units[0].group, self._options.gather_once_below)
         numbers = range(len(template.state.tensors))
@@ -317,7 +317,7 @@ def _module(block: Any) -> nn.Module:
     return getattr(block, "_fsdp_wrapped_module", block)
 
 
-def _trained(units: Sequence[Unit]) -> tuple[bool, ...]:
+def _trained(units: Sequence[FSDPState]) -> tuple[bool, ...]:
     """Which parameters some block trains."""
     by_param = zip(*(unit.group.leaves for unit in units), strict=True)
     return tuple(any(leaf.requires_grad for leaf in leaves) for leaves in by_param)
@@ -335,7 +335,7 @@ def _key(template: Template, states: Sequence[BlockState]) -> Any:
     )
 
 
-def _placeholder(current: _Pass, number: int, length: int, unit: Unit) -> Placeholder:
+def _placeholder(current: _Pass, number: int, length: int, unit: FSDPState) -> Placeholder:
     stream = current.cast[0]
     dtype = unit.config.output_dtype or stream.dtype
     return Placeholder.after(number, length, stream, dtype)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Like, Update, trace_body
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.program import BackwardProgram
 from xla_fsdp.fsdp.scan.shards import Shards
 from xla_fsdp.fsdp.scan.weights import BlockWeights
@@ -48,7 +48,7 @@ class LoopSteps:
 
 
 def loop_steps(
-    units: Sequence[Unit], shards: Shards, weights: BlockWeights, program: BackwardProgram
+    units: Sequence[FSDPState], shards: Shards, weights: BlockWeights, program: BackwardProgram
 ) -> LoopSteps | None:
     """How the loop steps the parameters whose gradients it reduces; None if it does not.
 
@@ -112,6 +112,6 @@ def _each_at_once(slices: Sequence[Tensor], counts: Sequence[int]) -> list[Tenso
     copy a stack that it writes, and computes another's slice from, in every round."""
     rest, found = list(slices), []
     for count in counts:
-        found += xla_ops.barrier(rest[:count])
+        found += ops.barrier(rest[:count])
         rest = rest[count:]
     return found

@@ -15,7 +15,7 @@ import torch
 from xla_fsdp.distributed.xla.loop import Body
 from xla_fsdp.fsdp.engine.autograd import on_device
 from xla_fsdp.fsdp.engine.module_state import named_hosts
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.state import BlockState
 
 ADVICE = "Only identical blocks can run as one loop; scan these apart, or not at all"
@@ -67,14 +67,14 @@ def _difference(first: Any, other: Any) -> str | None:
 
 
 def _described(block: Any) -> list[tuple[str, Any]]:
-    unit: Unit = block._fsdp_unit
+    unit: FSDPState = block._fsdp_unit
     module = getattr(block, "_fsdp_wrapped_module", block)
     described: list[tuple[str, Any]] = [("it is of class", type(module).__name__)]
     for param in unit.group.params:
         members = [(member.names, list(member.shape)) for member in param.members]
         described.append(("its parameter is", _parameter(members)))
         described.append((f"{param.key} is of dtype", param.leaf.dtype))
-        described.append((f"{param.key} is cut as", (param.cut.layout, param.cut.dim)))
+        described.append((f"{param.key} is cut as", (param.packing.layout, param.packing.dim)))
     described.append(("its options are", unit.config))
     described.append(("its ranks are", unit.group.collectives.key))
     state = BlockState.of(block)

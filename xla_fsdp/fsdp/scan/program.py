@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, Like, Loop, identity, trace_body
 from xla_fsdp.fsdp.scan.offload import Keeping
 from xla_fsdp.fsdp.scan.remat_policy import Policy, Replay
@@ -273,7 +273,7 @@ def _gathered(
     own_now = weights.gather_in_round(now, [sent[at] for at in now])
     to_follow = [sent[at] for at in weights.ahead]
     if follows_last:
-        to_follow = xla_ops.after_(own_now[-1:], [each.clone() for each in to_follow])
+        to_follow = ops.after_(own_now[-1:], [each.clone() for each in to_follow])
     following = weights.gather_in_round(weights.ahead, to_follow)
     found: dict[int, Tensor] = {}
     for params, tensors in (

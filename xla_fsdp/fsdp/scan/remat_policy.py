@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.xla import loop as scan_xla_ops
+from xla_fsdp.distributed.xla.loop import depends_on, identity
 
 Run = Callable[[], Tensor]
 
@@ -68,7 +68,7 @@ class KeepAll:
         kept: list[Tensor] = []
         places: dict[int, int] = {}
         for number, tensor in enumerate(saved):
-            if not scan_xla_ops.depends_on(tensor, stream):
+            if not depends_on(tensor, stream):
                 continue
             same = (at for at, each in enumerate(kept) if _same(each, tensor))
             places[number] = next(same, len(kept))
@@ -148,12 +148,12 @@ class _FromNamed:
             if name not in self._names:
                 return value
             mine = next(values)
-            known[scan_xla_ops.identity(value)] = mine
+            known[identity(value)] = mine
             return _Replaced.apply(value, mine)
 
         def unpack(saved: Tensor) -> Tensor:
             # What made the named value may have saved it, too, as tanh does.
-            return known.get(scan_xla_ops.identity(saved), saved)
+            return known.get(identity(saved), saved)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), unpack)
         with _named_values(module, self._names, replace), hooks:
@@ -240,11 +240,7 @@ def _is(name: str, key: str) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and scan_xla_ops.identity(a) == scan_xla_ops.identity(b)
-    )
+    return a.shape == b.shape and a.dtype == b.dtype and identity(a) == identity(b)
 
 
 def _never(_: Any) -> Tensor:

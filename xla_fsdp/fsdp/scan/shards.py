@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops as xla_ops
-from xla_fsdp.fsdp.engine.param import ShardedParam
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 
 class Shards(Protocol):
@@ -67,16 +67,16 @@ class Shards(Protocol):
         ...
 
 
-def shards_of(groups: Sequence[ParamGroup]) -> Shards:
+def shards_of(groups: Sequence[FSDPParamGroup]) -> Shards:
     """Those of blocks with these groups."""
-    stacked = [param for param in groups[0].params if param.places.part is not None]
+    stacked = [param for param in groups[0].params if param.slots.part is not None]
     return StackedShards(groups) if stacked else SingleShards(groups)
 
 
 class SingleShards:
     """Every block has its own."""
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups = groups
 
     @property
@@ -112,7 +112,7 @@ class SingleShards:
                 torch.cat([_as_stored(param, each) for each in own])
                 for param, own in zip(params, by_param, strict=True)
             ]
-            stacks = xla_ops.barrier(xla_ops.once_computed(after, joined))
+            stacks = ops.barrier(ops.once_computed(after, joined))
             pairs = zip(stacks, by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
 
@@ -146,7 +146,7 @@ class SingleShards:
 class StackedShards:
     """All blocks share stacks, one for each parameter."""
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._group = groups[0]
 
     @property
@@ -170,7 +170,7 @@ class StackedShards:
         """See ``Shards``."""
         params = [self._group.params[at] for at in numbers]
         with torch.no_grad():
-            return xla_ops.once_computed(after, self._group.gather.sent_of_all(params, leaves))
+            return ops.once_computed(after, self._group.gather.sent_of_all(params, leaves))
 
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
@@ -190,7 +190,9 @@ class StackedShards:
     def is_sent_as_stored(self, number: int) -> bool:
         """See ``Shards``."""
         param = self._group.params[number]
-        return not param.cut.dim and tuple(param.leaf.shape[1:]) == tuple(param.cut.sent_shape)
+        return not param.packing.dim and tuple(param.leaf.shape[1:]) == tuple(
+            param.packing.sent_shape
+        )
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""
@@ -225,13 +227,13 @@ def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([torch.zeros_like(example) if grad is None else grad for grad in grads])
 
 
-def _unstacked(param: ShardedParam, stack: Tensor) -> list[Tensor]:
+def _unstacked(param: FSDPParam, stack: Tensor) -> list[Tensor]:
     """The slices of a stack of what is cut like shards of ``param``."""
     joined = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
     return list(_as_stored(param, joined).chunk(len(stack)))
 
 
-def _as_stored(param: ShardedParam, sent: Tensor) -> Tensor:
+def _as_stored(param: FSDPParam, sent: Tensor) -> Tensor:
     """Flat, if shard parameters are; else in rows. To lay rows out is an operation of its own on
     the TPU; joined, and behind a barrier, all blocks are laid out in one."""
-    return sent if param.by_rows else xla_ops.shaped(sent, (sent.numel(),))
+    return sent if param.by_rows else ops.shaped(sent, (sent.numel(),))

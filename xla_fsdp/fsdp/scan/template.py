@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, Like, trace_body
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.arguments import Arguments
 from xla_fsdp.fsdp.scan.guard import TraceGuard
 from xla_fsdp.fsdp.scan.state import BlockState
@@ -36,7 +36,7 @@ class Template:
         trained: which of its parameters need gradients, in some block.
     """
 
-    unit: Unit
+    unit: FSDPState
     module: nn.Module
     forward: Callable[..., Any]
     state: BlockState

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import offsets
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import cast_here
-from xla_fsdp.fsdp.engine.param import ShardedParam
-from xla_fsdp.fsdp.engine.param_group import ParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 
 class BlockWeights:
@@ -31,9 +31,9 @@ class BlockWeights:
         gather_once_below: elements below which a parameter is small.
     """
 
-    def __init__(self, group: ParamGroup, gather_once_below: int) -> None:
+    def __init__(self, group: FSDPParamGroup, gather_once_below: int) -> None:
         self.group = group
-        numels = [param.cut.layout.numel for param in group.params]
+        numels = [param.packing.layout.numel for param in group.params]
         self.small = [at for at, numel in enumerate(numels) if numel < gather_once_below]
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
         # Registered first is used first, in most modules: nothing hides its gather in a round.
@@ -108,12 +108,12 @@ class BlockWeights:
         """The stacks ``sums``, by parameter, added over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
         added = self.group.reduction.sum_replicas_of(flat)
-        return {at: xla_ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
+        return {at: ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
 
-    def _params(self, numbers: Sequence[int]) -> list[ShardedParam]:
+    def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]
 
-    def _joined(self, param: ShardedParam, grads: Sequence[Tensor | None]) -> Tensor:
+    def _joined(self, param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
         """[length, padded size], from the members' gradients."""
         example = next(grad for grad in grads if grad is not None)
         length = len(example)
@@ -121,9 +121,11 @@ class BlockWeights:
             example.new_zeros(length, *member.shape) if grad is None else grad
             for member, grad in zip(param.members, grads, strict=True)
         ]
-        rows = [each.movedim(1 + param.cut.dim, 1) if param.cut.dim else each for each in full]
+        rows = [
+            each.movedim(1 + param.packing.dim, 1) if param.packing.dim else each for each in full
+        ]
         flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
-        return F.pad(flat, (0, param.cut.layout.padded_numel - param.cut.layout.numel))
+        return F.pad(flat, (0, param.packing.layout.padded_numel - param.packing.layout.numel))
 
 
 def _swapped(stack: Tensor, first: int, second: int) -> Tensor:
@@ -131,17 +133,19 @@ def _swapped(stack: Tensor, first: int, second: int) -> Tensor:
     return stack.reshape(first, second, -1).transpose(0, 1).reshape(second, -1)
 
 
-def _unjoined(param: ShardedParam, joined: Tensor) -> list[Tensor]:
+def _unjoined(param: FSDPParam, joined: Tensor) -> list[Tensor]:
     """The members, [length, *shape], out of [length, padded size]."""
     length = len(joined)
     numels = [member.shape.numel() for member in param.members]
     pieces = [
-        xla_ops.cut(joined, 1, start, numel)
+        ops.cut(joined, 1, start, numel)
         for numel, start in zip(numels, offsets(numels), strict=True)
     ]
-    if param.cut.dim:
+    if param.packing.dim:
         [piece] = pieces
-        return [piece.reshape(length, -1, *param.cut.row_shape).movedim(1, 1 + param.cut.dim)]
+        return [
+            piece.reshape(length, -1, *param.packing.row_shape).movedim(1, 1 + param.packing.dim)
+        ]
     return [
         piece.reshape(length, *member.shape)
         for piece, member in zip(pieces, param.members, strict=True)

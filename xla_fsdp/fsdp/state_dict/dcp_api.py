@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.broadcast import broadcast_
 from xla_fsdp.distributed.groups import all_ranks
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import exchange
 from xla_fsdp.fsdp.state_dict.model import (
     full_state_dict,
     load_full_state_dict,
@@ -150,7 +150,7 @@ def set_state_dict(
 
 
 def _with_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device=xla_ops.device()) if tensor.is_meta else tensor
+    return torch.empty_like(tensor, device=ops.device()) if tensor.is_meta else tensor
 
 
 def _options(given: Any) -> StateDictOptions:
@@ -188,7 +188,7 @@ def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
             full = torch.zeros(value.shape, dtype=value.dtype)
             if everyone.rank == 0:
                 full.copy_(state[name])
-            broadcast_([full], everyone, xla_ops.device())
+            broadcast_([full], everyone, ops.device())
             result[name] = full
         else:
             result[name] = value
@@ -205,6 +205,6 @@ def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
     import io
 
     buffer = io.BytesIO()
-    if xla_ops.rank() == 0:
+    if ops.rank() == 0:
         torch.save(dict(state), buffer)
-    return torch.load(io.BytesIO(host_xla_ops.exchange(buffer.getvalue())[0]), weights_only=True)
+    return torch.load(io.BytesIO(exchange(buffer.getvalue())[0]), weights_only=True)

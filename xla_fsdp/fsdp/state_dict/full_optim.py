@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
@@ -216,7 +216,7 @@ def _gathered(
         whole = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
         whole = all_joined(whole, [member for s, _ in cut for member in s.param.members])
         # Ranks that are not shown the result run the same program as those that are.
-        xla_ops.compute(whole)
+        ops.compute(whole)
         members = [name for shard, _ in cut for name in names.of(shard.key)]
         for name, tensor in zip(members, whole, strict=True):
             yield name, entry_name, tensor

@@ -14,9 +14,9 @@ import torch
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import Member
+from xla_fsdp.fsdp.engine.param import OriginalParam
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) ->
         )
     joint = Mesh((*tensor.axes, mesh.axes[-1]), mesh.layout)
     groups = joint.groups()
-    rank = joint.place(xla_ops.rank())
+    rank = joint.place(ops.rank())
     return SharingRanks(rank, joint.size(), groups if len(groups) > 1 else None, tensor.size())
 
 
@@ -91,7 +91,7 @@ def describe(
     records: dict[int, ParamRecord] = {}  # by the id of its places: a tied one is recorded once
     ties: dict[str, str] = {}
     for shard in shards:
-        record = records.setdefault(id(shard.param.places), _record(shard))
+        record = records.setdefault(id(shard.param.slots), _record(shard))
         ties.update(_ties(shard, record))
     buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
     return ShardMetadata(
@@ -131,7 +131,7 @@ def _sharing(by: Communication) -> str:
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
-    others = [f"{s.key} (along dim {s.param.cut.dim})" for s in shards if s.param.cut.dim]
+    others = [f"{s.key} (along dim {s.param.packing.dim})" for s in shards if s.param.packing.dim]
     if others:
         raise ValueError(
             f"files of shards hold slices along dim 0, but shard_placement_fn has others cut: "
@@ -144,7 +144,7 @@ def _record(shard: NamedShard) -> ParamRecord:
     return ParamRecord(
         key=shard.key,
         dtype=_dtype_name(param.leaf.dtype),
-        multiple=param.cut.layout.multiple,
+        multiple=param.packing.layout.multiple,
         members=tuple(
             MemberRecord(name, tuple(member.whole_shape), _tensor_dim(member))
             for name, member in zip(shard.names, param.members, strict=True)
@@ -153,7 +153,7 @@ def _record(shard: NamedShard) -> ParamRecord:
     )
 
 
-def _tensor_dim(member: Member) -> int | None:
+def _tensor_dim(member: OriginalParam) -> int | None:
     return None if member.placement is None else member.placement.dim
 
 

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.distributed.xla import host as host_xla_ops
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.load_hooks import Form, marked
 from xla_fsdp.fsdp.engine.module_state import named_hosts, named_shards, reshard_units, units_in
 from xla_fsdp.fsdp.engine.named_params import NamedShard
@@ -112,10 +112,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     reshard_units(model)  # full parameters left in modules are of before the optimizer's step
     units = units_in(model)
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
-    host_xla_ops.settle()  # buffers are read on ranks that are shown something only
+    settle()  # buffers are read on ranks that are shown something only
     outside = cut_outside_units(model)
     whole = {name: joined(param.detach(), placement) for name, param, placement in outside}
-    xla_ops.compute(list(whole.values()))
+    ops.compute(list(whole.values()))
     with summoned(units, options):
         if not is_shown(units, options):
             return OrderedDict()
@@ -170,7 +170,7 @@ def optim_state_dict(
     """
     _refuse_cut_outside(model, optimizer)
     state = read_optimizer(optimizer, _params(model))
-    host_xla_ops.settle()  # whole entries are read on ranks that are shown something only
+    settle()  # whole entries are read on ranks that are shown something only
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
 
@@ -245,7 +245,7 @@ def _shards(model: nn.Module) -> list[NamedShard]:
     """Every shard once, under its first key."""
     shards: dict[int, NamedShard] = {}
     for shard in named_shards(model):
-        shards.setdefault(id(shard.param.places), shard)
+        shards.setdefault(id(shard.param.slots), shard)
     return list(shards.values())
 
 
@@ -255,10 +255,10 @@ def _names(model: nn.Module) -> ShardNames:
     aliases: dict[int, list[str]] = defaultdict(list)
     for shard in named_shards(model):
         if not shard.param.is_flat:
-            aliases[id(shard.param.places)] += shard.names_of(shard.param.members[0])
+            aliases[id(shard.param.slots)] += shard.names_of(shard.param.members[0])
 
     def canonical_name(shard: NamedShard) -> str:
-        is_slice = shard.param.places.part is not None
+        is_slice = shard.param.slots.part is not None
         return shard.names[0] if is_slice else first[id(shard.param.leaf)]
 
     shards = _shards(model)
@@ -267,9 +267,7 @@ def _names(model: nn.Module) -> ShardNames:
         for shard in shards
     }
     canonical = {
-        alias: canonical_name(shard)
-        for shard in shards
-        for alias in aliases[id(shard.param.places)]
+        alias: canonical_name(shard) for shard in shards for alias in aliases[id(shard.param.slots)]
     }
     return ShardNames({shard.key: shard for shard in shards}, members, canonical)
 

@@ -186,9 +186,9 @@ class Holding:
 
 def _place_of(param: Tensor) -> tuple[Tensor, StackPart | None]:
     known = known_shard(param)
-    if known is None or known.places.part is None or is_stack(param):
+    if known is None or known.slots.part is None or is_stack(param):
         return param, None
-    return known.leaf, known.places.part
+    return known.leaf, known.slots.part
 
 
 def part_of_entries(entries: dict[str, Entry], number: int | None) -> dict[str, Entry]:

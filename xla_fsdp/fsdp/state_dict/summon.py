@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.xla import ops as xla_ops
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.param import ShardedParam
-from xla_fsdp.fsdp.engine.state import Unit
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.tp_params import all_joined
 
 
@@ -42,7 +42,7 @@ class SummonOptions:
 
 
 @contextlib.contextmanager
-def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
+def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[None]:
     """The modules of ``units`` hold full parameters inside the block.
 
     Raises:
@@ -62,13 +62,13 @@ def summoned(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
                 _write_back(unit, tensors, with_grads=options.with_grads)
 
 
-def is_shown(units: Sequence[Unit], options: SummonOptions) -> bool:
+def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
     """Whether this rank gets to see what is gathered."""
     return not options.rank0_only or all(unit.group.is_first for unit in units)
 
 
 @torch.no_grad()
-def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Parameter]]:
+def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
     """Full parameters of each unit; none on a rank that takes part without being shown them."""
     shared: dict[tuple[int, int], nn.Parameter] = {}
     result = []
@@ -80,7 +80,7 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
         # One unit at a time, and the same program on every rank: what a rank does with the result
         # (copies it, cuts its own slice out, nothing) is its own affair from here on.
-        xla_ops.compute([*values, *present(grads)])
+        ops.compute([*values, *present(grads)])
         if not is_shown(units, options):
             continue
         own = []
@@ -94,7 +94,7 @@ def _gather(units: Sequence[Unit], options: SummonOptions) -> list[list[nn.Param
     return result
 
 
-def _gathered_grads(unit: Unit) -> list[Tensor | None]:
+def _gathered_grads(unit: FSDPState) -> list[Tensor | None]:
     params = unit.group.params
     grads = [param.grad for param in params]
     zeros = [
@@ -112,18 +112,18 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
     return leaf
 
 
-def _keys(params: Sequence[ShardedParam]) -> list[tuple[int, int]]:
+def _keys(params: Sequence[FSDPParam]) -> list[tuple[int, int]]:
     """One key for each member; equal for members of one shard in several units."""
-    return [(id(param.places), index) for param in params for index in range(len(param.members))]
+    return [(id(param.slots), index) for param in params for index in range(len(param.members))]
 
 
-def _leaves(params: Sequence[ShardedParam]) -> list[nn.Parameter]:
+def _leaves(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
     """What the optimizer sees of each member."""
     return [param.leaf for param in params for _ in param.members]
 
 
 @torch.no_grad()
-def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
+def _write_back(unit: FSDPState, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
     rank, at = unit.group.collectives.rank, 0
     for param in unit.group.params:
         members = full[at : at + len(param.members)]
@@ -135,7 +135,7 @@ def _write_back(unit: Unit, full: Sequence[nn.Parameter], *, with_grads: bool) -
             param.grad = _grad_slice(param, grads, rank)
 
 
-def _refuse_replaced(param: ShardedParam, full: Sequence[nn.Parameter]) -> None:
+def _refuse_replaced(param: FSDPParam, full: Sequence[nn.Parameter]) -> None:
     for member, leaf in zip(param.members, full, strict=True):
         for owner in member.owners:
             if owner.module._parameters.get(owner.attribute) is not leaf:
@@ -146,7 +146,7 @@ def _refuse_replaced(param: ShardedParam, full: Sequence[nn.Parameter]) -> None:
                 )
 
 
-def _grad_slice(param: ShardedParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:
+def _grad_slice(param: FSDPParam, grads: Sequence[Tensor | None], rank: int) -> Tensor | None:
     present = [grad for grad in grads if grad is not None]
     if not present:
         return None

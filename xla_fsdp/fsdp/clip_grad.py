@@ -102,7 +102,7 @@ def clip_grad_norm_(
                 "are gone by now. Do without, or step after backward (remove() of what "
                 "step_in_backward returned)"
             )
-        if group is not None and group.has_kept:
+        if group is not None and group.has_unreduced:
             raise RuntimeError(
                 "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "
                 "the last backward of the accumulation with gradient sync first"

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
+from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.module_base import WrapperModule
 from xla_fsdp.fsdp.state_dict.model import (
     cut_optim_state_dict,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.module_state import close_failed_passes
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.unsharded_params import StateRef
+from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -112,7 +111,7 @@ class FSDPModule(ShardedModule):
         if not async_op:
             self._fsdp_unit.unshard()
             return None
-        self._fsdp_unit.gather_ahead()
+        self._fsdp_unit.prefetch()
         return UnshardHandle(self._fsdp_unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -162,7 +161,7 @@ class FSDPModule(ShardedModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one before the gradients are used. If not, what it
         leaves to be reduced is computed before the first gather of the next backward."""
-        self._fsdp_unit.backward.is_last = is_last_backward
+        self._fsdp_unit.context.is_last = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by ``factor`` instead of their number.

@@ -178,7 +178,7 @@ class ShardedModule(FSDPModuleBase):
             else:
                 param.grad.detach_().zero_()
         for unit in self._fsdp_units():
-            unit.group.drop_kept()
+            unit.group.drop_unreduced()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -352,7 +352,7 @@ class ShardedModule(FSDPModuleBase):
                 f"gone by now. Do without, or step after backward (remove() of what "
                 f"step_in_backward returned)"
             )
-        if any(unit.group.has_kept for unit in self._fsdp_units()):
+        if any(unit.group.has_unreduced for unit in self._fsdp_units()):
             raise RuntimeError(
                 f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
                 f"the last backward of the accumulation outside no_sync() first"

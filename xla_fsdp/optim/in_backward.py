@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.backward_pass import current_pass
+from xla_fsdp.fsdp.engine.context import current_pass
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_group import SliceSteps
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -92,7 +92,7 @@ class StepInBackward:
         unit = reference()
         if unit is None or shard.grad is None:
             return
-        if not (unit.settings.is_last_backward and unit.backward.is_last):
+        if not (unit.settings.is_last_backward and unit.context.is_last):
             return
         if self._stepped.get(shard, -1) == current_pass():
             raise RuntimeError(
@@ -104,7 +104,7 @@ class StepInBackward:
         with _others_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None
-        unit.backward.wait_for(shard.detach())
+        unit.context.wait_for(shard.detach())
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def _forward(job: Job, numbers: Tensor) -> Tensor:
     with torch.no_grad():
         rows = job.way.rows(turns.shards_for_forward(job.unit, []), numbers)
         rows = torch.where((numbers >= 0)[:, None], rows, float("nan"))
-        job.unit.backward.forward_gate.hold([rows])
+        job.unit.context.forward_gate.hold([rows])
     return rows
 
 

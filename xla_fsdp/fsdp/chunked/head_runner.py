@@ -102,7 +102,7 @@ def _forward(job: Job, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
         loop = job.loops.get(key, lambda: ForwardLoop(plan, weights, sliced, constant))
         sums, gathered = loop.run(weights.gather(sliced.sent[0]), sliced, constant)
         losses, norm = plan.goal(targets).losses(sums)
-        unit.backward.forward_gate.hold([losses])
+        unit.context.forward_gate.hold([losses])
     return losses, norm, gathered, list(sliced.bias)
 
 

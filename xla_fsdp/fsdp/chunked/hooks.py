@@ -25,7 +25,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.weights import StreamedWeights
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.backward_pass import running_units
+from xla_fsdp.fsdp.engine.context import running_units
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 
@@ -89,21 +89,21 @@ def run(
     kwargs: Any,
 ) -> Any:
     """``forward(*args, **kwargs)``, the unit's module called, which computes by ``compute``."""
-    unit.backward.abandon()
+    unit.context.abandon()
     unit.refuse_run()
     unit.reshard()
     given = map_tensors(unit.cast_input, (args, kwargs))
     with regions_run_once(), computing_by(module_of(unit), compute):
         result = forward(*given[0], **given[1])
     if not running_units():
-        unit.backward.forward_gate.clear()
+        unit.context.forward_gate.clear()
     return map_tensors(unit.cast_output, result)
 
 
 def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The shards, behind what went into the unit before, or else ``inputs``."""
     shards: list[Tensor] = list(unit.group.shards)
-    before = unit.backward.forward_gate.swap(inputs)
+    before = unit.context.forward_gate.swap(inputs)
     if not unit.config.optimization_barrier_in_forward:
         return shards
     return ops.barrier([*shards, *before])[: len(shards)]
@@ -112,8 +112,8 @@ def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor
 def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tensor]:
     """What comes into backward, and what else is ``needed``, behind all that it has still to
     compute."""
-    unit.backward.watch()
-    before = unit.backward.fence([grad])
+    unit.context.watch()
+    before = unit.context.fence([grad])
     if not unit.config.optimization_barrier_in_backward:
         return [grad, *needed]
     grad, *rest = ops.barrier([*before, *needed])
@@ -123,8 +123,8 @@ def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tenso
 def end_backward(unit: FSDPState, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:
     """Let what comes next wait for these: the gradient of the input, and those of the shards."""
     held = [grad] if grad is not None else present(of_shards)
-    unit.backward.pending.extend(each.detach() for each in present(of_shards))
-    unit.backward.backward_gate.hold([each.detach() for each in held])
+    unit.context.pending.extend(each.detach() for each in present(of_shards))
+    unit.context.backward_gate.hold([each.detach() for each in held])
 
 
 def reduces(unit: FSDPState) -> bool:
@@ -136,4 +136,4 @@ def by_unit(
     unit: FSDPState, weights: StreamedWeights, whole: dict[str, Tensor]
 ) -> list[Tensor | None]:
     """Gradients of the shards, as the unit makes them of full ones, given by name."""
-    return unit.in_backward.reduce(weights.members(whole))
+    return unit.reduce_grads(weights.members(whole))

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
-from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
+from xla_fsdp.fsdp.engine.context import current_pass, running_units
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.wrap import has_forward
 
@@ -237,7 +237,7 @@ class _Region:
             Variable._execution_engine.queue_callback(partial(_forget, own))
         # Usually open already; not if backward began at a tensor that the outputs do not lead to.
         for unit in self._units:
-            unit.ensure_open()
+            unit.ensure_unsharded()
         found: list[Tensor] = []
         args, kwargs = self._inputs()
         hooks = torch.autograd.graph.saved_tensors_hooks(

@@ -23,9 +23,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.engine.stacked_params import shown
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
 
 
 class ForwardOverride(Protocol):
@@ -219,7 +219,7 @@ def refuse_dynamo() -> None:
 
 def close_failed_passes(host: FSDPModuleLike) -> None:
     """Whoever looks at parameters must see shards, also after a backward pass that raised."""
-    host._fsdp_unit.backward.abandon()
+    host._fsdp_unit.context.abandon()
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:

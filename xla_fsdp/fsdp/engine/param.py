@@ -317,7 +317,7 @@ class FSDPParam:
         rows = [self.packing.in_rows(tensor) for tensor in full]
         return self.as_shard(slice_of(rows, self.packing.layout, rank))
 
-    def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
+    def to_unsharded(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the owners at the full tensors, one per member in order.
 
         Args:
@@ -385,7 +385,7 @@ class FSDPParam:
         finally:
             self._home._parameters[self.key] = self.leaf
 
-    def reshard(self) -> None:
+    def to_sharded(self) -> None:
         """Point the owners back at the shard (of a flat shard: take the members away)."""
         self._move(ParamState.UNSHARDED, ParamState.SHARDED)
         full, self._full = self._full, []

@@ -139,7 +139,7 @@ def _forward(
 ) -> tuple[Tensor, Inputs, Tensor | None, list[Tensor], ForwardProgram]:
     unit, weights = job.units[0], job.weights
     with torch.no_grad():
-        before = unit.backward.forward_gate.swap([stream])
+        before = unit.context.forward_gate.swap([stream])
         # Before large parameters are stacked, what came before the blocks, such as the table of an
         # embedding, is to be done with.
         first = [stream] if unit.config.optimization_barrier_in_forward else []
@@ -154,14 +154,14 @@ def _forward(
         ahead = _first_ahead(weights, inputs, 0)
         seeds = _seeds(program, len(job.units), stream.device)
         results = program.loop.run([stream, *ahead, *inputs.sliced, *inputs.constant], seeds)
-        unit.backward.forward_gate.hold([results[0]])
+        unit.context.forward_gate.hold([results[0]])
     return results[0], inputs, seeds, results[1 + len(ahead) :], program
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
     job: Job = ctx.job
     unit, weights = job.units[0], job.weights
-    unit.backward.watch()
+    unit.context.watch()
     grad, sent = _gated(job, grad, ctx.versions)
     inputs, collected, seeds = _restored(ctx, sent)
     needs = ctx.needs
@@ -183,8 +183,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     sums, stacks = iter(results[at : at + len(wanted)]), results[at + len(wanted) :]
     reduced, full = gradients(program, stacks, reduced=steps is None)
     leaves = _reduced(job, reduced, full) if reduces else _handed_over(job, full)
-    unit.backward.pending.extend(grad.detach() for grad in present(leaves))
-    unit.backward.backward_gate.hold([results[0].detach()])
+    unit.context.pending.extend(grad.detach() for grad in present(leaves))
+    unit.context.backward_gate.hold([results[0].detach()])
     return results[0], [next(sums) if need else None for need in needs], leaves
 
 
@@ -213,7 +213,7 @@ def _gated(job: Job, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, lis
     """
     unit, large = job.units[0], job.weights.large
     refuse_changed(versions, job.shards.versions)
-    before = unit.backward.fence([grad])
+    before = unit.context.fence([grad])
     leaves = job.shards.of(large)
     if unit.config.optimization_barrier_in_backward:
         grad, *rest = ops.barrier([*before, *leaves])
@@ -248,7 +248,7 @@ def _handed_over(job: Job, full: dict[int, Tensor]) -> list[Tensor | None]:
     members = range(job.weights.num_members)
     return job.shards.joined(
         [
-            unit.in_backward.reduce([full[m][block] if m in full else None for m in members])
+            unit.reduce_grads([full[m][block] if m in full else None for m in members])
             for block, unit in enumerate(job.units)
         ]
     )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla.loop import Like
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
+from xla_fsdp.fsdp.engine.context import current_pass, running_units
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan import autograd as node
 from xla_fsdp.fsdp.scan.arguments import Arguments
@@ -206,7 +206,7 @@ class BlockScan:
 
     def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
-        units[0].backward.abandon()
+        units[0].context.abandon()
         for unit in units:
             unit.refuse_run()
         states = [BlockState.of(block) for block in blocks]
@@ -275,7 +275,7 @@ class BlockScan:
         )
         output = node.run(job, current.cast[0], current.cast[1:], node.Held(stacks, shared))
         if not running_units():
-            units[0].backward.forward_gate.clear()
+            units[0].context.forward_gate.clear()
         return units[0].cast_output(output)
 
 

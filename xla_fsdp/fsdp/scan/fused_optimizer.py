@@ -59,7 +59,7 @@ def loop_steps(
         program: the loop.
     """
     group, numbers = units[0].group, program.reduced
-    is_last = all(unit.settings.is_last_backward and unit.backward.is_last for unit in units)
+    is_last = all(unit.settings.is_last_backward and unit.context.is_last for unit in units)
     stacks = shards.of(numbers)
     if group.stepper is None or not numbers or not all(map(is_stack, stacks)):
         return None

@@ -55,7 +55,7 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
         return
     with contextlib.ExitStack() as stack:
         for unit, tensors in zip(units, full, strict=True):
-            stack.enter_context(unit.showing(tensors))
+            stack.enter_context(unit.summoned(tensors))
         yield
         if options.writeback:
             for unit, tensors in zip(units, full, strict=True):

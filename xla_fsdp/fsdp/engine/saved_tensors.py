@@ -1,10 +1,8 @@
-"""Keep full parameters out of what autograd saves for backward.
+"""Keep unsharded parameters out of what autograd saves for backward.
 
-Words: a *reference* is what autograd stores in place of a full parameter, or of a view of one such
-as the transpose that ``F.linear`` saves; it is resolved against the parameters gathered again in
-backward. Always true: no reference keeps a full parameter's value alive, and every other saved
+Autograd stores a reference in place of a parameter, or of a view of one such as the transpose that
+``F.linear`` saves; it is resolved against the parameters gathered again in backward. Every other
 tensor goes through whatever saved-tensor hooks were active outside (a checkpoint's, say).
-When parameters are gathered again is left to ``full_params``.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class SavedParams:
 
     Args:
         full: the gathered parameters that this forward computes with.
-        regathered: returns the parameters to use in backward, in the same order.
+        regathered: returns the parameters in backward, in the same order.
     """
 
     def __init__(self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]) -> None:
@@ -48,11 +46,11 @@ class SavedParams:
         self._outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context manager to run the forward in."""
+        """Return the context manager to run the forward in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def changed_in_place(self) -> list[int]:
-        """Indices of parameters that the forward modified; freeing them loses the change."""
+        """Return the indices of parameters that the forward modified."""
         pairs = zip(self._full, self._versions, strict=True)
         return [index for index, (tensor, before) in enumerate(pairs) if _version(tensor) > before]
 
@@ -95,5 +93,5 @@ class SavedParams:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; in inference mode nothing counts that."""
+    # In inference mode nothing counts changes in place.
     return 0 if tensor.is_inference() else tensor._version

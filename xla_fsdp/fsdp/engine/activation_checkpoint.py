@@ -257,7 +257,7 @@ class _Region:
         return found
 
     def _inputs(self) -> Any:
-        """Return the original inputs as fresh leaves, not available before the outputs' gradients."""
+        """Return the inputs as fresh leaves, not available before the gradients of the outputs."""
         kept = self._keeper.grad_fn.saved_tensors
         lazy = [tensor for tensor in kept if on_device(tensor)]
         ready = iter(ops.barrier([*lazy, *self._output_grads])[: len(lazy)])

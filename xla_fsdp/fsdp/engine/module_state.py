@@ -87,7 +87,7 @@ class FSDPModuleBase:
 
 
 class FSDPModuleLike(Protocol):
-    """An FSDP module, for type checkers: ``FSDPModuleBase`` is a module only once it is mixed in."""
+    """An FSDP module, for type checkers; ``FSDPModuleBase`` by itself is no ``nn.Module``."""
 
     _fsdp_attachment: ModuleState
 
@@ -98,7 +98,7 @@ class FSDPModuleLike(Protocol):
 
 
 def attach(module: nn.Module, attachment: ModuleState) -> None:
-    """Make ``module``, an instance of ``FSDPModuleBase``, run by a unit; units inside join its tree.
+    """Let a unit run ``module``, an ``FSDPModuleBase``; units inside join its tree.
 
     Hooks that change names in state dicts must be registered after this.
     """
@@ -131,7 +131,7 @@ def is_wrapper(module: nn.Module) -> bool:
 def named_hosts(
     module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, FSDPModuleLike]]:
-    """Yield the FSDP modules in ``module``, itself included, outer ones first, by original names."""
+    """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
     for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
         if is_unit(inner):
             yield name, inner
@@ -156,7 +156,7 @@ def _outermost(module: nn.Module) -> Iterator[FSDPState]:
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Let all of ``module`` hold shards again, after ``unshard`` and after backward passes that keep
+    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep
     unsharded parameters."""
     for unit in units_in(module):
         unit.reshard()

@@ -58,8 +58,7 @@ class ModuleAttr:
 
     @property
     def module(self) -> nn.Module:
-        """The module. Once it is gone, when only a backward pass is left to do, an empty one takes what
-        is written."""
+        """The module; an empty one once it is gone, when only a backward pass is left to do."""
         return self._module() or nn.Module()
 
     def point_at(self, tensor: Tensor) -> None:
@@ -155,8 +154,8 @@ class ParamSlots:
         self._registered = part.number == 0
 
     def show(self, owner: ModuleAttr, tensor: Tensor, *, idle: bool) -> None:
-        """Let ``owner`` hold ``tensor``, unless no forward is about to use it (``idle``) and something
-        else is shown."""
+        """Let ``owner`` hold ``tensor``; where no forward is about to use it (``idle``), only if
+        nothing else is shown."""
         if idle and self._shown:
             self._shown.insert(0, (owner, tensor))
             self.refresh(owner)
@@ -385,8 +384,8 @@ class FSDPParam:
                 self.slots.hide(owner, tensor)
 
     def check_owners(self) -> None:
-        """Raise ValueError if a module does not hold what it should: a parameter that the user put in
-        its place would silently be dropped."""
+        """Raise ValueError if a module does not hold what it should: a parameter that the user put
+        in its place would silently be dropped."""
         if self.state is not ParamState.SHARDED:
             return
         expected = [(owner, self.slots.held_by(owner)) for owner in self._owners]

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.context import current_pass
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_group import SliceSteps
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.optim.slice_steps import OptimizerSliceSteps, can_slice
 

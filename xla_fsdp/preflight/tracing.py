@@ -31,7 +31,7 @@ from xla_fsdp.distributed.xla.graph import (
     program_of,
     tensor_id,
 )
-from xla_fsdp.fsdp.engine.context import current_pass
+from xla_fsdp.fsdp.engine.state import current_pass
 from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.lower_bound import live_units, parameter_traffic

@@ -25,8 +25,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.weights import StreamedWeights
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.context import running_units
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, running_units
 
 
 class _Now(threading.local):

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
-from xla_fsdp.fsdp.engine.context import current_pass, running_units
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
+from xla_fsdp.fsdp.engine.state import current_pass, running_units
 from xla_fsdp.wrap import has_forward
 
 _SAME_TWICE = (

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla.loop import Like
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.context import current_pass, running_units
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
 from xla_fsdp.fsdp.scan import autograd as node
 from xla_fsdp.fsdp.scan.arguments import Arguments
 from xla_fsdp.fsdp.scan.identical import refuse_hooks, refuse_host_tensors

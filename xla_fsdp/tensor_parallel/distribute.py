@@ -1,10 +1,8 @@
 """Give every rank its slices of a model's parameters.
 
-Words: see ``style``; the *original* is the parameter that a model was built with.
-Always true: all cuts are checked before any is made; the slices are those of the original, bit for
-bit, so a sharded initialization is the slices of a full one; tied parameters stay tied; parameters
-stay on their device, and those on the meta device get values later (see ``meta_init`` and
-``deferred_init``, which make whole ones and cut them).
+Invariants: all cuts are checked before any is made. The slices are those of the global parameter,
+bit for bit. Tied parameters stay tied. Parameters stay on their device; those on the meta device
+get values later, when global ones are made and sliced.
 """
 
 from __future__ import annotations
@@ -23,98 +21,51 @@ from xla_fsdp.distributed.placement import TensorPlacement, place, placement_in
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
-from xla_fsdp.tensor_parallel.style import ParamCut
+from xla_fsdp.tensor_parallel.parallel_module import ParamCut
 
-# What became of an original: so that modules which share it share its slice. Tensors are each
-# rank's own, so ranks that are threads of one process never meet here.
-_became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# By global parameter: the local one, which all modules that share it get, in later calls, too.
+# Parameters are each rank's own, so ranks that are threads of one process never meet here.
+_local_params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def find_cut_problems(
     root: nn.Module, cuts: Sequence[tuple[str, ParamCut]], axis: AxisComm
 ) -> Iterator[str]:
-    """Why these cuts cannot be made, one line each.
+    """Yield why these cuts cannot be made.
 
     Args:
         root: the model, whose other modules must not hold what is cut.
         cuts: with the names of the modules that were given the styles.
-        axis: the ranks that share it.
+        axis: the ranks that share the parameters.
     """
-    wanted: dict[int, dict[int | None, str]] = defaultdict(dict)
+    names_by_dim: dict[int, dict[int | None, str]] = defaultdict(dict)  # by id of the parameter
     sites: dict[tuple[int, str], str] = {}
     for name, cut in cuts:
-        param = cut.param
-        own = join_name(name, cut.attribute)
-        first = sites.setdefault((id(cut.owner), cut.attribute), own)
-        if first is not own:
+        path = join_name(name, cut.attribute)
+        first = sites.setdefault((id(cut.owner), cut.attribute), path)
+        if first is not path:
             yield (
-                f"{own} is given a style twice, also as {first}: names that match one module, or "
-                f"two names of it; give it one style, under one name"
+                f"{path} is given a style twice, also as {first}: names that match one "
+                f"module, or two names of it; give it one style, under one name"
             )
-        yield from _size_problems(own, cut, param, axis)
-        wanted[id(param)].setdefault(cut.dim, own)
-    for names in wanted.values():
+        yield from _param_problems(path, cut, axis)
+        names_by_dim[id(cut.param)].setdefault(cut.dim, path)
+    for names in names_by_dim.values():
         if len(names) > 1:
             ways = ", ".join(f"{name} along {dim}" for dim, name in names.items())
             yield f"one parameter is to be cut in several ways: {ways}; give its owners one way"
     for prefix, module in root.named_modules():
         for attribute, param in module._parameters.items():
-            if id(param) in wanted and (id(module), attribute) not in sites:
-                [first, *_] = wanted[id(param)].values()
+            if id(param) in names_by_dim and (id(module), attribute) not in sites:
+                [first, *_] = names_by_dim[id(param)].values()
                 yield (
                     f"{join_name(prefix, attribute)} is tied to {first}, but is not in the plan; "
                     f"give its module a style that cuts it the same way"
                 )
 
 
-def distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | None) -> None:
-    """Make the cuts.
-
-    Args:
-        cuts: that have no problems.
-        axis: the ranks that share the parameters.
-        src_data_rank: place on the axis of the rank whose values are taken; None for each rank's
-            own.
-    """
-    for cut in cuts:
-        _make(cut, axis, src_data_rank)
-
-
-def _make(cut: ParamCut, axis: AxisComm, source: int | None) -> None:
-    param = cut.param
-    placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
-    known = _became.get(param)
-    if known is None:
-        known = _became[param] = _sliced(param, placement, axis, source)
-    cut.owner._parameters[cut.attribute] = known
-    place(cut.owner, cut.attribute, placement)
-
-
-@torch.no_grad()
-def _sliced(
-    param: nn.Parameter, placement: TensorPlacement, axis: AxisComm, source: int | None
-) -> nn.Parameter:
-    whole = param.detach()
-    if source is not None and not whole.is_meta:
-        whole = _of_source(whole, axis, source)
-    local = placement.slice_of(whole, axis.place).clone()
-    new = nn.Parameter(local, requires_grad=param.requires_grad)
-    vars(new).update(vars(param))  # such as a mark that an optimizer's grouping looks for
-    return new
-
-
-def _of_source(whole: Tensor, axis: AxisComm, source: int) -> Tensor:
-    """The values of the rank in place ``source``, which ``broadcast_`` sees as the first."""
-    if axis.size == 1:
-        return whole
-    copy = whole.clone()
-    seen_from = (axis.place - source) % axis.size
-    broadcast_([copy], XlaCollectives(axis.groups, seen_from, axis.size), ops.device())
-    return copy
-
-
-def _size_problems(name: str, cut: ParamCut, param: nn.Parameter, axis: AxisComm) -> Iterator[str]:
-    known = placement_in(cut.owner, cut.attribute)
+def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
+    param, known = cut.param, placement_in(cut.owner, cut.attribute)
     if known is not None:
         how = "whole on every rank" if known.dim is None else f"along dim {known.dim}"
         yield (
@@ -132,3 +83,42 @@ def _size_problems(name: str, cut: ParamCut, param: nn.Parameter, axis: AxisComm
             f"{-(-size // axis.size) * axis.size} (and do not use what is more than {size}), or "
             f"take another number of ranks"
         )
+
+
+def distribute_params(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | None) -> None:
+    """Replace global parameters by local ones.
+
+    Args:
+        cuts: that have no problems.
+        axis: the ranks that share the parameters.
+        src_data_rank: the rank on the axis whose values are taken; None for each rank's own.
+    """
+    for cut in cuts:
+        param = cut.param
+        placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
+        local = _local_params.get(param)
+        if local is None:
+            local = _local_params[param] = _local(param, placement, axis, src_data_rank)
+        cut.owner._parameters[cut.attribute] = local
+        place(cut.owner, cut.attribute, placement)
+
+
+@torch.no_grad()
+def _local(
+    param: nn.Parameter, placement: TensorPlacement, axis: AxisComm, source: int | None
+) -> nn.Parameter:
+    value = param.detach()
+    if source is not None and not value.is_meta and axis.size > 1:
+        value = _broadcast_from(value, axis, source)
+    value = placement.slice_of(value, axis.place).clone()
+    local = nn.Parameter(value, requires_grad=param.requires_grad)
+    vars(local).update(vars(param))  # such as a mark that an optimizer's grouping looks for
+    return local
+
+
+def _broadcast_from(value: Tensor, axis: AxisComm, source: int) -> Tensor:
+    copy = value.clone()
+    # broadcast_ takes the values of rank 0, so ranks are counted from the source.
+    rank = (axis.place - source) % axis.size
+    broadcast_([copy], XlaCollectives(axis.groups, rank, axis.size), ops.device())
+    return copy

@@ -1,13 +1,14 @@
-"""Each collective of tensor parallelism with its gradient: named forward and backward pairs.
+"""The collectives of tensor parallelism with their gradients, as pairs of forward and backward.
 
-Words: a tensor is *replicated* if all ranks of the axis hold the same, *cut* along a dim if each
-holds a slice, *partial* if the sum over the ranks is meant.
-Always true: the gradient of a replicated tensor is replicated, that of a cut one is cut the same
-way, that of a partial one is replicated. Only between a pair that says so (``copied``,
-``gathered_for_use``, ``regathered``) and the product of a cut layer are gradients partial.
-No pair saves a tensor, and none returns its input itself (on several ranks), so they may be shared,
-recomputed, and traced as the body of a loop. Which pair is used where is decided by ``layouts`` and
-``uses``.
+A tensor is replicated if all ranks of the axis hold the same, sharded along a dim if each holds a
+slice of the global tensor, partial if the global tensor is the sum over the ranks.
+
+Invariants: the gradient of a replicated or partial tensor is replicated, that of a sharded one is
+sharded the same way. Only between a mapping whose name ends in ``to_parallel`` and the product of a
+parallel layer are gradients partial. No mapping saves a tensor, and none returns its input itself
+(on several ranks), so they may be shared, recomputed, and traced as the body of a loop.
+
+Source: the mappings of Megatron-LM (arXiv 1909.08053, and for sequences 2205.05198).
 """
 
 from __future__ import annotations
@@ -25,79 +26,72 @@ from xla_fsdp.distributed.mesh_axis import AxisComm
 Move = Callable[[Tensor], Tensor]
 
 
-class _Pair(Function):
-    """One way there, another one back for the gradient."""
-
+class _Mapping(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.move_grad = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.move_grad(grad), None, None
 
 
-class _Regathered(Function):
-    """See ``regathered``."""
-
+class _Regather(Function):
     @staticmethod
-    def forward(ctx: Any, cut: Tensor, gathered: Tensor, back: Move) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, x: Tensor, gathered: Tensor, backward: Move) -> Tensor:
+        ctx.move_grad = backward
         return gathered.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.move_grad(grad), None, None
 
 
-def copied(x: Tensor, axis: AxisComm) -> Tensor:
-    """Replicated to what cut layers take. Forward: the same. Backward: all-reduce."""
-    return _pair(x, _copy, axis.all_reduce)
+def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
+    """Replicated to what parallel layers take. Forward: a copy. Backward: all-reduce."""
+    return _Mapping.apply(x, Tensor.clone, axis.all_reduce)
 
 
-def summed(x: Tensor, axis: AxisComm) -> Tensor:
-    """Partial to replicated. Forward: all-reduce. Backward: the same."""
-    return _pair(x, axis.all_reduce, _copy)
+def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Sharded to what parallel layers take. Forward: all-gather. Backward: reduce-scatter."""
+    gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
+    return _Mapping.apply(x, gather, scatter)
 
 
-def summed_and_cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Partial to cut. Forward: reduce-scatter. Backward: all-gather."""
-    return _pair(x, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))
+def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """As ``gather_to_parallel`` of ``x`` that has been gathered already. Forward: a copy of
+    ``gathered``. Backward: reduce-scatter, to ``x``."""
+    return _Regather.apply(x, gathered.detach(), partial(axis.reduce_scatter, dim=dim))
 
 
-def gathered(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Cut to replicated. Forward: all-gather. Backward: this rank's slice."""
-    return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim))
+def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
+    """Partial to replicated. Forward: all-reduce. Backward: a copy."""
+    return _Mapping.apply(x, axis.all_reduce, Tensor.clone)
 
 
-def gathered_for_use(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Cut to what cut layers take. Forward: all-gather. Backward: reduce-scatter."""
-    return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
+def reduce_scatter(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Partial to sharded. Forward: reduce-scatter. Backward: all-gather."""
+    scatter, gather = partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim)
+    return _Mapping.apply(x, scatter, gather)
 
 
-def regathered(x: Tensor, full: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """As ``gathered_for_use`` of ``x`` that has been gathered already, as ``full``. Forward: that.
-    Backward: reduce-scatter, to ``x``."""
-    return _Regathered.apply(x, full.detach(), partial(axis.reduce_scatter, dim=dim))
+def all_gather(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Sharded to replicated. Forward: all-gather. Backward: this rank's slice."""
+    gather, own = partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim)
+    return _Mapping.apply(x, gather, own)
 
 
-def cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Replicated to cut. Forward: this rank's slice. Backward: all-gather."""
-    return _pair(x, partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim))
+def own_slice(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Replicated to sharded. Forward: this rank's slice. Backward: all-gather."""
+    own, gather = partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim)
+    return _Mapping.apply(x, own, gather)
 
 
-def recut(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
-    """Cut along one dim to cut along another. Forward: all-to-all. Backward: the way back."""
+def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
+    """Sharded along one dim to sharded along another. Forward and backward: all-to-all."""
     there = partial(axis.all_to_all, cut=new, joined=old)
-    return _pair(x, there, partial(axis.all_to_all, cut=old, joined=new))
-
-
-def _pair(x: Tensor, there: Move, back: Move) -> Tensor:
-    return _Pair.apply(x, there, back)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone()
+    back = partial(axis.all_to_all, cut=old, joined=new)
+    return _Mapping.apply(x, there, back)

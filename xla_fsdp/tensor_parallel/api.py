@@ -1,8 +1,6 @@
 """``parallelize_module``: give the modules of a model their styles, by name.
 
-Words: see ``style``. Always true: all sites of a plan are checked, and all problems reported,
-before anything is changed. Sharding the result over other axes is left to ``fully_shard`` and
-``XlaFullyShardedDataParallel``.
+Invariants: all modules of a plan are checked, and all problems reported, before anything changes.
 """
 
 from __future__ import annotations
@@ -18,9 +16,15 @@ from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine import guards
-from xla_fsdp.tensor_parallel.distribute import distribute, find_cut_problems
-from xla_fsdp.tensor_parallel.parallel_module import ParallelModule, run_in
-from xla_fsdp.tensor_parallel.style import ParallelStyle
+from xla_fsdp.tensor_parallel.distribute import distribute_params, find_cut_problems
+from xla_fsdp.tensor_parallel.loss_parallel import remember_head
+from xla_fsdp.tensor_parallel.parallel_module import (
+    AppliedStyle,
+    ParallelModule,
+    ParallelStyle,
+    apply_style,
+)
+from xla_fsdp.tensor_parallel.styles import ColwiseParallel
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -33,6 +37,11 @@ class Site(NamedTuple):
     name: str
     module: nn.Module
     style: ParallelStyle
+
+    @property
+    def label(self) -> str:
+        """The module in messages."""
+        return self.name or type(self.module).__name__
 
 
 def parallelize_module(
@@ -51,15 +60,15 @@ def parallelize_module(
         fully_shard(model, mesh=mesh["shard"])
 
     Parameters become ordinary ones that hold this rank's slice, where they were (host, device or
-    meta), and know their place (see ``tensor_placement``).
+    meta); ``tensor_placement`` tells which slice it is.
 
     Args:
         module: the model, or one module of it.
         device_mesh: of one axis; a ``torch.distributed`` DeviceMesh is understood, too.
         parallelize_plan: a style for the module itself, or styles by the names of modules in it,
             where ``*`` and the like match within one level of a name, and ``""`` is the module.
-        src_data_rank: the place on the axis of the rank whose values are cut; None to let every
-            rank cut its own, which saves a broadcast where they are equal.
+        src_data_rank: the rank on the axis whose values are distributed; None to let every rank
+            slice its own, which saves a broadcast where they are equal.
 
     Returns:
         ``module``.
@@ -73,31 +82,27 @@ def parallelize_module(
     if device_mesh is None:
         raise ValueError("parallelize_module needs the mesh to parallelize over: mesh['tensor']")
     axis = AxisComm(as_mesh(device_mesh))
-    _check_source(src_data_rank, axis)
+    if src_data_rank is not None and src_data_rank not in range(axis.size):
+        raise ValueError(
+            f"src_data_rank is {src_data_rank!r}; expected None or a place on axis {axis.name!r}, "
+            f"from 0 to {axis.size - 1}"
+        )
     if parallelize_plan is None:
         warnings.warn("parallelize_module did nothing: it was given no plan", stacklevel=2)
         return module
     sites = _sites(module, parallelize_plan)
     _check(module, sites, axis)
-    distribute([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
+    distribute_params([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
     guards.install()
     for site in sites:
-        for step in site.style.steps(site.name or type(module).__name__, site.module, axis):
-            run_in(site.module, step)
+        apply_style(site.module, AppliedStyle(site.style, axis, site.label))
+        if isinstance(site.style, ColwiseParallel) and site.style.is_for_loss_parallel:
+            remember_head(site.module, axis)
     return module
 
 
-def _check_source(source: Any, axis: AxisComm) -> None:
-    if source is not None and source not in range(axis.size):
-        raise ValueError(
-            f"src_data_rank is {source!r}; expected None or a place on axis {axis.name!r}, from 0 "
-            f"to {axis.size - 1}"
-        )
-
-
 def _sites(module: nn.Module, plan: Any) -> list[Site]:
-    """Every module that the plan names, in its order; one that has several names once for each
-    entry."""
+    """Return every module that the plan names, in its order; once for each entry that matches."""
     entries = {"": plan} if isinstance(plan, ParallelStyle) else plan
     if not isinstance(entries, Mapping):
         raise TypeError(
@@ -123,7 +128,7 @@ def _sites(module: nn.Module, plan: Any) -> list[Site]:
 
 
 def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules of that name below ``module``, level by level."""
+    """Yield the modules whose names below ``module`` match, level by level."""
     if not pattern:
         yield prefix, module
         return
@@ -135,7 +140,7 @@ def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tup
 
 def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
     problems = [
-        f"{site.name or type(module).__name__}: {problem}"
+        f"{site.label}: {problem}"
         for site in sites
         for problem in (*site.style.find_problems(site.module), *_forward_problems(site.module))
     ]
@@ -147,7 +152,7 @@ def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
 
 
 def _forward_problems(module: nn.Module) -> Iterator[str]:
-    """A style goes around the forward of a class."""
+    # A style goes around the forward of the module's class.
     if "forward" in vars(module) and not isinstance(module, ParallelModule):
         yield (
             "has a forward of its own (as of checkpoint_module), around which a style cannot go; "

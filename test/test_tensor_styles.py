@@ -64,7 +64,7 @@ def layouts(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of values and gradients of every change."""
     from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
-    from xla_fsdp.tensor_parallel.redistribute import redistribute
+    from xla_fsdp.tensor_parallel.mappings import redistribute
 
     axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)
@@ -92,7 +92,7 @@ def changed_in_place(rank: int) -> tuple[float, float]:
     """Errors of the gradients of what was gathered, and of what was then added to it in place."""
     from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
-    from xla_fsdp.tensor_parallel.redistribute import parallel_input, redistribute
+    from xla_fsdp.tensor_parallel.mappings import parallel_input, redistribute
 
     axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)

@@ -15,8 +15,8 @@ from xla_fsdp.optim.model_averagers import (
     HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,
+    PostLocalSGDOptimizer,
 )
-from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [

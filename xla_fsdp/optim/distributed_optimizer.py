@@ -6,15 +6,15 @@ devices. Here every rank makes the same calls and steps the parameters or shards
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 Part = nn.Module | Iterable[Any] | None
 
@@ -31,6 +31,10 @@ class DelegatingOptimizer(Optimizer, ABC):
     @abstractmethod
     def delegates(self) -> list[Optimizer]:
         """The optimizers that do the work."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.delegates:
+            each.zero_grad(set_to_none)
 
     def register_step_pre_hook(self, hook: Hook) -> Any:
         return self._register("step_pre", hook)
@@ -51,25 +55,16 @@ class DelegatingOptimizer(Optimizer, ABC):
         return self._register("load_state_dict_post", hook, prepend)
 
     def _register(self, event: str, *args: Any) -> Handles:
-        return Handles([getattr(each, f"register_{event}_hook")(*args) for each in self.delegates])
+        handles = Handles()
+        for each in self.delegates:
+            handles.callback(getattr(each, f"register_{event}_hook")(*args).remove)
+        return handles
 
 
-class Handles:
+class Handles(contextlib.ExitStack):
     """The handles of one hook that several optimizers have."""
 
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Undo the registration."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Handles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = contextlib.ExitStack.close
 
 
 class DistributedOptimizer(DelegatingOptimizer):
@@ -140,11 +135,6 @@ class DistributedOptimizer(DelegatingOptimizer):
         for each in self.optimizers.values():
             each.step()
         return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of every part."""
-        for each in self.optimizers.values():
-            each.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: a group does not say which part it belongs to."""
@@ -258,21 +248,16 @@ def _params(name: str, part: Part) -> list[Any]:
         return []
     if isinstance(part, nn.Module):
         return list(part.parameters())
-    if hasattr(part, "to_here") or not isinstance(part, Iterable):
-        raise TypeError(_no_part(name, part))
-    params = list(part)
+    is_reference = hasattr(part, "to_here")  # of torch's RPC
+    params = list(part) if isinstance(part, Iterable) and not is_reference else [part]
     for each in params:
         if not isinstance(each, torch.Tensor | Mapping | tuple):
-            raise TypeError(_no_part(name, each))
+            raise TypeError(
+                f"part {name!r} holds a {type(each).__name__}; expected a module, or parameters of "
+                f"this rank. Remote references cannot be stepped: RPC workers hold no XLA devices. "
+                f"Call this on every rank with the parameters that it has"
+            )
     return params
-
-
-def _no_part(name: str, found: Any) -> str:
-    return (
-        f"part {name!r} holds a {type(found).__name__}; expected a module, or parameters of this "
-        f"rank. Remote references cannot be stepped: RPC workers hold no XLA devices. Call this on "
-        f"every rank with the parameters that it has"
-    )
 
 
 def _tensors(params: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.optimizer_traits import device_options, steps_elementwise
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
+from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 
 
 def step_in_backward(
@@ -138,11 +138,7 @@ class StepInBackward:
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
-        return OptimizerSliceSteps(optimizer, stacks, partial(self._note, stacks))
-
-    def _note(self, stacks: Sequence[Tensor]) -> None:
-        for stack in stacks:
-            self._stepped[stack] = current_pass()
+        return OptimizerSliceSteps(optimizer, stacks, self._stepped)
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -205,15 +201,15 @@ class OptimizerSliceSteps:
     Args:
         optimizer: of which ``can_slice`` holds for these stacks.
         stacks: parameters of it.
-        on_take: called when the step is made.
+        passes: by stack, the number of the backward pass in which it was stepped; written here.
     """
 
     def __init__(
-        self, optimizer: Optimizer, stacks: Sequence[Tensor], on_take: Callable[[], None]
+        self, optimizer: Optimizer, stacks: Sequence[Tensor], passes: WeakTensorKeyDictionary
     ) -> None:
         self._optimizer = optimizer
         self._stacks = list(stacks)
-        self._on_take = on_take
+        self._passes = passes
         # By stack: the state that has its shape (moments), and what the step left of other state
         # (a count of steps), which is the same for all slices.
         self._names = [_elementwise_names(self._state(each), each) for each in self._stacks]
@@ -272,7 +268,7 @@ class OptimizerSliceSteps:
             for stack, others in zip(self._stacks, self._others, strict=True):
                 if others:
                     _update(self._optimizer.state[stack], others)
-        self._on_take()
+                self._passes[stack] = current_pass()
 
     def _state(self, stack: Tensor) -> dict[str, Any]:
         # Not by [], for which the optimizer's dict would make an entry.

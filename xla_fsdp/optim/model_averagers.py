@@ -1,4 +1,4 @@
-"""Average replicas that train apart, at some steps and over some ranks.
+"""Averages of replicas that train apart, at some steps and over some ranks; post-local SGD.
 
 Invariants: whether to average depends on the step's number alone, so all ranks take the same
 decision, and there is one program for each kind of step. The number is counted on the host and
@@ -12,20 +12,27 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
+from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 
 # Tensors of fewer elements travel in one buffer: below some 100 KB the start of a collective costs
 # more than its bytes. Larger ones travel by themselves, without a copy.
 BUCKETED_BELOW = 2**15
+
+# The option of the first group that holds the averager's step: checkpoints of shards know
+# parameters and groups only.
+AVERAGER_STEP = "averager_step"
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -111,9 +118,6 @@ class PeriodicModelAverager(ModelAverager):
         period: in steps; 1 averages always (which costs as much as averaging gradients).
         warmup_steps: number of first steps that average nothing.
         groups: lists of ranks that average among themselves (default: one of all ranks).
-
-    Raises:
-        ValueError: if a number is too small, or groups do not split the ranks evenly.
     """
 
     def __init__(
@@ -169,6 +173,72 @@ class HierarchicalModelAverager(ModelAverager):
     def groups_of(self, step: int) -> Groups | None:
         due = [period for period in self.period_groups if step % period == 0]
         return self.period_groups[max(due)] if due else None
+
+
+class PostLocalSGDOptimizer(DelegatingOptimizer):
+    """Post-local SGD (arxiv.org/abs/1808.07217): ``optim`` steps, then ``averager`` averages
+    if it is time to.
+
+    In the warm-up of the averager, average gradients before each step
+    (``xm.reduce_gradients(optimizer)``, say); afterwards do not.
+
+    Args:
+        optim: the local optimizer, over the whole parameters of a replica.
+        averager: decides at which steps replicas are averaged.
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        # Not torch's own __init__, which would make other groups and state than those of optim,
+        # which schedulers, hooks and checkpoints of either are to see.
+        self.optim = optim
+        self.averager = averager
+        self.defaults = optim.defaults
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r}, {type(self.averager).__name__})"
+
+    @property
+    def delegates(self) -> list[Optimizer]:
+        """The local optimizer; so hooks after a step run before an average."""
+        return [self.optim]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a local step, and average if it is time to; return what the closure returned."""
+        result = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups, masters_of(self.optim))
+        self.param_groups[0][AVERAGER_STEP] = self.averager.step
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the local optimizer's state, and under ``step`` that of the averager."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or what a checkpoint of shards has of it.
+
+        A state without the averager's step starts the averager anew, with a warning.
+        """
+        own = {name: value for name, value in state_dict.items() if name != "step"}
+        self.optim.load_state_dict(own)
+        step = state_dict.get("step", self.param_groups[0].get(AVERAGER_STEP))
+        if step is None:
+            warnings.warn(
+                "the state dict has no 'step' of an averager (was it saved by the local optimizer "
+                "alone?); the averager starts at step 0, with its warm-up",
+                stacklevel=2,
+            )
+        self.averager.step = step or 0
 
 
 def _hierarchy_problems(levels: Mapping[int, int], num_ranks: int) -> Iterator[str]:

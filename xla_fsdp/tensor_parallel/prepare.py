@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.tensor_parallel.mappings import redistribute, redistribute_problems
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle
-from xla_fsdp.tensor_parallel.redistribute import redistribute, redistribute_problems
 
 Layouts = Placement | Sequence[Placement | None] | None
 
-# The layout that a tensor has, and the one that it is to have.
-Change = tuple[Any, Any]
+# By number or name of a tensor: the layout that it has, and the one that it is to have.
+Changes = dict[int | str, tuple[Placement, Placement]]
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -56,40 +56,32 @@ class PrepareModuleInput(ParallelStyle):
             *_length_problems("input_layouts", self.input_layouts, self.desired_input_layouts),
             *_name_problems(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
         )
+        by_name = {
+            name: (old, self.desired_input_kwarg_layouts[name])
+            for name, old in self.input_kwarg_layouts.items()
+        }
+        by_number = _numbered(self.input_layouts, self.desired_input_layouts)
+        self._changes = _without_none({**by_number, **by_name})
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        for number, change in enumerate(self._changes or ()):
-            yield from _problems(change, f"its input {number}")
-        for name in self.input_kwarg_layouts:
-            yield from _problems(self._kwarg_change(name), f"its input {name}")
+        for key, (old, new) in self._changes.items():
+            yield from redistribute_problems(old, new, f"its input {key}")
 
     def run(
         self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
     ) -> Any:
-        if self._changes is not None:
-            if len(args) != len(self._changes):
-                raise ValueError(
-                    f"{name} was called with {len(args)} positional arguments, but input_layouts "
-                    f"has {len(self._changes)}; give one for each, None for those to leave alone"
-                )
-            args = [
-                _changed(arg, change, axis, f"{name}: its input {number}")
-                for number, (arg, change) in enumerate(zip(args, self._changes, strict=True))
-            ]
+        expected = None if self.desired_input_layouts is None else self.input_layouts
+        if expected is not None and len(args) != len(expected):
+            raise ValueError(
+                f"{name} was called with {len(args)} positional arguments, but input_layouts "
+                f"has {len(expected)}; give one for each, None for those to leave alone"
+            )
+        what = f"{name}: its input"
+        args = [_changed(self._changes, key, arg, axis, what) for key, arg in enumerate(args)]
         kwargs = {
-            key: _changed(value, self._kwarg_change(key), axis, f"{name}: its input {key}")
-            for key, value in kwargs.items()
+            key: _changed(self._changes, key, value, axis, what) for key, value in kwargs.items()
         }
         return forward(*args, **kwargs)
-
-    @property
-    def _changes(self) -> tuple[Change, ...] | None:
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return None
-        return tuple(zip(self.input_layouts, self.desired_input_layouts, strict=True))
-
-    def _kwarg_change(self, name: str) -> Change:
-        return self.input_kwarg_layouts.get(name), self.desired_input_kwarg_layouts.get(name)
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -118,30 +110,28 @@ class PrepareModuleOutput(ParallelStyle):
         _refuse(
             *_length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
         )
+        by_number = _numbered(self.output_layouts, self.desired_output_layouts)
+        self._changes = _without_none(by_number)
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        for number, change in enumerate(self._changes):
-            yield from _problems(change, f"its output {number}")
+        for number, (old, new) in self._changes.items():
+            yield from redistribute_problems(old, new, f"its output {number}")
 
     def run(
         self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
     ) -> Any:
         result = forward(*args, **kwargs)
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != len(self._changes):
+        if len(outputs) != len(self.output_layouts):
             raise ValueError(
                 f"{name} returned {len(outputs)} outputs, but output_layouts has "
-                f"{len(self._changes)}; give one for each, None for those to leave alone"
+                f"{len(self.output_layouts)}; give one for each, None for those to leave alone"
             )
+        what = f"{name}: its output"
         new = tuple(
-            _changed(out, change, axis, f"{name}: its output {number}")
-            for number, (out, change) in enumerate(zip(outputs, self._changes, strict=True))
+            _changed(self._changes, key, out, axis, what) for key, out in enumerate(outputs)
         )
         return new if isinstance(result, tuple) else new[0]
-
-    @property
-    def _changes(self) -> tuple[Change, ...]:
-        return tuple(zip(self.output_layouts, self.desired_output_layouts, strict=True))
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -198,13 +188,14 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
 
-def _changed(value: Any, change: Change, axis: AxisComm, what: str) -> Any:
-    old, new = change
-    if old is None or new is None:
+def _changed(changes: Changes, key: int | str, value: Any, axis: AxisComm, what: str) -> Any:
+    if key not in changes:
         return value
+    old, new = changes[key]
     if not isinstance(value, Tensor):
-        raise TypeError(f"{what} has the layout {old}, but is a {type(value).__name__}; give None")
-    return redistribute(value, old, new, axis, what)
+        found = type(value).__name__
+        raise TypeError(f"{what} {key} has the layout {old}, but is a {found}; give None")
+    return redistribute(value, old, new, axis, f"{what} {key}")
 
 
 def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
@@ -213,10 +204,12 @@ def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
 
 
-def _problems(change: Change, what: str) -> Iterator[str]:
-    old, new = change
-    if old is not None and new is not None:
-        yield from redistribute_problems(old, new, what)
+def _numbered(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
+    return dict(enumerate(zip(given or (), desired or (), strict=False)))
+
+
+def _without_none(changes: Mapping[Any, Any]) -> Changes:
+    return {key: change for key, change in changes.items() if None not in change}
 
 
 def _length_problems(

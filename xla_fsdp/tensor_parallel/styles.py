@@ -23,7 +23,13 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.random_bits import random_bits
-from xla_fsdp.tensor_parallel.mappings import copy_to_parallel, own_slice
+from xla_fsdp.tensor_parallel.mappings import (
+    copy_to_parallel,
+    own_slice,
+    parallel_input,
+    redistribute,
+    redistribute_problems,
+)
 from xla_fsdp.tensor_parallel.parallel_module import (
     Forward,
     ParallelModule,
@@ -31,11 +37,6 @@ from xla_fsdp.tensor_parallel.parallel_module import (
     ParamCut,
     own_cuts,
     replaced_params,
-)
-from xla_fsdp.tensor_parallel.redistribute import (
-    parallel_input,
-    redistribute,
-    redistribute_problems,
 )
 
 # Options of nn.Embedding that look at the global table or at all ids.

@@ -94,13 +94,7 @@ def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
 
 
 class StepInBackward:
-    """The handle of ``step_in_backward``.
-
-    Args:
-        units: of the model.
-        optimizer: over their shards.
-        in_loops: whether loops may step slices of stacks.
-    """
+    """The handle that ``step_in_backward`` returns."""
 
     # Shards hold this object by their hooks. It holds them, and the optimizer, by weak references
     # only: a cycle would keep the model's memory until some later garbage collection.
@@ -176,15 +170,14 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 @contextlib.contextmanager
 def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
     """Inside, no other parameter has a gradient, so that the optimizer steps this one alone."""
-    params = _params(optimizer)
-    others = [param for param in params if param is not shard and param.grad is not None]
-    grads = [param.grad for param in others]
-    for param in others:
+    others = [param for param in _params(optimizer) if param is not shard]
+    grads = [(param, param.grad) for param in others if param.grad is not None]
+    for param, _ in grads:
         param.grad = None
     try:
         yield
     finally:
-        for param, grad in zip(others, grads, strict=True):
+        for param, grad in grads:
             param.grad = grad
 
 
@@ -195,13 +188,9 @@ class OptimizerSliceSteps:
     """One step of an optimizer on stacked parameters, made slice by slice by a loop over blocks, so
     that the gradients of all blocks never exist at once.
 
-    The user's optimizer steps surrogates, one slice of each stack, with the options that its groups
-    have now.
-
-    Args:
-        optimizer: of which ``can_slice`` holds for these stacks.
-        stacks: parameters of it.
-        passes: by stack, the number of the backward pass in which it was stepped; written here.
+    The user's optimizer, of which ``can_slice`` holds, steps surrogates: one slice of each stack,
+    with the options that its groups have now. ``passes`` gets the number of the backward pass in
+    which each stack was stepped.
     """
 
     def __init__(
@@ -246,18 +235,14 @@ class OptimizerSliceSteps:
             state[param] = {**own, **{name: next(given) for name in names}}
             params.append(param)
         self._step(params, state)
+        new, self._others = [], []
         for param, names in zip(params, self._names, strict=True):
-            if _elementwise_names(state[param], param) != names:
+            after = state[param]
+            if _elementwise_names(after, param) != names:
                 raise CannotSliceError
-        self._others = [
-            {name: each for name, each in state[param].items() if name not in names}
-            for param, names in zip(params, self._names, strict=True)
-        ]
-        return [
-            each
-            for param, names in zip(params, self._names, strict=True)
-            for each in (param.detach(), *(state[param][name] for name in names))
-        ]
+            new += [param.detach(), *(after[name] for name in names)]
+            self._others.append({name: each for name, each in after.items() if name not in names})
+        return new
 
     def take(self, stacks: Sequence[Tensor]) -> None:
         """Make the step: give all tensors of ``kept`` their new values, in that order."""
@@ -334,8 +319,8 @@ def _elementwise_names(state: dict[str, Any], like: Tensor) -> list[str]:
 
 def _has_others(state: dict[str, Any], stack: Tensor) -> bool:
     """Return whether the state has a tensor of another shape, whose slices are not known."""
-    tensors = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
-    return not tensors <= set(_elementwise_names(state, stack))
+    tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return any(tensor.shape != stack.shape for tensor in tensors)
 
 
 def _copy(value: Any) -> Any:

@@ -39,13 +39,7 @@ def own_group(groups: Groups) -> list[int]:
 
 
 def find_slice_problems(param: Tensor, ranks: Sequence[int], what: str) -> Iterator[str]:
-    """Yield a problem if a parameter is tensor-parallel and these ranks hold different slices.
-
-    Args:
-        param: of the calling rank.
-        ranks: that are to treat it as the same parameter.
-        what: names it in the message.
-    """
+    """Yield a problem with ``what`` if it is tensor-parallel and these ranks hold other slices."""
     placement = known_placement(param)
     if placement is not None and placement.parts > 1 and not placement.is_same_on(ranks):
         yield (

@@ -76,10 +76,8 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     def _step_inner(self, found_inf: Any) -> None:
         self._options_to_inner()
-        if found_inf is None:
-            self.inner.step()
-        else:
-            self.inner.step(found_inf=found_inf)  # type: ignore[call-overload]
+        options = {} if found_inf is None else {"found_inf": found_inf}
+        self.inner.step(**options)
         self._options_from_inner()
 
     def _check_found_inf(self, found_inf: Any) -> None:

@@ -398,11 +398,6 @@ class ParamSlices:
         """The parameters, in the order in which they were sliced."""
         return list(self._sharded)
 
-    @property
-    def group(self) -> FSDPParamGroup:
-        """All slices, in the order of ``params``."""
-        return self._group_of(self.params)
-
     def keys(self) -> dict[str, Tensor]:
         """Return the slices by their numbers, as text."""
         return {each.key: each.leaf for each in self._sharded.values()}
@@ -414,12 +409,12 @@ class ParamSlices:
     def reduce_scatter_grads(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return slices of the gradients of ``params``, averaged over the ranks."""
         with self.filled(params):  # gradients get the shapes and dtypes of their shards
-            reduced = self._group_of(params).reduce([param.grad for param in params])
+            reduced = self.group_of(params).reduce([param.grad for param in params])
         return present(reduced.grads)
 
     def all_gather(self, params: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the shapes of ``params``, made of all ranks' ``slices``."""
-        group = self._group_of(params)
+        group = self.group_of(params)
         return group.gather.as_stored(group.params, slices)
 
     def cut(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> list[Tensor]:
@@ -449,7 +444,7 @@ class ParamSlices:
         for each in self._sharded.values():
             _free(each.leaf)
 
-    def _group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
+    def group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
         sharded = [self._sharded[param] for param in params]
         return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
 
@@ -547,7 +542,7 @@ def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str,
 
 
 def _shard_names(slices: ParamSlices) -> ShardNames:
-    group = slices.group
+    group = slices.group_of(slices.params)
     shards = {param.key: NamedShard((("",),), param, group) for param in group.params}
     return ShardNames(shards, {key: [key] for key in shards}, {})
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class _Heads(threading.local):
-    """Modules whose outputs are sharded logits, and the axis of each. Of this thread alone: ranks
+    """Layers whose outputs are sharded logits, and the axis of each. Of this thread alone: ranks
     may be threads of one process."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[Any], AxisComm]] = []
+        self.axes: WeakKeyDictionary[nn.Linear, AxisComm] = WeakKeyDictionary()
 
 
 _heads = _Heads()
@@ -43,14 +43,7 @@ _heads = _Heads()
 def remember_head(module: nn.Module, axis: AxisComm) -> None:
     """Let ``loss_parallel`` know a module whose outputs are sharded logits."""
     if isinstance(module, nn.Linear):
-        _heads.known.append((weakref.ref(module), axis))
-
-
-def _known_heads() -> list[tuple[int, AxisComm]]:
-    """Return the number of local classes and the axis of all heads that are alive."""
-    _heads.known = [each for each in _heads.known if each[0]() is not None]
-    alive: list[tuple[Any, AxisComm]] = [(head(), axis) for head, axis in _heads.known]
-    return [(head.out_features // axis.size, axis) for head, axis in alive]
+        _heads.axes[module] = axis
 
 
 @contextmanager
@@ -72,15 +65,14 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
     Raises:
         ValueError: if no mesh is given, and there is no such module.
     """
-    heads = _known_heads()
+    heads = [(head.out_features // axis.size, axis) for head, axis in _heads.axes.items()]
     if mesh is None and not heads:
         raise ValueError(
             "loss_parallel knows no logits that are cut over their classes: give the module that "
             "makes them ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), or call "
             "loss_parallel(mesh['tensor'])"
         )
-    axis = None if mesh is None else AxisComm(as_mesh(mesh))
-    with _CrossEntropyMode(axis, heads):
+    with _CrossEntropyMode(None if mesh is None else AxisComm(as_mesh(mesh)), heads):
         yield
 
 
@@ -88,15 +80,11 @@ _signature = inspect.signature(F.cross_entropy)
 
 
 class _CrossEntropyMode(TorchFunctionMode):
-    """Computes ``F.cross_entropy`` of sharded logits by ``parallel_cross_entropy``.
-
-    Args:
-        axis: along which all logits are sharded; None to know them by their number of classes.
-        heads: number of local classes and axis of modules that hand out sharded logits.
-    """
+    """Computes ``F.cross_entropy`` of sharded logits by ``parallel_cross_entropy``."""
 
     def __init__(self, axis: AxisComm | None, heads: list[tuple[int, AxisComm]]) -> None:
         super().__init__()
+        # Without an axis, sharded logits are known by the number of a head's local classes.
         self._axis, self._heads = axis, heads
 
     def __torch_function__(
@@ -212,12 +200,6 @@ class _RowLosses(Function):
 
 class _LocalClasses:
     """The classes of a rank's slice.
-
-    Args:
-        axis: the ranks that share the classes.
-        logits: this rank's, [rows, classes].
-        goal: target class of each row.
-        weight: of all classes, [global classes].
 
     Attributes:
         is_target: which logits are of the target of their row, [rows, classes].

@@ -107,13 +107,7 @@ _gathered_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def redistribute_problems(old: Any, new: Any, what: str) -> Iterator[str]:
-    """Yield why a tensor cannot be brought from one placement to another.
-
-    Args:
-        old: the placement it has.
-        new: the placement it is to have.
-        what: names the tensor in the messages.
-    """
+    """Yield why ``what`` cannot be brought from one placement to another."""
     for layout in (old, new):
         if type(layout) not in (Replicate, Shard, Partial):
             yield f"{what} has the layout {layout!r}; expected Replicate(), Shard(dim) or Partial()"
@@ -124,17 +118,10 @@ def redistribute_problems(old: Any, new: Any, what: str) -> Iterator[str]:
 
 
 def redistribute(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what: str) -> Tensor:
-    """Bring a tensor from one placement to another, between which there are no problems.
-
-    Args:
-        x: the local tensor.
-        old: the placement it has.
-        new: the placement it is to have.
-        axis: the ranks that share it.
-        what: names the tensor in messages.
+    """Bring a local tensor from one placement to another, between which there are no problems.
 
     Raises:
-        ValueError: if the ranks cannot share a dim equally.
+        ValueError: if the ranks cannot share a dim of ``what`` equally.
     """
     if axis.size == 1 or old == new:
         return x

@@ -43,7 +43,33 @@ from xla_fsdp.tensor_parallel.parallel_module import (
 IN_PLACE_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
-class ColwiseParallel(ParallelStyle):
+class _LayerStyle(ParallelStyle):
+    """Base of styles of nn.Linear and nn.Embedding."""
+
+    default_layouts: tuple[Placement, Placement]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = (input_layouts or self.default_layouts[0],)
+        self.output_layouts = (output_layouts or self.default_layouts[1],)
+        self.use_local_output = use_local_output
+        # RowwiseParallel of an nn.Embedding takes ids, which are not sharded by default.
+        self._ids_layout = input_layouts or Replicate()
+
+    def find_problems(self, module: nn.Module) -> Iterator[str]:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            yield (
+                f"is a {type(module).__name__}; {type(self).__name__} cuts nn.Linear and "
+                f"nn.Embedding"
+            )
+
+
+class ColwiseParallel(_LayerStyle):
     """Shard an nn.Linear by its outputs, or an nn.Embedding by the features of its vectors: each
     rank computes a slice of the last dim.
 
@@ -54,16 +80,7 @@ class ColwiseParallel(ParallelStyle):
             Shard(-1) tells ``loss_parallel`` that these are its logits.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = (input_layouts or Replicate(),)
-        self.output_layouts = (output_layouts or Shard(-1),)
-        self.use_local_output = use_local_output
+    default_layouts = (Replicate(), Shard(-1))
 
     @property
     def is_for_loss_parallel(self) -> bool:
@@ -71,7 +88,7 @@ class ColwiseParallel(ParallelStyle):
         return not self.use_local_output and self.output_layouts[0] in (Shard(-1), Shard(2))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        yield from _layer_problems(self, module)
+        yield from super().find_problems(module)
         yield from redistribute_problems(self.input_layouts[0], Replicate(), "its input")
         yield from redistribute_problems(Shard(-1), self.output_layouts[0], "its output")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
@@ -90,7 +107,7 @@ class ColwiseParallel(ParallelStyle):
         return redistribute(out, Shard(-1), self.output_layouts[0], axis, f"{name}: its output")
 
 
-class RowwiseParallel(ParallelStyle):
+class RowwiseParallel(_LayerStyle):
     """Shard an nn.Linear by its inputs, or an nn.Embedding by its rows (the vocabulary): each rank
     computes a summand of the output.
 
@@ -102,20 +119,10 @@ class RowwiseParallel(ParallelStyle):
         use_local_output: accepted; outputs are local tensors in any case.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = (input_layouts or Shard(-1),)
-        self.output_layouts = (output_layouts or Replicate(),)
-        self.use_local_output = use_local_output
-        self._ids_layout = input_layouts or Replicate()
+    default_layouts = (Shard(-1), Replicate())
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        yield from _layer_problems(self, module)
+        yield from super().find_problems(module)
         is_embedding = isinstance(module, nn.Embedding)
         given = self._ids_layout if is_embedding else self.input_layouts[0]
         yield from redistribute_problems(
@@ -234,13 +241,6 @@ def _tensor_first(args: Any, name: str) -> Any:
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(f"{name} takes a tensor as its first argument, by position; got {found}")
     return args
-
-
-def _layer_problems(style: ParallelStyle, module: nn.Module) -> Iterator[str]:
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        yield (
-            f"is a {type(module).__name__}; {type(style).__name__} cuts nn.Linear and nn.Embedding"
-        )
 
 
 def _look_up_problems(module: nn.Embedding) -> Iterator[str]:

@@ -40,7 +40,7 @@ from xla_fsdp.tensor_parallel.parallel_module import (
 )
 
 # Options of nn.Embedding that look at the global table or at all ids.
-IN_PLACE_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
+GLOBAL_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
 class _LayerStyle(ParallelStyle):
@@ -123,14 +123,12 @@ class RowwiseParallel(_LayerStyle):
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         yield from super().find_problems(module)
-        is_embedding = isinstance(module, nn.Embedding)
-        given = self._ids_layout if is_embedding else self.input_layouts[0]
-        yield from redistribute_problems(
-            given, Replicate() if is_embedding else Shard(-1), "its input"
-        )
-        yield from redistribute_problems(Partial(), self.output_layouts[0], "its output")
         if isinstance(module, nn.Embedding):
+            yield from redistribute_problems(self._ids_layout, Replicate(), "its input")
             yield from _look_up_problems(module)
+        else:
+            yield from redistribute_problems(self.input_layouts[0], Shard(-1), "its input")
+        yield from redistribute_problems(Partial(), self.output_layouts[0], "its output")
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
         is_linear = isinstance(module, nn.Linear)
@@ -245,7 +243,7 @@ def _tensor_first(args: Any, name: str) -> Any:
 
 def _look_up_problems(module: nn.Embedding) -> Iterator[str]:
     """Find what forbids looking up a rank's rows in place of the forward of an embedding."""
-    for option in IN_PLACE_OPTIONS:
+    for option in GLOBAL_OPTIONS:
         if getattr(module, option):
             yield f"is an nn.Embedding with {option}, which a rank cannot do with its rows alone"
     if isinstance(module, ParallelModule):

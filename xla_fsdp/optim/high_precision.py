@@ -224,8 +224,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
                     _free(fp32)
 
     def _salts(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Return salts for rounding each of these parameters, int32 [1] on their device, by one
-        upload."""
+        """Return salts for rounding these parameters, int32 [1] on their device, by one upload."""
         rounded = [param for param in params if param in self._fp32] if self._rounds else []
         if not rounded:
             return {}

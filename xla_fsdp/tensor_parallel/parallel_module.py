@@ -71,7 +71,7 @@ class ParallelStyle(ABC):
     def run(
         self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
     ) -> Any:
-        """Run a module's forward in this style.
+        """Run a module's forward in this style, and return the output.
 
         Args:
             module: the module, whose parameters are distributed.
@@ -80,9 +80,6 @@ class ParallelStyle(ABC):
             kwargs: keyword arguments of the call.
             axis: the ranks that share the module.
             name: of the module, for messages.
-
-        Returns:
-            The output of the module.
         """
 
     def __repr__(self) -> str:

@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.backward_pass import current_pass
 from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.optimizer_traits import device_options, steps_elementwise
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 
 
@@ -148,7 +147,7 @@ class StepInBackward:
         unit = reference()
         if unit is None or shard.grad is None:
             return
-        if not (unit.settings.is_last_backward and unit.backward.is_last):
+        if not (unit.settings.is_last_backward and unit.context.is_last):
             return
         if self._stepped.get(shard, -1) == current_pass():
             raise RuntimeError(
@@ -160,7 +159,7 @@ class StepInBackward:
         with _other_grads_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None
-        unit.backward.wait_for(shard.detach())
+        unit.context.wait_for(shard.detach())
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -1,9 +1,4 @@
-"""What is known of a program before it is compiled: its HLO, inputs, outputs and their roles.
-
-Words: a *role* is what an input is for: parameter, optimizer state, gradient, data.
-Always true: an alias (input, output) is a tensor that the step changed in place, whose memory
-torch_xla reuses. All of it is plain data, made by ``tracing``, compiled by ``compiler``.
-"""
+"""A traced training step before it is compiled: its programs, and the traffic that it asks for."""
 
 from __future__ import annotations
 
@@ -12,15 +7,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Roles of a program's inputs.
 PARAMETER, STATE, GRADIENT, DATA = "parameters", "optimizer state", "gradients", "data"
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a program: its role and its bytes, unpadded."""
+    """One input of a program."""
 
     role: str
-    nbytes: int
+    nbytes: int  # without padding
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Program:
     Args:
         hlo: the serialized HLO module, before optimization.
         inputs: in the order of the module's parameters.
-        aliases: pairs (input, output) that share memory.
+        aliases: pairs (input, output) that share memory: tensors that the step changes in place.
         operand_sizes: elements that each collective takes, by the name of its instruction.
         partition_order: for a program that the compiler is to partition by itself: the rank that
             gets each partition. Then ``hlo`` is what JAX lowers to, StableHLO in MLIR bytecode.
@@ -44,24 +40,25 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """Tells programs apart."""
+        """A digest of all that the compiler is given."""
         rest = json.dumps([self.aliases, self.partition_order]).encode()
         return hashlib.sha256(self.hlo + rest).hexdigest()
 
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """What one sharded parameter must put on the wire.
+    """What one sharded parameter must put on the wire in a step.
 
     Args:
         name: of the parameter (of the first, where several are flattened).
-        numel: elements of the full parameter.
+        numel: elements of the unsharded parameter.
         padded: the same with padding, as it travels.
-        gathered_bytes: sent by a rank for its gathers in a step.
+        gathered_bytes: sent by a rank for its gathers.
         reduced_bytes: sent by a rank for the reduction of its gradient.
         off_torus: the ranks that share it, if they fill no box on the torus in order, so that its
             gradient cannot be reduced axis by axis.
-        is_cut: whether it is a part of a tensor-parallel parameter, so activations are sent, too.
+        is_tensor_parallel: whether it is the local part of a tensor-parallel parameter, so that
+            activations are sent, too.
     """
 
     name: str
@@ -70,12 +67,12 @@ class ParameterTraffic:
     gathered_bytes: int
     reduced_bytes: int
     off_torus: tuple[int, ...] = ()
-    is_cut: bool = False
+    is_tensor_parallel: bool = False
 
 
 @dataclass(frozen=True)
 class Traced:
-    """One steady-state step.
+    """One step in the steady state, in which the optimizer's state is there already.
 
     Args:
         programs: what it runs, in order.
@@ -86,3 +83,8 @@ class Traced:
     programs: tuple[Program, ...]
     model_flops: int = 0
     parameters: tuple[ParameterTraffic, ...] = ()
+
+    @property
+    def minimum_wire_bytes(self) -> int:
+        """Bytes that a rank must send for the parameters."""
+        return sum(each.gathered_bytes + each.reduced_bytes for each in self.parameters)

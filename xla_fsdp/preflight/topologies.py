@@ -1,12 +1,11 @@
 """TPU topologies by name: how many ranks, where each is on the torus, what a chip can do.
 
-Words: a *topology* is a generation and the chips along each torus axis, ``v5e:4x4``, or several
-such slices, ``v5e:4x4*2``, which a network of the data center joins; a *rank* is one device as
-torch_xla runs it: a chip, or on v2 and v3 one of a chip's two cores.
-Always true: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
+A topology is a generation and the chips along each torus axis, ``v5e:4x4``, or several such slices,
+``v5e:4x4*2``, which a network of the data center joins. A rank is one device as torch_xla runs it:
+a chip, or on v2 and v3 one of a chip's two cores.
+
+Invariants: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
 the cores of a chip first, then x, y and z, then slices.
-Pure data and arithmetic: the compiler is asked by ``compile_child``, groups are made by
-``xla_fsdp.torus``. Speeds are the vendor's published peaks.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ import itertools
 import math
 from dataclasses import dataclass
 
-MIB = 2**20
-
-GIB = 2**30
-
-GB = 10**9
+MIB, GIB, GB = 2**20, 2**30, 10**9
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation of TPU, per rank.
+    """One generation of TPU, per rank; speeds are the vendor's published peaks.
 
     Args:
         hbm_bytes: device memory, as the compiler counts it.
@@ -73,54 +68,27 @@ _ALWAYS = (
 CHIPS = {
     "v2": Chip(8 * GIB, 531 * MIB, 22.5e12, 0.70e9, 62 * GB, cores=2, accelerator="v2-8"),
     "v3": Chip(16 * GIB, 531 * MIB, 61.5e12, 0.94e9, 82 * GB, cores=2, accelerator="v3-8"),
-    "v4": Chip(
-        32 * GIB,
-        1284 * MIB,
-        275e12,
-        1.05e9,
-        50 * GB,
-        num_axes=3,
-        hosts=(2, 2, 1),
-        config="megacore",
-        accelerator="v4-8",
-    ),
-    "v5e": Chip(
-        16 * GIB,
-        259 * MIB,
-        197e12,
-        1.5e9,
-        50 * GB,
-        accelerator="v5litepod-8",
-        init_args=_ASYNC,
-    ),
-    "v5p": Chip(
-        96 * GIB,
-        264 * MIB,
-        459e12,
-        1.75e9,
-        100 * GB,
-        6.25 * GB,
-        num_axes=3,
-        hosts=(2, 2, 1),
-        accelerator="v5p-8",
-        init_args=_ASYNC,
-    ),
-    "v6e": Chip(
-        32 * GIB - 512 * MIB,
-        261 * MIB,
-        918e12,
-        1.75e9,
-        112 * GB,
-        12.5 * GB,
-        accelerator="v6e-8",
-    ),
-}
+    "v4": Chip(32 * GIB, 1284 * MIB, 275e12, 1.05e9, 50 * GB, num_axes=3, hosts=(2, 2, 1),
+               config="megacore", accelerator="v4-8"),
+    "v5e": Chip(16 * GIB, 259 * MIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8",
+                init_args=_ASYNC),
+    "v5p": Chip(96 * GIB, 264 * MIB, 459e12, 1.75e9, 100 * GB, 6.25 * GB, num_axes=3,
+                hosts=(2, 2, 1), accelerator="v5p-8", init_args=_ASYNC),
+    "v6e": Chip(32 * GIB - 512 * MIB, 261 * MIB, 918e12, 1.75e9, 112 * GB, 12.5 * GB,
+                accelerator="v6e-8"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Slices of one generation: ``name`` as given, ``shape`` the chips along x, y (and z) of a
-    slice."""
+    """Slices of one generation.
+
+    Args:
+        name: as given to ``find_topology``.
+        chip: what each rank has.
+        shape: chips along x, y (and z) of a slice.
+        slices: how many.
+    """
 
     name: str
     chip: Chip
@@ -139,7 +107,7 @@ class Topology:
 
     @property
     def coords(self) -> list[tuple[int, ...]]:
-        """Place of every rank, [core, x, y, z, slice], in rank order."""
+        """Coordinates of every rank, [core, x, y, z, slice], in rank order."""
         padded = (*self.shape, *(1,) * (3 - len(self.shape)))
         axes = [range(size) for size in (self.slices, *reversed(padded))]
         return [
@@ -155,7 +123,7 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """The topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two such slices.
+    """Return the topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two slices.
 
     Raises:
         ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
@@ -166,7 +134,7 @@ def find_topology(name: str) -> Topology:
     if generation not in CHIPS:
         raise ValueError(f"{name!r} is no TPU topology; give one of {known_names()}")
     chip = CHIPS[generation]
-    if star and not _sizes(count):
+    if star and len(_sizes(count)) != 1:
         raise ValueError(f"{name!r}: give the number of slices, such as {example(generation)}*2")
     shape = _sizes(layout)
     if len(shape) != chip.num_axes:
@@ -184,7 +152,7 @@ def find_topology(name: str) -> Topology:
 
 
 def known_names() -> str:
-    """The form of the names that ``find_topology`` takes, one per generation."""
+    """Return the form of the names that ``find_topology`` takes, one per generation."""
     forms = {2: "AxB", 3: "AxBxC"}
     names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
@@ -193,11 +161,12 @@ def known_names() -> str:
 
 
 def example(generation: str) -> str:
-    """A topology of this generation."""
+    """Return a topology of this generation."""
     return f"{generation}:4x4" if CHIPS[generation].num_axes == 2 else f"{generation}:2x2x2"
 
 
 def _sizes(layout: str) -> tuple[int, ...]:
+    """Sizes of "4x4"; () for anything else."""
     parts = layout.split("x")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         return ()

@@ -290,7 +290,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 # Methods of ``Trainer``, each of which becomes ``function(original, trainer, ...)``.
-_REPLACEMENTS = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_wrap_model": _wrap_model,
     "save_model": _save_model,
     "_save_optimizer_and_scheduler": _save_train_state,

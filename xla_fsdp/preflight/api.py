@@ -11,9 +11,8 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xla_fsdp.distributed.mesh import Mesh, init_mesh
 from xla_fsdp.distributed.tpu_flags import compiler_flags
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate, timeline
@@ -24,6 +23,9 @@ from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Trac
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
+
+if TYPE_CHECKING:  # it loads torch, which the compiler's process has no memory to spare for
+    from xla_fsdp.distributed.mesh import Mesh
 
 
 class PreflightWarning(UserWarning):
@@ -104,6 +106,8 @@ def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
         ValueError: if it does not have the slice's ranks.
     """
     if isinstance(mesh, Mapping):
+        from xla_fsdp.distributed.mesh import init_mesh
+
         return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
     if mesh.world_size != topology.num_ranks:
         raise ValueError(
@@ -129,6 +133,8 @@ def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) ->
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as a report shows them: a mesh by its axes."""
+    from xla_fsdp.distributed.mesh import Mesh
+
     return {
         name: " x ".join(f"{axis.name} {axis.size}" for axis in value.axes)
         if isinstance(value, Mesh)

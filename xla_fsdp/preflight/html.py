@@ -123,7 +123,8 @@ class _Scale:
 
 def _memory_bars(reports: Sequence[Report]) -> str:
     """One bar per report, all on one scale; the mark is the chip's capacity."""
-    x = _Scale(max(max(each.memory.capacity, each.memory.peak) for each in reports), LEFT, INNER)
+    tops = [max(each.memory.capacity, each.memory.peak) for each in reports]
+    x = _Scale(max(tops, default=0), LEFT, INNER)
     bars = (_bar(report, x, BAR * number) for number, report in enumerate(reports))
     return _svg("bars", BAR * len(reports) + 4, "Memory by part against capacity", bars)
 

@@ -133,8 +133,8 @@ def _buffers(
             buffer.last_read = at
         arrays = [_Array(*array) for array in _ARRAY.findall(each.shape)]
         values[each.name] = []
-        for array, shared in zip(arrays, _shared(module, each, operands, arrays), strict=True):
-            if (buffer := shared) is None:
+        for array, buffer in zip(arrays, _shared(module, each, operands, arrays), strict=True):
+            if buffer is None:
                 nbytes = 0 if each.opcode == "parameter" else size(array)
                 buffer = _Buffer(at, at, array, nbytes, _purpose(module, each), each)
                 found.append(buffer)

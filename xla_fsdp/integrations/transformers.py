@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +101,17 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
         ValueError: with all that does not fit.
     """
     config: Mapping[str, Any] = args.fsdp_config
-    settings: Mapping[str, Any] = args.xla_fsdp_config
     names = _layer_names(model, config)
-    recompute = bool(config["xla_fsdp_grad_ckpt"])
-    problems = [*_setting_problems(settings), *_args_problems(args), *_name_problems(model, names)]
-    if recompute and not names and not config["min_num_params"]:
-        problems.append("xla_fsdp_grad_ckpt needs transformer_layer_cls_to_wrap or min_num_params")
-    if problems:
+    if problems := list(_problems(model, args, names)):
         raise ValueError(f"fsdp_config cannot be followed: {'; '.join(problems)}")
+    recompute = bool(config["xla_fsdp_grad_ckpt"])
     model_config: Any = getattr(model, "config", None)
     if recompute and model_config is not None:
         model_config.use_cache = False  # a cache that grows when a layer is recomputed
     policy = _policy(model, config, names)
     wrapper = _recomputing if recompute and policy is not None else None
     return XlaFullyShardedDataParallel(
-        model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **settings
+        model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **args.xla_fsdp_config
     )
 
 
@@ -147,38 +143,30 @@ def _policy(
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
 
 
-def _setting_problems(settings: Mapping[str, Any]) -> list[str]:
+def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
     known = set(inspect.signature(XlaFullyShardedDataParallel.__init__).parameters)
     known -= {"self", "module", "auto_wrap_policy", "auto_wrapper_callable"}  # made here
-    unknown = sorted(set(settings) - known)
-    if not unknown:
-        return []
-    return [f"xla_fsdp_settings has {', '.join(unknown)}; there are {', '.join(sorted(known))}"]
-
-
-def _args_problems(args: Any) -> list[str]:
-    problems = []
+    if unknown := sorted(set(args.xla_fsdp_config) - known):
+        yield f"xla_fsdp_settings has {', '.join(unknown)}; there are {', '.join(sorted(known))}"
     if args.gradient_checkpointing:
-        problems.append(
+        yield (
             "gradient_checkpointing=True uses torch.utils.checkpoint, which knows no XLA device; "
             "set fsdp_config['xla_fsdp_grad_ckpt']=True instead"
         )
     if args.save_on_each_node:
-        problems.append(
+        yield (
             "save_on_each_node=True would write models without tensors on other hosts, as the "
             "merged tensors are on the main process only; leave it out, and copy the directory"
         )
     if args.torch_compile:
-        problems.append("torch_compile=True would cut the step into many programs; leave it out")
-    return problems
-
-
-def _name_problems(model: nn.Module, names: list[str]) -> list[str]:
-    return [
-        f"transformer_layer_cls_to_wrap names {name}, which {type(model).__name__} does not have"
-        for name in names
-        if name not in _class_names(model)
-    ]
+        yield "torch_compile=True would cut the step into many programs; leave it out"
+    for name in names:
+        if name not in _class_names(model):
+            kind = type(model).__name__
+            yield f"transformer_layer_cls_to_wrap names {name}, which {kind} does not have"
+    config = args.fsdp_config
+    if config["xla_fsdp_grad_ckpt"] and not names and not config["min_num_params"]:
+        yield "xla_fsdp_grad_ckpt needs transformer_layer_cls_to_wrap or min_num_params"
 
 
 # ---------------------------------------------------------------- saving

@@ -34,10 +34,6 @@ from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 USAGE_EXIT_CODE = 2
 
 
-class UsageError(Exception):
-    """Arguments that cannot be acted on."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine programs and print what was found; return the exit code."""
     options = _parser().parse_args(argv)
@@ -46,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
-    except (UsageError, ValueError) as error:
+    except ValueError as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     warnings.simplefilter("ignore", PreflightWarning)  # reports show them
@@ -82,14 +78,14 @@ def _parser() -> argparse.ArgumentParser:
 def _load(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
-        raise UsageError(f"{target!r} is not of the form module:function")
+        raise ValueError(f"{target!r} is not of the form module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:
-        raise UsageError(f"cannot import {module_name!r}: {error}") from error
+        raise ValueError(f"cannot import {module_name!r}: {error}") from error
     if not callable(found):
-        raise UsageError(f"{module_name!r} has no function {name!r}")
+        raise ValueError(f"{module_name!r} has no function {name!r}")
     return found
 
 
@@ -109,14 +105,14 @@ def _axes(words: str) -> dict[str, int]:
     """Sizes of a mesh by axis name."""
     pairs = [_pair(word) for word in words.split(",")]
     if not all(size.isdecimal() for _, size in pairs):
-        raise UsageError(f"{words!r} is not of the form axis=size,axis=size")
+        raise ValueError(f"{words!r} is not of the form axis=size,axis=size")
     return {name: int(size) for name, size in pairs}
 
 
 def _pair(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not name.isidentifier() or not equals or not value:
-        raise UsageError(f"{word!r} is not of the form option=value")
+        raise ValueError(f"{word!r} is not of the form option=value")
     return name, value
 
 

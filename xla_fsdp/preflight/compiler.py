@@ -36,41 +36,24 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of HBM that the compiler sets aside for a program's buffers, per rank.
+    """Bytes of HBM that the compiler sets aside for a program's buffers, per rank."""
 
-    Args:
-        arguments: inputs, their padding included; results may take their place.
-        outputs: results that take no input's place.
-        temporaries: all else, constants too.
-        on_host: bytes of the host's memory, not of HBM.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    on_host: int
+    arguments: int  # inputs, their padding included; results may take their place
+    outputs: int  # results that take no input's place
+    temporaries: int  # all else, constants too
+    on_host: int  # in the host's memory, not in HBM
 
 
 @dataclass(frozen=True)
 class Compiled(Buffers):
-    """A compiled program; sizes in bytes per rank.
+    """A compiled program; sizes in bytes per rank."""
 
-    Args:
-        text: the optimized, scheduled module.
-        code: bytes of the program itself, which lies in HBM, too.
-        too_large_by: what a chip is short of, if the compiler refused the program for that; then
-            ``code`` is not known, and 0.
-        seconds: that compiling took.
-        cpu_seconds: the same as CPU time.
-        peak_host_bytes: host memory that it took.
-    """
-
-    text: str
-    code: int
-    too_large_by: int
-    seconds: float
+    text: str  # the optimized, scheduled module
+    code: int  # the program itself, which lies in HBM, too; 0 if the compiler refused it
+    too_large_by: int  # what a chip is short of, if the compiler refused the program for that
+    seconds: float  # that compiling took
     cpu_seconds: float
-    peak_host_bytes: int
+    peak_host_bytes: int  # host memory that compiling took
 
     @property
     def peak(self) -> int:
@@ -90,8 +73,8 @@ def compile_program(
     """Compile for every rank of ``topology``.
 
     Args:
-        program: what to compile.
-        topology: for which slice.
+        program: of one rank, or one that the compiler is to partition.
+        topology: the ranks.
         max_host_mem: bytes of host memory that the compiler may take.
         cache_dir: where results are kept (default: the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.

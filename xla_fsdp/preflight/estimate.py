@@ -37,11 +37,6 @@ def timeline(module: Module, collectives: Sequence[Collective], topology: Topolo
     """Lay out a program over its estimated time: memory held, and collectives on their way.
 
     A loop is one instruction here; what goes on inside it is not laid out.
-
-    Args:
-        module: the program.
-        collectives: those found in it.
-        topology: that it was compiled for.
     """
     seconds = _compute_seconds(module, topology)
     for each in collectives:

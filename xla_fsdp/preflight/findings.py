@@ -26,15 +26,7 @@ def all_findings(
     modules: Sequence[Module],
     collectives: Sequence[Collective],
 ) -> Iterator[str]:
-    """Yield all findings about a step.
-
-    Args:
-        traced: the step.
-        compiled: its programs.
-        largest: the one of them that needs most memory.
-        modules: their texts, parsed.
-        collectives: those of all programs.
-    """
+    """Yield all findings about a step; ``largest`` of its programs needs most memory."""
     parameters = traced.parameters
     sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
     yield from about_programs(len(modules))
@@ -53,7 +45,7 @@ def all_findings(
 
 
 def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
-    """Groups of ranks whose reductions cannot go along the torus axis by axis."""
+    """Tell of groups of ranks whose reductions cannot go along the torus axis by axis."""
     by_group: dict[tuple[int, ...], list[str]] = {}
     for each in parameters:
         if each.off_torus:
@@ -68,7 +60,7 @@ def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
 
 
 def about_programs(count: int) -> Iterator[str]:
-    """A step in several programs."""
+    """Tell of a step in several programs."""
     if count > 1:
         yield (
             f"the step runs as {count} programs: something reads a value or syncs in its middle "
@@ -81,7 +73,7 @@ def about_reductions(
     operand_sizes: Mapping[str, int],
     parameters: Sequence[ParameterTraffic],
 ) -> Iterator[str]:
-    """Gradients that travel as full all-reduces."""
+    """Tell of gradients that travel as full all-reduces."""
     for each in collectives:
         if each.kind == "all-reduce" and each.only_sliced and each.total_bytes >= WORTH_SAYING:
             names = _names(operand_sizes.get(each.origin, 0), parameters)
@@ -94,7 +86,7 @@ def about_reductions(
 
 
 def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
-    """More traffic than the parameters need; tensor parallelism sends activations, too."""
+    """Tell of more traffic than the parameters need, of which ``activations`` may be the rest."""
     more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
     if more and activations:
         yield (
@@ -110,7 +102,7 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
 
 
 def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
-    """Collectives that compute waits for."""
+    """Tell of collectives that compute waits for."""
     blocking: Counter[str] = Counter()
     for each in collectives:
         if not each.overlapped:
@@ -121,7 +113,7 @@ def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
-    """Matrix products in another dtype than the parameters are gathered in."""
+    """Tell of matrix products in another dtype than the parameters are gathered in."""
     products: Counter[str] = Counter()
     for module in modules:
         for execution in module.executions:
@@ -137,7 +129,7 @@ def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
 
 
 def about_outputs(nbytes: int) -> Iterator[str]:
-    """Results that no input makes room for."""
+    """Tell of results that no input makes room for."""
     if nbytes >= WORTH_SAYING:
         yield (
             f"{nbytes / MB:.0f} MB of results do not take the place of an input: gradients kept "
@@ -146,7 +138,7 @@ def about_outputs(nbytes: int) -> Iterator[str]:
 
 
 def about_loops(modules: Sequence[Module]) -> Iterator[str]:
-    """Loops with an unknown trip count."""
+    """Tell of loops with an unknown trip count."""
     unknown = [name for module in modules for name in module.unknown_trips]
     if unknown:
         yield (
@@ -156,7 +148,7 @@ def about_loops(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
-    """Instructions whose time the compiler does not know."""
+    """Tell of instructions whose time the compiler does not know."""
     unknown = [
         each.name
         for module in modules
@@ -172,7 +164,7 @@ def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def about_offloading(on_host: int) -> Iterator[str]:
-    """Activations in the memory of the host."""
+    """Tell of activations in the memory of the host."""
     if on_host >= WORTH_SAYING:
         yield (
             f"{on_host / MB:.0f} MB of activations per rank go to the host's memory and come back "

@@ -129,8 +129,8 @@ def _buffers(
     found: list[_Buffer] = []
     for at, each in enumerate(computation.instructions):
         operands = [buffer for name in each.operands for buffer in values.get(name, ())]
-        for buffer in operands:
-            buffer.last_read = at
+        for operand in operands:
+            operand.last_read = at
         arrays = [_Array(*array) for array in _ARRAY.findall(each.shape)]
         values[each.name] = []
         for array, buffer in zip(arrays, _shared(module, each, operands, arrays), strict=True):

@@ -85,19 +85,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses (MFU).
+    """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses."""
 
-    Args:
-        compute: all cycles that the compiler expects, loops included.
-        blocking: collectives under which no compute is scheduled, at the full speed of the links.
-        model_flops: of forward and backward, recomputation left out.
-        mfu: from 0 to 1.
-    """
-
-    compute: float
-    blocking: float
-    model_flops: int
-    mfu: float
+    compute: float  # of all cycles that the compiler expects, loops included
+    blocking: float  # of collectives under which no compute is scheduled, at full link speed
+    model_flops: int  # of forward and backward, recomputation left out
+    mfu: float  # model FLOPs utilization, from 0 to 1
 
     @property
     def total(self) -> float:

@@ -19,36 +19,22 @@ MIB, GIB, GB = 2**20, 2**30, 10**9
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation of TPU, per rank; speeds are the vendor's published peaks.
+    """One generation of TPU, per rank; speeds are the vendor's published peaks."""
 
-    Args:
-        hbm_bytes: device memory, as the compiler counts it.
-        reserved_bytes: what the runtime keeps of it for itself; the compiler states it where it
-            refuses a program (``test_capacity_tpu`` asks it), to the MiB.
-        peak_flops: bf16 floating-point operations per second.
-        clock_hz: cycles per second of the compute core.
-        link_bytes: bytes per second of one torus link in one direction.
-        network_bytes: bytes per second and chip of the network between slices.
-        cores: ranks per chip.
-        num_axes: torus axes of a slice.
-        hosts: chips of one host along each axis, a divisor of every slice.
-        config: name of the chip configuration for the compiler, "" for its default.
-        accelerator: an accelerator type of this generation, which the compiler wants to be told.
-        init_args: what torch_xla adds to ``LIBTPU_INIT_ARGS`` on this generation alone.
-    """
-
-    hbm_bytes: int
+    hbm_bytes: int  # as the compiler counts it
+    # What the runtime keeps of it for itself, to the MiB; the compiler states it where it refuses a
+    # program (``test_capacity_tpu`` asks it).
     reserved_bytes: int
-    peak_flops: float
-    clock_hz: float
-    link_bytes: float
-    network_bytes: float = 3.125 * GB
-    cores: int = 1
-    num_axes: int = 2
-    hosts: tuple[int, ...] = (2, 2)
-    config: str = ""
-    accelerator: str = ""
-    init_args: tuple[str, ...] = ()
+    peak_flops: float  # per second, in bf16
+    clock_hz: float  # of the compute core
+    link_bytes: float  # per second, of one torus link in one direction
+    network_bytes: float = 3.125 * GB  # per second and chip, between slices
+    cores: int = 1  # ranks per chip
+    num_axes: int = 2  # torus axes of a slice
+    hosts: tuple[int, ...] = (2, 2)  # chips of one host along each axis; slices are whole hosts
+    config: str = ""  # name of the chip configuration for the compiler, if it needs one
+    accelerator: str = ""  # an accelerator type of this generation, for the compiler's environment
+    init_args: tuple[str, ...] = ()  # which torch_xla sets on this generation alone
 
     @property
     def usable_bytes(self) -> int:
@@ -81,18 +67,11 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Slices of one generation.
+    """Slices of one generation."""
 
-    Args:
-        name: as given to ``find_topology``.
-        chip: what each rank has.
-        shape: chips along x, y (and z) of a slice.
-        slices: how many.
-    """
-
-    name: str
+    name: str  # as given to ``find_topology``
     chip: Chip
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # chips along x, y (and z) of a slice
     slices: int = 1
 
     @property

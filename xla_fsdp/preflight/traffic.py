@@ -25,33 +25,19 @@ _START, _MIDDLE, _DONE = "AsyncCollectiveStart", "middle", "AsyncCollectiveDone"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the program.
+    """One collective of the program."""
 
-    Args:
-        kind: one of ``KINDS``, with " between slices" if it leaves the slice.
-        dtype: element type on the wire.
-        sizes: of the operand (the first of several).
-        group_size: number of ranks that take part together.
-        times: executions per run of the program.
-        wire_bytes: bytes that a rank sends in one execution, in a ring.
-        overlapped: whether compute is scheduled between its start and its end.
-        only_sliced: for an all-reduce: whether every reader takes a slice of the result only.
-        origin: name of the instruction that torch_xla made, as far as the compiler kept it.
-        start: index of the entry's instruction in which it starts.
-        end: index of the entry's instruction in which it ends.
-    """
-
-    kind: str
-    dtype: str
-    sizes: tuple[int, ...]
-    group_size: int
-    times: int
-    wire_bytes: int
-    overlapped: bool
-    only_sliced: bool
-    origin: str
-    start: int
-    end: int
+    kind: str  # one of ``KINDS``, with " between slices" if it leaves the slice
+    dtype: str  # on the wire
+    sizes: tuple[int, ...]  # of the operand (the first of several)
+    group_size: int  # ranks that take part together
+    times: int  # executions per run of the program
+    wire_bytes: int  # that a rank sends in one execution, in a ring
+    overlapped: bool  # whether compute is scheduled between its start and its end
+    only_sliced: bool  # of an all-reduce: whether every reader takes a slice of the result only
+    origin: str  # name of the instruction that torch_xla made, as far as the compiler kept it
+    start: int  # index of the entry's instruction in which it starts
+    end: int  # and of the one in which it ends
 
     @property
     def total_bytes(self) -> int:

@@ -24,7 +24,7 @@ from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
-if TYPE_CHECKING:  # it loads torch, which the compiler's process has no memory to spare for
+if TYPE_CHECKING:  # it loads torch, and the compiler's child process imports this package
     from xla_fsdp.distributed.mesh import Mesh
 
 

@@ -43,19 +43,12 @@ def timeline(module: Module, collectives: Sequence[Collective], topology: Topolo
         if not each.overlapped:
             seconds[each.start] += _wire_seconds(each, topology) * each.times
     begins = list(itertools.accumulate(seconds, initial=0.0))  # of each instruction, and the end
-    spans = [
-        Span(
-            each.kind,
-            each.dtype,
-            each.overlapped,
-            start=begins[each.start],
-            end=begins[each.end + 1],
-            times=each.times,
-            wire_bytes=each.total_bytes,
-        )
+    spans = tuple(
+        Span(each.kind, each.dtype, each.overlapped, begins[each.start], begins[each.end + 1],
+             each.times, each.total_bytes)
         for each in collectives
-    ]
-    return Timeline(begins[-1], tuple(_moments(levels(module), begins)), tuple(spans))
+    )  # fmt: skip
+    return Timeline(begins[-1], tuple(_moments(levels(module), begins)), spans)
 
 
 def _moments(found: Sequence[Level], begins: Sequence[float]) -> Iterator[Moment]:

@@ -55,7 +55,7 @@ def preflight(
             laid out on the slice by ``init_mesh``, the outermost axis first.
         max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
             is ended.
-        cache_dir: where results are kept (default: the user's cache folder).
+        cache_dir: folder of compiled programs (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``; they win over those that torch_xla
             and ``launch`` set.
         progress: called with a line of text while waiting.

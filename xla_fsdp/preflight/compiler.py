@@ -1,6 +1,6 @@
 """Compile programs for a TPU topology: in a child process with a memory limit, and once each.
 
-Results are kept in a folder, by a digest of the program, the topology, the flags and the compiler.
+Results are cached by a digest of the program, the topology, the flags and the compiler's version.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compile_program(
         program: of one rank, or one that the compiler is to partition.
         topology: the ranks.
         max_host_mem: bytes of host memory that the compiler may take.
-        cache_dir: where results are kept (default: the user's cache folder).
+        cache_dir: folder of results (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
         progress: called with the seconds gone by, about ten times a second.
 
@@ -99,7 +99,7 @@ def compile_program(
             if not (folder / "result.json").exists():
                 raise
         compiled = _read_result(folder)
-    _keep(entry, compiled)
+    _write(entry, compiled)
     return compiled
 
 
@@ -110,7 +110,7 @@ def check_installed() -> None:
         raise CompileError(f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}")
 
 
-# ---------------------------------------------------------------- kept results
+# ---------------------------------------------------------------- the cache
 
 
 def _default_cache_dir() -> Path:
@@ -132,7 +132,7 @@ def _read(entry: Path) -> Compiled | None:
         return None  # absent, cut off, or of another version: compiled again
 
 
-def _keep(entry: Path, compiled: Compiled) -> None:
+def _write(entry: Path, compiled: Compiled) -> None:
     with contextlib.suppress(OSError):  # a read-only home is no reason to fail
         entry.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first, so that nobody reads half a file.
@@ -238,11 +238,11 @@ def _read_result(folder: Path) -> Compiled:
 
 def _refusal(reason: str) -> str:
     """The message for a refused program, with what to do about it where that is known."""
-    told = f"the TPU compiler refused the program: {reason}"
+    message = f"the TPU compiler refused the program: {reason}"
     if "layout for this output is not set to host memory" not in reason:
-        return told
+        return message
     return (
-        f"{told}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
+        f"{message}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
         f"forward and its backward are to be in one: leave out the sync between them, or what "
         f"reads a value there; and what has no backward runs under torch.no_grad()"
     )

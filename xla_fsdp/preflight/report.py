@@ -1,4 +1,4 @@
-"""What a step of a model needs on a topology, as plain data, and as text for a terminal.
+"""The report on a step: its memory, collectives and time as plain data, and as text.
 
 Invariants: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
 """

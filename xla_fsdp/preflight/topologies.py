@@ -146,7 +146,7 @@ def example(generation: str) -> str:
 
 def _sizes(layout: str) -> tuple[int, ...]:
     """Sizes of "4x4"; () for anything else."""
-    parts = layout.split("x")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    sizes = layout.split("x")
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         return ()
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, sizes))

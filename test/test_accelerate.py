@@ -15,7 +15,7 @@ from torch import Tensor
 from test.models import CLASSES, FEATURES, Block, Net
 from test.ranks import run_on_ranks
 from test.scenarios import RANKS, fsdp, make, message
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp.integrations import UntestedVersionError, require
 
 try:
     require("accelerate")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from test.models import Net
 from test.ranks import run_warm
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp.integrations import UntestedVersionError, require
 
 try:
     require("lightning-fabric")

@@ -29,8 +29,7 @@ from xla_fsdp.distributed.xla.graph import (
     program_of,
     tensor_id,
 )
-from xla_fsdp.fsdp.engine.backward_pass import current_pass
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.program import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from xla_fsdp.distributed.xla.fake_rank import pretended_rank
+from xla_fsdp.distributed.xla.fake_rank import fake_rank
 from xla_fsdp.preflight.tracing import Recorder, Step, use_one_cpu_device
 
 WARM_UP = 2
@@ -32,7 +32,7 @@ def trace_seconds(
     use_one_cpu_device()
     clock = _Clock()
     seconds: dict[str, list[float]] = {name: [] for name in builders}
-    with pretended_rank(0, coords, clock.stop):
+    with fake_rank(0, coords, clock.stop):
         steps = {}
         for name, build in builders.items():
             steps[name] = build()

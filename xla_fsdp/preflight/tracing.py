@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.fake_rank import HollowTensors, pretended_rank
+from xla_fsdp.distributed.xla.fake_rank import ZeroPages, fake_rank
 from xla_fsdp.distributed.xla.graph import (
     buffer_id,
     input_buffers,
@@ -62,7 +62,7 @@ def trace_step(
     use_one_cpu_device()
     earlier = {id(unit) for unit in live_units()}
     recorder = Recorder()
-    with pretended_rank(rank, coords, recorder.cut):
+    with fake_rank(rank, coords, recorder.cut):
         step = build_step()
         recorder.cut()
         step()  # makes the optimizer's state
@@ -106,7 +106,7 @@ class Recorder:
     programs: list[Program] = field(default_factory=list)
     _recording: bool = False
     _discarding: bool = False
-    _hollow: HollowTensors = field(default_factory=HollowTensors)
+    _hollow: ZeroPages = field(default_factory=ZeroPages)
     _before: dict[int, tuple[int, str]] = field(default_factory=dict)  # by tensor: buffer and role
 
     @contextlib.contextmanager

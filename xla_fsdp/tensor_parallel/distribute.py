@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import XlaCollectives
+from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, place, placement_in
+from xla_fsdp.distributed.placement import TensorPlacement, placement_in, set_placement
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
@@ -87,7 +86,7 @@ def _make(cut: ParamCut, axis: AxisComm, source: int | None) -> None:
     if known is None:
         known = _became[param] = _sliced(param, placement, axis, source)
     cut.owner._parameters[cut.attribute] = known
-    place(cut.owner, cut.attribute, placement)
+    set_placement(cut.owner, cut.attribute, placement)
 
 
 @torch.no_grad()
@@ -97,7 +96,7 @@ def _sliced(
     whole = param.detach()
     if source is not None and not whole.is_meta:
         whole = _of_source(whole, axis, source)
-    local = placement.slice_of(whole, axis.place).clone()
+    local = placement.slice_of(whole, axis.local_rank).clone()
     new = nn.Parameter(local, requires_grad=param.requires_grad)
     vars(new).update(vars(param))  # such as a mark that an optimizer's grouping looks for
     return new
@@ -108,7 +107,7 @@ def _of_source(whole: Tensor, axis: AxisComm, source: int) -> Tensor:
     if axis.size == 1:
         return whole
     copy = whole.clone()
-    seen_from = (axis.place - source) % axis.size
+    seen_from = (axis.local_rank - source) % axis.size
     broadcast_([copy], XlaCollectives(axis.groups, seen_from, axis.size), ops.device())
     return copy
 

@@ -91,8 +91,8 @@ def cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
 
 def recut(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     """Cut along one dim to cut along another. Forward: all-to-all. Backward: the way back."""
-    there = partial(axis.all_to_all, cut=new, joined=old)
-    return _pair(x, there, partial(axis.all_to_all, cut=old, joined=new))
+    there = partial(axis.all_to_all, split_dim=new, concat_dim=old)
+    return _pair(x, there, partial(axis.all_to_all, split_dim=old, concat_dim=new))
 
 
 def _pair(x: Tensor, there: Move, back: Move) -> Tensor:

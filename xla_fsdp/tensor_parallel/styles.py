@@ -229,7 +229,7 @@ class _RowwiseEmbedding:
     def _looked_up(self, module: Any, ids: Tensor) -> Tensor:
         """Vectors of the ids that are in this rank's rows; zeros for the others."""
         rows = module.weight.shape[0]
-        own = ids if self.axis.size == 1 else ids - self.axis.place_on_device * rows
+        own = ids if self.axis.size == 1 else ids - self.axis.local_rank_on_device * rows
         held = ((own >= 0) & (own < rows)).unsqueeze(-1)
         vectors = F.embedding(own.clamp(0, rows - 1), module.weight)
         if module.padding_idx is not None:  # whose vector gets no gradient
@@ -267,7 +267,7 @@ class _SequenceDropout:
         [x] = _inputs("nn.Dropout", args)
         # The ranks' random numbers are the same; with the place, each makes others of them.
         drawn = (torch.rand(1, device=x.device) * 2**16).to(torch.int32)
-        salt = drawn * 2**14 + self.axis.place_on_device.to(torch.int32)
+        salt = drawn * 2**14 + self.axis.local_rank_on_device.to(torch.int32)
         kept = random_bits(x.shape, salt) >= int(module.p * 2**32) - 2**31
         return x * kept.to(x.dtype) / (1 - module.p)
 

@@ -267,9 +267,13 @@ class _CpuCollectives:
 
     def __init__(self, slot: RunSlot) -> None:
         self._slot = slot
-        how = {"pin_layout": False, "channel_id": CHANNEL, "use_global_device_ids": True}
-        self._gather = functools.partial(xm.all_gather, **how)
-        self._scatter = functools.partial(xm.reduce_scatter, **how)
+        how: dict[str, Any] = {
+            "pin_layout": False,
+            "channel_id": CHANNEL,
+            "use_global_device_ids": True,
+        }
+        self._gather: Callable[..., Tensor] = functools.partial(xm.all_gather, **how)
+        self._scatter: Callable[..., Tensor] = functools.partial(xm.reduce_scatter, **how)
 
     def install(self) -> None:
         """Replace torch_xla's functions."""

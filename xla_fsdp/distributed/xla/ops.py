@@ -33,7 +33,7 @@ class RankRuntime:
 
     def device_type(self) -> str:
         """Return the kind of device that is traced for: "TPU" or "CPU"."""
-        return xr.device_type()
+        return xr.device_type() or ""
 
     def torus_coords(self) -> list[list[int]]:
         """Return the coordinates of every rank, by rank: [core, x, y, z, slice]; empty off a TPU.

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 if TYPE_CHECKING:
     from xla_fsdp.fsdp.engine.state import UnitBackward
@@ -63,7 +63,7 @@ class ForwardCall:
         self.unit = unit
         self.recomputed = recomputed
         self.before: list[Tensor] = []  # what the gather waits for
-        self.early: Sums = {}  # what was reduced before the rest
+        self.early: ReducedBuckets = {}  # what was reduced before the rest
         self.versions = unit.group.versions
         self.reshards = unit.settings.reshards_after_forward
         self._num_nodes = 0  # that take part in backward
@@ -76,7 +76,7 @@ class ForwardCall:
         before, self.before = self.before, []
         return before
 
-    def take_early(self) -> Sums:
+    def take_early(self) -> ReducedBuckets:
         """What was reduced early in this backward pass."""
         early, self.early = self.early, {}
         return early

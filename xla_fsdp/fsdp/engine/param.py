@@ -300,17 +300,11 @@ class FSDPParam:
         """Whether the shard has the shape of whole rows of its member's dim."""
         return len(self.shard_shape) > 1
 
-    def as_shard(self, rows: Tensor) -> Tensor:
-        """As many elements as a shard has, cut along the first dim, in its shape."""
+    def as_shard(self, rows: Tensor, *length: int) -> Tensor:
+        """Return elements of a shard in its shape; with ``length``, of so many shards."""
         if self.packing.dim:
-            return self.packing.from_rows(rows)
-        return ops.shaped(rows, self.shard_shape)
-
-    def all_as_shards(self, rows: Tensor) -> Tensor:
-        """``as_shard`` of each of what has a first dim more."""
-        if self.packing.dim:
-            return self.packing.all_from_rows(rows)
-        return ops.shaped(rows, (len(rows), *self.shard_shape))
+            return self.packing.from_rows(rows, *length)
+        return ops.shaped(rows, (*length, *self.shard_shape))
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """``rank``'s shard of full members, in the shape of the shard, on their device."""

@@ -26,7 +26,7 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter, Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.registry import remember, remember_group
 from xla_fsdp.fsdp.engine.shard_parameter import whole_mesh
 from xla_fsdp.fsdp.engine.tp_params import is_first
@@ -114,7 +114,7 @@ class FSDPParamGroup:
         self.stepper: Stepper | None = None
         self._mesh = config.mesh
         self._unreduced: dict[int, Tensor] = {}  # full gradients, by member
-        self._not_summed: Sums = {}  # that replicas are to add
+        self._not_summed: ReducedBuckets = {}  # that replicas are to add
         for param in self.params:
             remember_group(param.leaf, self)
 
@@ -181,7 +181,9 @@ class FSDPParamGroup:
         them."""
         return not (self.reduction.has_hooks or self.has_kept or self.waits_for_replicas)
 
-    def reduce(self, grads: Sequence[Tensor | None], early: Sums | None = None) -> Reduced:
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
+    ) -> Reduced:
         """Averaged gradient shards, one per parameter, from full gradients, one per member.
 
         A parameter none of whose members has a gradient gets None, as in an unsharded model; all
@@ -191,7 +193,7 @@ class FSDPParamGroup:
         reduction = self.reduction
         sums = reduction.scatter(self._with_kept(grads))
         for more in (early, self._not_summed):
-            sums = reduction.added(more, sums) if more else sums
+            sums = reduction.add(more, sums) if more else sums
         self._not_summed = {}
         if self.waits_for_replicas:
             self._not_summed = sums

@@ -50,7 +50,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 from xla_fsdp.fsdp.engine.backward_pass import BackwardPass, current_pass, running, running_units
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 from xla_fsdp.fsdp.engine.saved_tensors import SavedParams
 from xla_fsdp.fsdp.engine.unsharded_params import FullParams, ShardedState, UnitSettings, prefetch
 
@@ -266,7 +266,7 @@ class UnitBackward:
         return None
 
     def reduce(
-        self, grads: Sequence[Tensor | None], early: Sums | None = None
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:
         """Gradient shards from full gradients; none while gradients are not synchronized.
 
@@ -525,8 +525,8 @@ class FSDPState:
         """
         params, before = self.params, call.take_before()
         if params.state is ShardedState.SHARDED:
-            joined = self.group.gather.after(before, again=True)
-            self.in_backward.open(partial(self.group.gather.full, joined))
+            joined = self.group.gather.pack(before, again=True)
+            self.in_backward.open(partial(self.group.gather.unshard, joined))
         for_backward, versions = params.full, params.versions
         full = unshard(call, params.copies)
         saved = SavedParams(full, self.in_backward.full_for_saved)

@@ -243,8 +243,8 @@ class FullParams:
             return self.take_ahead
         if kept:
             own = [tensor.clone() for tensor in kept]
-            return partial(self._group.gather.full_of_larger, ops.after_(before, own))
-        return partial(self._group.gather.full, self._group.gather.after(before, again=True))
+            return partial(self._group.gather.unshard_larger, ops.after_(before, own))
+        return partial(self._group.gather.unshard, self._group.gather.pack(before, again=True))
 
     def copies(self) -> list[Tensor]:
         """Of the full parameters that the modules hold."""
@@ -281,8 +281,8 @@ class FullParams:
 
     def _gather(self, before: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
         gather = self._group.gather
-        joined = gather.after(before, again=current_pass() != -1)
+        joined = gather.pack(before, again=current_pass() != -1)
         if not self._settings.keeps_larger_shards:
-            return gather.full(joined)
-        kept += gather.larger(joined)
-        return gather.full_of_larger(kept)
+            return gather.unshard(joined)
+        kept += gather.gather_larger(joined)
+        return gather.unshard_larger(kept)

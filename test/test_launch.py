@@ -1,4 +1,4 @@
-"""``xla_fsdp.launcher.launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
+"""``xla_fsdp.distributed.launcher.launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
 
 Ranks are started once per number of ranks; every case of that launch returns host values, which
 the tests then compare with numpy. The functions that run in a child are module-level, as
@@ -542,7 +542,7 @@ def test_another_number_of_ranks_is_refused() -> None:
 
 def test_a_runtime_started_without_the_environment_is_refused() -> None:
     code = """if True:
-        import torch_xla, xla_fsdp.launcher as launcher
+        import torch_xla, xla_fsdp.distributed.launcher as launcher
         torch_xla.device()
         print(launcher.launch(lambda rank: rank, num_ranks=1))
         try:
@@ -591,7 +591,7 @@ def interrupted(rank: int, stuck: bool) -> None:
 def interrupt(stuck: bool, when: str) -> tuple[int, str]:
     """Start a launch, send SIGINT once ``when`` shows up on its stderr; exit code and stderr."""
     code = f"""if True:
-        import xla_fsdp.launcher as launcher, test.test_launch as tests
+        import xla_fsdp.distributed.launcher as launcher, test.test_launch as tests
         try:
             launcher.launch(tests.interrupted, ({stuck},), num_ranks=2)
         except KeyboardInterrupt:

@@ -48,17 +48,6 @@ class Arrival:
 
 
 @dataclass
-class Turn:
-    """Which rank may go on alone; reentrant.
-
-    A holder at depth 0 has seeded, and keeps the turn until it is seen to need its peers.
-    """
-
-    holder: int | None = None
-    depth: int = 0
-
-
-@dataclass
 class Run:
     """State of one launch, shared by its rank threads, guarded by ``_changed``."""
 
@@ -75,7 +64,10 @@ class Run:
         self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
-        self._turn = Turn()
+        # The rank that may go on alone, and how many blocks of its it is in: none if it has seeded,
+        # and keeps its turn until it is seen to need its peers.
+        self._turn_holder: int | None = None
+        self._turn_depth = 0
         self._random_states: dict[int, Any] = {}
         self._exchanges = [0] * self.num_ranks
         self._exchanged: dict[int, dict[int, bytes]] = {}
@@ -127,7 +119,7 @@ class Run:
     def _check_may_wait(self, rank: int) -> None:
         if self.failures:
             raise Unwind
-        if self._turn.holder == rank:
+        if self._turn_holder == rank:
             raise RuntimeError(
                 f"rank {rank} called torch_xla.sync() with collectives inside "
                 "one_rank_at_a_time(); the other ranks wait for their turn and cannot join. "
@@ -159,12 +151,12 @@ class Run:
 
         with self._changed:
             self._random_states[rank] = torch.get_rng_state()
-            self._turn.holder = None
+            self._turn_holder = None
             self._changed.notify_all()
 
     def is_seeding(self, rank: int) -> bool:
         """Return whether ``rank`` has a turn that ``begin_seeding`` took."""
-        return self._turn.holder == rank and not self._turn.depth
+        return self._turn_holder == rank and not self._turn_depth
 
     def resume_seeding(self, rank: int) -> None:
         """Take a new turn if that of ``begin_seeding`` was given up, and continue the random
@@ -182,21 +174,21 @@ class Run:
         with self._changed:
             seeded_before = self.is_seeding(rank)
             self._take_turn(rank)
-            self._turn.depth += 1
+            self._turn_depth += 1
         try:
             yield
         finally:
             with self._changed:
-                self._turn.depth -= 1
-                if not self._turn.depth and not seeded_before:
-                    self._turn.holder = None
+                self._turn_depth -= 1
+                if not self._turn_depth and not seeded_before:
+                    self._turn_holder = None
                 self._changed.notify_all()
 
     def _take_turn(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
+        self._changed.wait_for(lambda: self._turn_holder in (None, rank) or self.failures)
         if self.failures:
             raise Unwind
-        self._turn.holder = rank
+        self._turn_holder = rank
 
     # ------------------------------------------------------------ how a run ends
 

@@ -263,12 +263,14 @@ def _warn_once(run: Run, warned: set[str]) -> None:
     if not waiting or stacks in warned:
         return
     warned.add(stacks)
-    _say(
+    print(
         f"xla_fsdp: ranks {waiting} have waited {WARN_AFTER:g} s in torch_xla.sync() to run a "
         f"collective; ranks {missing} are elsewhere:\n{stacks}"
         "If such a rank is only slow, this is harmless. If it reads a value that needs a "
         "collective (.item(), .cpu(), print) and the waiting ranks do not, it can never get it, "
-        "and XLA ends the process about 15 s after it began: read such values on all ranks."
+        "and XLA ends the process about 15 s after it began: read such values on all ranks.",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -293,10 +295,11 @@ def _end_failed(run: Run) -> NoReturn:
 
 def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
     if failure.error is not None:
-        _say("".join(traceback.format_exception(failure.error)).rstrip())
-    _say(
+        print("".join(traceback.format_exception(failure.error)).rstrip(), file=sys.stderr)
+    print(
         f"xla_fsdp: {failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
-        "collective that cannot complete any more): the process ends here."
+        "collective that cannot complete any more): the process ends here.",
+        file=sys.stderr,
     )
     _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
 
@@ -308,7 +311,8 @@ def _end_interrupted(run: Run) -> None:
     run.wait(GRACE, for_all=True)
     blocked = run.join_finished()
     if blocked:
-        _say(f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them")
+        text = f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them"
+        print(text, file=sys.stderr)
         _exit_now(INTERRUPTED_EXIT_CODE)
 
 
@@ -334,9 +338,17 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+@contextlib.contextmanager
+def _one_torch_thread(num_ranks: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if num_ranks > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -350,16 +362,3 @@ def _crash_report() -> Iterator[None]:
         yield
     finally:
         faulthandler.disable()
-
-
-@contextlib.contextmanager
-def _one_torch_thread(num_ranks: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    if num_ranks > 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -182,7 +182,7 @@ class ReduceScatter:
         """
         by = by or self._collectives
         packed = {
-            at: self._packed(at, self._with_zeros(at, grads))
+            at: self._pack(at, grads)
             for at in (self._members if numbers is None else numbers)
             if any(member in grads for member in self._members[at])
         }
@@ -250,7 +250,7 @@ class ReduceScatter:
             found = {at: _as_grad(each, self._params[at]) for at, each in means.items()}
         else:
             found = {
-                at: self.finish_one(self._hooked(each, at), self._params[at])
+                at: self._finish_hooked(each, self._params[at], self.all_reduce_hook)
                 for at, each in self.unpack(reduced).items()
             }
         return [found.get(at) for at in range(len(self._params))]
@@ -272,28 +272,25 @@ class ReduceScatter:
         dtypes = {total.dtype, *(self._params[at].leaf.dtype for at in numbers)}
         return total.to(_widest(frozenset(dtypes))) / self.postdivide
 
-    def _hooked(self, total: Tensor, at: int) -> Tensor:
-        if self.all_reduce_hook is None:
-            return total
-        given = ops.shaped(total, self._params[at].packing.sent_shape)
-        result = self.all_reduce_hook(given)
-        return given if result is None else result
+    def _finish_hooked(
+        self, total: Tensor, param: FSDPParam, hook: Callable[[Tensor], Tensor | None]
+    ) -> Tensor:
+        given = ops.shaped(total, param.packing.sent_shape)
+        result = hook(given)
+        return self.finish_one(given if result is None else result, param)
 
     # ------------------------------------------------------------ buckets
 
-    def _with_zeros(self, at: int, grads: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return gradients of all originals in a parameter, at least one of which has one."""
+    def _pack(self, at: int, grads: Mapping[int, Tensor]) -> Tensor:
+        """Pack gradients of all originals in a parameter, at least one of which has one."""
         members = self._members[at]
-        if len(members) == 1:
-            return [grads[members[0]]]
         example = next(grads[each] for each in members if each in grads)
-        return [
-            grads[each] if each in grads else example.new_zeros(member.shape)
-            for each, member in zip(members, self._params[at].members, strict=True)
-        ]
-
-    def _packed(self, at: int, full: Sequence[Tensor]) -> Tensor:
-        packed = self._params[at].packing.pack(full)
+        packed = self._params[at].packing.pack(
+            [
+                grads[each] if each in grads else example.new_zeros(member.shape)
+                for each, member in zip(members, self._params[at].members, strict=True)
+            ]
+        )
         if self.comm_hook is None:
             return packed
         return packed.reshape(self._collectives.num_shards, -1)

@@ -1,4 +1,4 @@
-"""``xla_fsdp.distributed.launcher.launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
+"""``launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
 
 Ranks are started once per number of ranks; every case of that launch returns host values, which
 the tests then compare with numpy. The functions that run in a child are module-level, as
@@ -678,7 +678,8 @@ def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_importing_the_launcher_does_not_import_torch() -> None:
-    code = "import sys, xla_fsdp.distributed.launcher; print({'torch', 'torch_xla'} & set(sys.modules))"
+    loaded = "{'torch', 'torch_xla'} & set(sys.modules)"
+    code = f"import sys, xla_fsdp.distributed.launcher; print({loaded})"
     assert run_python("-c", code).stdout == "set()\n"
 
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 STACK_LINES = 4
@@ -225,8 +226,15 @@ class Run:
         self, fn: Callable[..., Any], args: tuple[Any, ...], enter: RankSetup, leave: RankSetup
     ) -> None:
         """Start one thread per rank; each runs ``enter(rank)``, ``fn(rank, *args)``, ``leave``."""
+
+        def work(rank: int) -> None:
+            if self.failures:
+                raise Unwind
+            enter(rank)
+            self.results[rank] = fn(rank, *args)
+
         for rank in range(self.num_ranks):
-            self.threads.append(RankThread(self, rank, fn, args, enter, leave))
+            self.threads.append(RankThread(self, rank, partial(work, rank), partial(leave, rank)))
         for thread in self.threads:
             thread.start()
 
@@ -284,40 +292,23 @@ class Run:
 class RankThread(threading.Thread):
     """The thread of one rank. A daemon: one that is stuck in C++ must not hold up the exit."""
 
-    def __init__(
-        self,
-        run: Run,
-        rank: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        enter: RankSetup,
-        leave: RankSetup,
-    ) -> None:
+    def __init__(self, run: Run, rank: int, *steps: Callable[[], None]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank_run = run
         self.rank = rank
-        self._fn = fn
-        self._fn_args = args
-        self._enter = enter
-        self._leave = leave
+        self._steps = steps
 
     def run(self) -> None:
-        """Run the rank; whatever it raises becomes a failure of the run."""
+        """Run the steps one after the other; what they raise becomes failures of the run."""
         try:
-            self._attempt(self._work)
-            self._attempt(self._leave, self.rank)
+            for step in self._steps:
+                self._attempt(step)
         finally:
             self.rank_run.finish(self.rank)
 
-    def _work(self) -> None:
-        if self.rank_run.failures:
-            raise Unwind
-        self._enter(self.rank)
-        self.rank_run.results[self.rank] = self._fn(self.rank, *self._fn_args)
-
-    def _attempt(self, step: Callable[..., None], *args: Any) -> None:
+    def _attempt(self, step: Callable[[], None]) -> None:
         try:
-            step(*args)
+            step()
         except Unwind:
             pass
         except SystemExit as error:

@@ -43,25 +43,24 @@ class Ignored:
         own += [each for each in mixed if isinstance(each, nn.Parameter)]
         own += [param for root in roots for param in root.parameters()]
         _refuse_shards(own)
-        # The objects themselves are kept, so that their ids stay theirs.
-        self._modules = {id(inner): inner for root in roots for inner in root.modules()}
-        self._params = {id(param): param for param in own}
+        self._modules = dict.fromkeys(inner for root in roots for inner in root.modules())
+        self._params: dict[Any, None] = dict.fromkeys(own)
 
     def has_module(self, module: nn.Module) -> bool:
         """Return whether ``module`` is ignored with all that is in it."""
-        return id(module) in self._modules
+        return module in self._modules
 
     def has_param(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` is ignored."""
-        return id(param) in self._params
+        return param in self._params
 
     def add(self, param: Any) -> None:
         """Ignore ``param``, which has replaced an ignored one in the model."""
-        self._params[id(param)] = param
+        self._params[param] = None
 
     def as_keywords(self) -> dict[str, Any]:
         """Return constructor keywords that let units inside ignore the same."""
-        states = [*self._modules.values(), *self._params.values()]
+        states = [*self._modules, *self._params]
         return {"ignored_states": states} if states else {}
 
 
@@ -171,10 +170,10 @@ class _Walker:
         self._policy = policy
         self._wrap_fn = wrap_fn
         self._ignored = ignored
-        self._done: dict[int, tuple[nn.Module, nn.Module]] = {}  # the original keeps its id taken
+        self._done: dict[nn.Module, nn.Module] = {}  # what each became
 
     def visit_children(self, module: nn.Module) -> int:
-        # It computes with its children's weights, without calling the children.
+        # Attention computes with its children's weights, without calling the children.
         if isinstance(module, nn.MultiheadAttention):
             return 0
         if not self._policy(module=module, recurse=True, unwrapped_params=self._numel(module)):
@@ -190,8 +189,8 @@ class _Walker:
         return taken
 
     def _visit(self, module: nn.Module) -> tuple[nn.Module, int]:
-        if id(module) in self._done:
-            return self._done[id(module)][1], 0
+        if module in self._done:
+            return self._done[module], 0
         total = self._numel(module)
         taken = self.visit_children(module)
         replacement = module
@@ -199,7 +198,7 @@ class _Walker:
             module=module, recurse=False, unwrapped_params=total - taken
         ):
             replacement, taken = self._wrap_fn(module), total
-        self._done[id(module)] = (module, replacement)
+        self._done[module] = replacement
         return replacement, taken
 
     def _numel(self, module: nn.Module) -> int:

@@ -248,7 +248,9 @@ def as_mesh(given: Any) -> Mesh:
     flattened = _mesh_resources.flatten_name_to_root_dims.get(root, {})
     axes: list[Axis] = []
     for name in given.mesh_dim_names or ():
-        dims = flattened.get(name)
-        part = mesh[name] if dims is None else mesh[tuple(map(mesh.axis_names.__getitem__, dims))]
-        axes += part.axes if dims is None else part.flatten(name).axes
+        if (dims := flattened.get(name)) is None:
+            part = mesh[name]
+        else:
+            part = mesh[tuple(mesh.axis_names[dim] for dim in dims)].flatten(name)
+        axes += part.axes
     return Mesh(tuple(axes), mesh.layout)

@@ -168,4 +168,8 @@ class AllGather:
 
 @torch.no_grad()
 def _unpack(params: Sequence[FSDPParam], gathered: Mapping[int, Tensor]) -> list[Tensor]:
-    return [full for at, each in enumerate(params) for full in each.packing.unpack(gathered[at])]
+    return [
+        unsharded
+        for at, param in enumerate(params)
+        for unsharded in param.packing.unpack(gathered[at])
+    ]

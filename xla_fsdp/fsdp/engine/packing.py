@@ -76,14 +76,14 @@ class ShardPacking:
             for shape, numel, start in pieces
         ]
 
-    def pack(self, full: Sequence[Tensor]) -> Tensor:
+    def pack(self, unsharded: Sequence[Tensor]) -> Tensor:
         """Return the inverse of ``unpack``, with zeros as padding."""
         if self._by_rows:
-            rows = self.in_rows(full[0])
+            rows = self.in_rows(unsharded[0])
             joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
             padding = [0, 0, 0, self._padding // self.row_numel]
         else:
-            flat = [ops.shaped(each, (each.numel(),)) for each in full]
+            flat = [ops.shaped(each, (each.numel(),)) for each in unsharded]
             joined = torch.cat(flat) if len(flat) > 1 else flat[0]
             padding = [0, self._padding]
         padded = F.pad(joined, padding) if self._padding else joined

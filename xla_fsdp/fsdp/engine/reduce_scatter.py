@@ -143,7 +143,7 @@ class ReduceScatter:
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
         counts = [len(param.members) for param in self._params]
         # By number of a parameter, the numbers of the originals in it.
-        self._members = {
+        self._originals = {
             at: range(start, start + count)
             for at, (start, count) in enumerate(zip(offsets(counts), counts, strict=True))
         }
@@ -183,17 +183,17 @@ class ReduceScatter:
         by = by or self._collectives
         packed = {
             at: self._pack(at, grads)
-            for at in (self._members if numbers is None else numbers)
-            if any(member in grads for member in self._members[at])
+            for at in (self._originals if numbers is None else numbers)
+            if any(each in grads for each in self._originals[at])
         }
         return {each: self._scatter(each, packed, by) for each in self._buckets_of(packed)}
 
-    def scatter_alone(self, member: int, grad: Tensor) -> ReducedBuckets | None:
+    def scatter_alone(self, number: int, grad: Tensor) -> ReducedBuckets | None:
         """Sum the gradient of one original parameter; return None if others share its bucket."""
-        at = next(at for at, members in self._members.items() if member in members)
-        if len(self._members[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
+        at = next(at for at, originals in self._originals.items() if number in originals)
+        if len(self._originals[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
             return None
-        return self.scatter({member: grad}, [at])
+        return self.scatter({number: grad}, [at])
 
     def scatter_tensors(
         self, tensors: Sequence[Tensor], by: Collectives | None = None
@@ -283,12 +283,12 @@ class ReduceScatter:
 
     def _pack(self, at: int, grads: Mapping[int, Tensor]) -> Tensor:
         """Pack gradients of all originals in a parameter, at least one of which has one."""
-        members = self._members[at]
-        example = next(grads[each] for each in members if each in grads)
+        originals = self._originals[at]
+        example = next(grads[each] for each in originals if each in grads)
         packed = self._params[at].packing.pack(
             [
-                grads[each] if each in grads else example.new_zeros(member.shape)
-                for each, member in zip(members, self._params[at].members, strict=True)
+                grads[each] if each in grads else example.new_zeros(original.shape)
+                for each, original in zip(originals, self._params[at].members, strict=True)
             ]
         )
         if self.comm_hook is None:

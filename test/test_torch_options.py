@@ -339,8 +339,7 @@ def test_states_are_those_of_the_first_rank() -> None:
 def same_bits(rank: int) -> list[torch.Tensor]:
     import torch_xla
 
-    from xla_fsdp.distributed.broadcast import broadcast_
-    from xla_fsdp.distributed.collectives import LocalCollectives, XlaCollectives
+    from xla_fsdp.distributed.collectives import LocalCollectives, XlaCollectives, broadcast_
 
     values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
     broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.shard_parameter import view_state_dicts
@@ -117,7 +117,7 @@ def fully_shard(
     _check(parts, offload_policy)
     ignored = Ignored(params=ignored_params)
     placement = None if shard_placement_fn is None else partial(_dim, shard_placement_fn)
-    with own_random_numbers():
+    with ops.runtime().keep_host_rng():
         built = build_unit(
             parts, config, ignored, None, None, placement=placement, stays_on_meta=True
         )

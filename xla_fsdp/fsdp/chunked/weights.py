@@ -94,13 +94,13 @@ class StreamedWeights:
 
     def gather(self, piece: Tensor) -> Tensor:
         """[ranks * rows, width], from [rows, width] of every rank."""
-        [stack] = self.group.gather.stacks([piece])
+        [stack] = self.group.gather.gather_tensors([piece])
         return stack.reshape(-1, self.width)
 
     def reduce(self, grad: Tensor) -> Tensor:
         """The inverse for a piece's gradient: this rank's rows of the sum, as they travel."""
         stack = grad.reshape(self.num_ranks, -1, self.width)
-        [rows] = self.group.reduction.scatter_stacks([stack], self._by)
+        [rows] = self.group.reduction.scatter_tensors([stack], self._by)
         return rows.reshape(-1, self.width)
 
     def bias(self, shards: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
@@ -109,7 +109,7 @@ class StreamedWeights:
             return []
         number = self._numbers[BIAS]
         params = [self.group.params[number]]
-        [whole] = self.group.gather.of_sent(
+        [whole] = self.group.gather.unshard_sent(
             params, self.group.gather.sent(params, [shards[number]])
         )
         by_rank = _padded(whole, self.num_ranks * self.shard_rows).reshape(self.num_ranks, -1)
@@ -141,7 +141,7 @@ class StreamedWeights:
             sums[self._numbers[WEIGHT]] = weight.reshape(-1, self.width)[: self.shard_rows]
         if bias is not None:
             number = self._numbers[BIAS]  # of its one member, too
-            sums.update(reduction.apart(reduction.scatter({number: bias}, [number])))
+            sums.update(reduction.unpack(reduction.scatter({number: bias}, [number])))
         added = reduction.sum_replicas_of(sums)
         return [
             reduction.finish_one(added[at], param) if at in added else None

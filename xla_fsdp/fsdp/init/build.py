@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
+from xla_fsdp.distributed.collectives import Collectives, SmallerGroups, broadcast_
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
@@ -137,7 +136,13 @@ def build_unit(
     _refuse_cuda_layers(scope)
     origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = ops.device()
-    communication = communication_for(config, collectives)
+    communication = communication_for(
+        config.mesh,
+        config.sharding_groups,
+        config.sharding_rank,
+        config.sharding_world_size,
+        collectives,
+    )
     if collectives is None:
         _refuse_other_parts(scope, config)
     smaller = _smaller_groups(config.reshard_after_forward, communication.shards)

@@ -27,7 +27,7 @@ from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
-from xla_fsdp.distributed.xla.cpu_rank_patches import tell_peers
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam, ModuleAttr, OriginalParam
 from xla_fsdp.fsdp.engine.registry import known_shard, remember
@@ -216,7 +216,7 @@ class _Sharder:
             return  # groups may hold different parts of a model
         for tensor, member in zip(tensors, members, strict=True):
             if tensor.device.type == "cpu":
-                tell_peers(
+                ops.runtime().expect_on_all_ranks(
                     f"sharding of {member.names[0]} with checksum {_checksum(tensor):08x} (equal "
                     f"on all ranks if they seed and build under one_rank_at_a_time())"
                 )

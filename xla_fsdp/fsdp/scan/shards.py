@@ -170,7 +170,7 @@ class StackedShards:
         """See ``Shards``."""
         params = [self._group.params[at] for at in numbers]
         with torch.no_grad():
-            return ops.once_computed(after, self._group.gather.sent_of_all(params, leaves))
+            return ops.once_computed(after, self._group.gather.sent(params, leaves, stacked=True))
 
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
@@ -197,7 +197,7 @@ class StackedShards:
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         """See ``Shards``."""
         return [
-            self._group.reduction.finish_all(sums[at], param)
+            self._group.reduction.finish_one(sums[at], param, len(sums[at]))
             if at in sums and param.leaf.requires_grad
             else None
             for at, param in enumerate(self._group.params)

@@ -58,7 +58,7 @@ class BlockWeights:
         """Full tensors of the members of these parameters of one block."""
         pairs = zip(self._params(params), sent, strict=True)
         cast = [each.to(param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.group.gather.of_sent(self._params(params), cast)
+        return self.group.gather.unshard_sent(self._params(params), cast)
 
     def gather_in_round(self, params: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
         """The same in a loop, from slices of what is sent or is to be cast for that."""
@@ -70,14 +70,14 @@ class BlockWeights:
         """Sums, by parameter, as they travel, from one block's full gradients by member. What has
         no gradient is left out."""
         reduction = self.group.reduction
-        return reduction.apart(reduction.scatter(grads, params, self._hidden))
+        return reduction.unpack(reduction.scatter(grads, params, self._hidden))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """Full tensors, [length, *shape], of the members of small parameters from stacks of what is
         sent of them."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
-            gathered = self.group.gather.stacks(sent)
+            gathered = self.group.gather.gather_tensors(sent)
             ranks = self.group.collectives.num_shards
             return [
                 full
@@ -98,7 +98,7 @@ class BlockWeights:
         ranks = self.group.collectives.num_shards
         lengths = {at: len(stack) for at, stack in joined.items()}
         sent = [_swapped(stack, len(stack), ranks).reshape(ranks, -1) for stack in joined.values()]
-        sums = self.group.reduction.scatter_stacks(sent)
+        sums = self.group.reduction.scatter_tensors(sent)
         return {
             at: each.reshape(length, -1)
             for (at, length), each in zip(lengths.items(), sums, strict=True)

@@ -45,24 +45,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Body:
-    """A traced function as one XLA computation.
+    """A traced function as one XLA computation."""
 
-    Args:
-        computation: takes the inputs that are used, the seed and the captured values, in the order
-            of their parameter numbers.
-        text: serialized; equal for functions that compute the same.
-        numbers: parameter number of each input; -1 for one that is not used.
-        seed: parameter number of the seed, or -1.
-        captured: other device values that the function used, by parameter number.
-        outputs: of the values that it returns.
-    """
-
+    # takes the inputs that are used, the seed and the captured values, in the order of their
+    # parameter numbers
     computation: Any
-    text: bytes
-    numbers: tuple[int, ...]
-    seed: int
-    captured: dict[int, Tensor]
-    outputs: tuple[TensorSpec, ...]
+    text: bytes  # serialized; equal for functions that compute the same
+    numbers: tuple[int, ...]  # parameter number of each input; -1 for one that is not used
+    seed: int  # parameter number of the seed, or -1
+    captured: dict[int, Tensor]  # other device values that the function used, by parameter number
+    outputs: tuple[TensorSpec, ...]  # of the values that it returns
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -177,19 +169,12 @@ LOOP_NAME = "fsdp_scan"
 
 @dataclass(frozen=True)
 class StackUpdate:
-    """Change slices of stacks in every iteration, by some of the ys, which are then not stacked.
+    """Change slices of stacks in every iteration, by some of the ys, which are then not stacked."""
 
-    Args:
-        body: of (the ys that it takes, the slices) to the new slices.
-        takes: how many of the ys it takes, from the first on.
-        stacks: [length, ...], whose slices it changes.
-        xs: for each stack, which of the loop's xs it is; None if none of them.
-    """
-
-    body: Body
-    takes: int
-    stacks: tuple[Tensor, ...]
-    xs: tuple[int | None, ...]
+    body: Body  # of (the ys that it takes, the slices) to the new slices
+    takes: int  # how many of the ys it takes, from the first on
+    stacks: tuple[Tensor, ...]  # [length, ...], whose slices it changes
+    xs: tuple[int | None, ...]  # for each stack, which of the loop's xs it is; None if none of them
 
     @property
     def key(self) -> Hashable:

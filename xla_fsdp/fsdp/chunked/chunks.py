@@ -27,19 +27,12 @@ NO_CLASS = -1
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a weight [num_classes, ...].
+    """Chunks of a weight [num_classes, ...]."""
 
-    Args:
-        num_classes: rows of the weight.
-        num_ranks: how many ranks share it.
-        shard_rows: rows of every rank's shard, padding included.
-        rows: of a shard, in a chunk.
-    """
-
-    num_classes: int
-    num_ranks: int
-    shard_rows: int
-    rows: int
+    num_classes: int  # rows of the weight
+    num_ranks: int  # how many ranks share it
+    shard_rows: int  # rows of every rank's shard, padding included
+    rows: int  # of a shard, in a chunk
 
     @property
     def count(self) -> int:

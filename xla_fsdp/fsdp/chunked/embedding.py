@@ -195,19 +195,12 @@ def _pays(weights: ChunkedWeights, num_rows: int) -> bool:
 
 @dataclass(frozen=True)
 class EmbeddingCall:
-    """One forward of an embedding.
+    """One forward of an embedding."""
 
-    Args:
-        unit: the embedding's.
-        weights: its table.
-        strategy: how rows are looked up.
-        padding: number of the row that gets no gradient, or -1.
-    """
-
-    unit: FSDPState
-    weights: ChunkedWeights
-    strategy: LookupStrategy
-    padding: int
+    unit: FSDPState  # the embedding's
+    weights: ChunkedWeights  # its table
+    strategy: LookupStrategy  # how rows are looked up
+    padding: int  # number of the row that gets no gradient, or -1
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Return [..., width] in the dtype that is sent, from row numbers [...]; NaN for a number

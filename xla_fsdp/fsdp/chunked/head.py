@@ -244,19 +244,12 @@ class ChunkedHead(ChunkedForward):
 
 @dataclass(frozen=True)
 class HeadCall:
-    """One forward of a head.
+    """One forward of a head."""
 
-    Args:
-        unit: the head's.
-        weights: its parameters.
-        config: what the loops depend on.
-        loops: those that were traced before.
-    """
-
-    unit: FSDPState
-    weights: ChunkedWeights
-    config: HeadConfig
-    loops: LoopCache
+    unit: FSDPState  # the head's
+    weights: ChunkedWeights  # its parameters
+    config: HeadConfig  # what the loops depend on
+    loops: LoopCache  # those that were traced before
 
     def losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
         """Return the loss of every row, [rows] float32.

@@ -36,19 +36,12 @@ from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What both loops depend on besides their inputs.
+    """What both loops depend on besides their inputs."""
 
-    Args:
-        chunks: how the classes are cut.
-        smoothing: of labels.
-        dtype: of products.
-        keeps_chunks: whether forward keeps the gathered chunks for backward.
-    """
-
-    chunks: Chunks
-    smoothing: float
-    dtype: torch.dtype
-    keeps_chunks: bool
+    chunks: Chunks  # how the classes are cut
+    smoothing: float  # of labels
+    dtype: torch.dtype  # of products
+    keeps_chunks: bool  # whether forward keeps the gathered chunks for backward
 
     def cross_entropy(self, targets: Tensor) -> OnlineCrossEntropy:
         """Return the loss for these targets."""

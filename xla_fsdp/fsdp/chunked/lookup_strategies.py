@@ -38,17 +38,11 @@ class LookupStrategy(Protocol):
 
 @dataclass(frozen=True)
 class GatherChunks:
-    """Gather the table chunk by chunk. Gradients of equal numbers are summed in float32.
+    """Gather the table chunk by chunk. Gradients of equal numbers are summed in float32."""
 
-    Args:
-        weights: the table.
-        chunks: how it is cut.
-        loops: those that were traced before.
-    """
-
-    weights: ChunkedWeights
-    chunks: Chunks
-    loops: LoopCache
+    weights: ChunkedWeights  # the table
+    chunks: Chunks  # how it is cut
+    loops: LoopCache  # those that were traced before
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         sent = self.weights.sent(shards, self.chunks)
@@ -93,15 +87,10 @@ class GatherChunks:
 @dataclass(frozen=True)
 class ExchangeRows:
     """Send what all ranks ask for, from each rank's own rows. Gradients of equal numbers are summed
-    in float32, over all ranks.
+    in float32, over all ranks."""
 
-    Args:
-        weights: the table.
-        cache: for the number of this rank's first row.
-    """
-
-    weights: ChunkedWeights
-    cache: LoopCache
+    weights: ChunkedWeights  # the table
+    cache: LoopCache  # for the number of this rank's first row
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         collectives = self.weights.group.collectives

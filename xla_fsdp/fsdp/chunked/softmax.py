@@ -21,17 +21,11 @@ from xla_fsdp.fsdp.chunked.chunks import NO_CLASS
 
 @dataclass(frozen=True)
 class OnlineCrossEntropy:
-    """The cross-entropy with some targets.
+    """The cross-entropy with some targets."""
 
-    Args:
-        targets: a class for every row, [rows] int32.
-        num_classes: of all chunks.
-        smoothing: what part of the target is spread over all classes.
-    """
-
-    targets: Tensor
-    num_classes: int
-    smoothing: float
+    targets: Tensor  # a class for every row, [rows] int32
+    num_classes: int  # of all chunks
+    smoothing: float  # what part of the target is spread over all classes
 
     @property
     def num_sums(self) -> int:

@@ -52,27 +52,16 @@ class ForwardCounter:
 
 @dataclass(frozen=True)
 class ScanCall:
-    """One forward of all blocks.
+    """One forward of all blocks."""
 
-    Args:
-        units: the blocks', in order.
-        shards: the blocks'.
-        blocks: what loops are made of.
-        own: stacks of the tensors that differ between blocks.
-        shared: tensors that all blocks hold.
-        loops: those that were traced before.
-        key: equal for calls that can run the same loops.
-        counter: counts the blocks' forwards.
-    """
-
-    units: list[FSDPState]
-    shards: BlockShards
-    blocks: Blocks
-    own: list[Tensor]
-    shared: list[Tensor]
-    loops: LoopCache
-    key: Hashable
-    counter: ForwardCounter
+    units: list[FSDPState]  # the blocks', in order
+    shards: BlockShards  # the blocks'
+    blocks: Blocks  # what loops are made of
+    own: list[Tensor]  # stacks of the tensors that differ between blocks
+    shared: list[Tensor]  # tensors that all blocks hold
+    loops: LoopCache  # those that were traced before
+    key: Hashable  # equal for calls that can run the same loops
+    counter: ForwardCounter  # counts the blocks' forwards
 
     def run(self, x: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return what the last block returns.

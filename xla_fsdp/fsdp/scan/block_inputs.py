@@ -31,21 +31,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments, or what a block returned, taken apart.
+    """Arguments, or what a block returned, taken apart."""
 
-    Args:
-        form: (args, kwargs) with a ``Slot`` for each tensor.
-        tensors: in order; the first is the input that a block turns into the next one's.
-        names: of the tensors.
-        plain: name and value of everything else, in order; comparable and hashable.
-        opaque: names and types of what cannot be taken apart.
-    """
-
-    form: Any
+    form: Any  # (args, kwargs) with a ``Slot`` for each tensor
+    # in order; the first is the input that a block turns into the next one's
     tensors: tuple[Tensor, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the tensors
+    # name and value of everything else, in order; comparable and hashable
     plain: tuple[tuple[str, Any], ...]
-    opaque: tuple[str, ...]
+    opaque: tuple[str, ...]  # names and types of what cannot be taken apart
 
     @classmethod
     def of(cls, tree: Any) -> Arguments:
@@ -132,20 +126,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class BlockState:
-    """The buffers of a block and the plain values that are attributes of its modules.
+    """The buffers of a block and the plain values that are attributes of its modules."""
 
-    Args:
-        names: of the tensors.
-        tensors: buffers, and tensors that are attributes.
-        settings: (module, name, value) of numbers, texts and the like (an epsilon, a dropout rate,
-            whether it trains), also in lists and dicts.
-        hooked: names of modules with hooks.
-    """
-
-    names: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]  # of the tensors
+    tensors: tuple[Tensor, ...]  # buffers, and tensors that are attributes
+    # (module, name, value) of numbers, texts and the like (an epsilon, a dropout rate, whether it
+    # trains), also in lists and dicts
     settings: tuple[Any, ...]
-    hooked: tuple[str, ...]
+    hooked: tuple[str, ...]  # names of modules with hooks
     _objects: tuple[Any, ...]
     _places: tuple[tuple[dict[str, Any], str], ...]
     _holders: tuple[tuple[str, dict[str, Any]], ...]

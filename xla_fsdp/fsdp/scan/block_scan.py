@@ -117,27 +117,16 @@ class Options:
 
 @dataclass
 class _Pass:
-    """A forward of the blocks that has begun.
+    """A forward of the blocks that has begun."""
 
-    Args:
-        template: the first block.
-        given: its arguments.
-        cast: their tensors, in the dtype that blocks compute in.
-        returned: what blocks return, without the tensor.
-        states: of all blocks.
-        key: equal for passes that can run the same loops.
-        last: what the last block that was called has returned.
-        done: its number.
-    """
-
-    template: Template
-    given: Arguments
-    cast: list[Tensor]
-    returned: Arguments
-    states: list[BlockState]
-    key: Any
-    last: Placeholder | None = None
-    done: int = 0
+    template: Template  # the first block
+    given: Arguments  # its arguments
+    cast: list[Tensor]  # their tensors, in the dtype that blocks compute in
+    returned: Arguments  # what blocks return, without the tensor
+    states: list[BlockState]  # of all blocks
+    key: Any  # equal for passes that can run the same loops
+    last: Placeholder | None = None  # what the last block that was called has returned
+    done: int = 0  # its number
 
 
 class BlockScan:

@@ -25,15 +25,10 @@ from xla_fsdp.fsdp.scan.weights import BlockShards, BlockWeights
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """Steps that a loop is to make.
+    """Steps that a loop is to make."""
 
-    Args:
-        update: changes the stacks of parameters and of the optimizer's state.
-        steps: takes the changed ones.
-    """
-
-    update: StackUpdate
-    steps: SliceSteps
+    update: StackUpdate  # changes the stacks of parameters and of the optimizer's state
+    steps: SliceSteps  # takes the changed ones
 
     def take_from(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Take the changed stacks from what the loop returned; return the rest."""

@@ -39,21 +39,14 @@ from xla_fsdp.fsdp.scan.weights import BlockWeights
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs that both loops have in common, or one iteration's slices of them.
+    """The inputs that both loops have in common, or one iteration's slices of them."""
 
-    Args:
-        sent: stacks by large parameter, in order, of what is sent or is to be cast for that.
-        small: stacks by member of small parameters.
-        own: stacks of tensors that differ between blocks.
-        others: arguments but the first.
-        shared: tensors that blocks share.
-    """
-
+    # stacks by large parameter, in order, of what is sent or is to be cast for that
     sent: list[Tensor]
-    small: list[Tensor]
-    own: list[Tensor]
-    others: list[Tensor]
-    shared: list[Tensor]
+    small: list[Tensor]  # stacks by member of small parameters
+    own: list[Tensor]  # stacks of tensors that differ between blocks
+    others: list[Tensor]  # arguments but the first
+    shared: list[Tensor]  # tensors that blocks share
 
     @property
     def xs(self) -> list[Tensor]:
@@ -77,21 +70,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What both loops are made of besides their inputs.
+    """What both loops are made of besides their inputs."""
 
-    Args:
-        template: the block that is traced.
-        weights: how its parameters come into the loop.
-        length: number of blocks.
-        policy: which activations forward keeps for backward.
-        store: in which memory.
-    """
-
-    template: Template
-    weights: BlockWeights
-    length: int
-    policy: RematPolicy
-    store: ActivationStore
+    template: Template  # the block that is traced
+    weights: BlockWeights  # how its parameters come into the loop
+    length: int  # number of blocks
+    policy: RematPolicy  # which activations forward keeps for backward
+    store: ActivationStore  # in which memory
 
     @property
     def prefetched(self) -> list[TensorSpec]:
@@ -127,34 +112,21 @@ class Blocks:
 
 @dataclass
 class ForwardProgram:
-    """The forward loop.
+    """The forward loop."""
 
-    Args:
-        loop: of (x, prefetched, ...) to (x, prefetched, ys).
-        body: of an iteration.
-        replay: runs it again in backward.
-        places: where among the ys the block's input is, and what the policy keeps.
-    """
-
-    loop: Loop
-    body: Body
-    replay: Replay
-    places: list[int]
+    loop: Loop  # of (x, prefetched, ...) to (x, prefetched, ys)
+    body: Body  # of an iteration
+    replay: Replay  # runs it again in backward
+    places: list[int]  # where among the ys the block's input is, and what the policy keeps
 
 
 @dataclass
 class BackwardProgram:
-    """The backward loop.
+    """The backward loop."""
 
-    Args:
-        loop: of (gradient, prefetched, gradients of others, ...) to the same and ys.
-        reduced: large parameters whose reduced gradients are the first ys, in order.
-        unsharded: members whose unsharded gradients are the other ys.
-    """
-
-    loop: Loop
-    reduced: list[int]
-    unsharded: list[int]
+    loop: Loop  # of (gradient, prefetched, gradients of others, ...) to the same and ys
+    reduced: list[int]  # large parameters whose reduced gradients are the first ys, in order
+    unsharded: list[int]  # members whose unsharded gradients are the other ys
 
 
 def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None) -> ForwardProgram:

@@ -224,13 +224,10 @@ def _intercept_named(
 
 @dataclass(frozen=True)
 class ActivationStore:
-    """Where the ys of the forward loop are until backward needs them.
+    """Where the ys of the forward loop are until backward needs them."""
 
-    Args:
-        on_host: in the host's memory. Backward then takes their slices one iteration early, and
-            carries them: else each iteration, which begins with them, would wait for the copy.
-    """
-
+    # in the host's memory. Backward then takes their slices one iteration early, and carries them:
+    # else each iteration, which begins with them, would wait for the copy.
     on_host: bool
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor]:

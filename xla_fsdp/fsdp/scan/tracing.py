@@ -32,27 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Template:
-    """A block that is traced.
+    """A block that is traced."""
 
-    Args:
-        unit: its unit.
-        module: the module itself, for its submodules' names.
-        forward: its forward.
-        state: its tensors and settings.
-        shared: numbers of the tensors that all blocks share.
-        arguments: what it is called with, without the tensors.
-        specs: of the arguments' tensors.
-        trained: which of its parameters need gradients, in some block.
-    """
-
-    unit: FSDPState
-    module: nn.Module
-    forward: Callable[..., Any]
-    state: BlockState
-    shared: frozenset[int]
-    arguments: Arguments
-    specs: tuple[TensorSpec, ...]
-    trained: tuple[bool, ...]
+    unit: FSDPState  # its unit
+    module: nn.Module  # the module itself, for its submodules' names
+    forward: Callable[..., Any]  # its forward
+    state: BlockState  # its tensors and settings
+    shared: frozenset[int]  # numbers of the tensors that all blocks share
+    arguments: Arguments  # what it is called with, without the tensors
+    specs: tuple[TensorSpec, ...]  # of the arguments' tensors
+    trained: tuple[bool, ...]  # which of its parameters need gradients, in some block
 
     def run(
         self, params: list[Tensor], tensors: Sequence[Tensor], given: Sequence[Tensor]
@@ -101,15 +90,10 @@ def only_tensor(returned: Arguments, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """A block traced by itself.
+    """A block traced by itself."""
 
-    Args:
-        body: of (arguments, parameters, buffers) to the tensor that it returns.
-        returned: what it returns, without that tensor.
-    """
-
-    body: Body
-    returned: Arguments
+    body: Body  # of (arguments, parameters, buffers) to the tensor that it returns
+    returned: Arguments  # what it returns, without that tensor
 
 
 class BlockComparison:

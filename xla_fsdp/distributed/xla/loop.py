@@ -227,6 +227,11 @@ class Loop:
         self._computations: dict[Hashable, Any] = {}
 
     @property
+    def draws_random_numbers(self) -> bool:
+        """Whether it needs seeds."""
+        return self._body.draws_random_numbers
+
+    @property
     def ys(self) -> tuple[TensorSpec, ...]:
         """One iteration's."""
         return self._body.outputs[self._num_carry :]
@@ -263,83 +268,68 @@ class Loop:
             for at, each in enumerate([*operands, *further])
         ]
         counter = _int32(builder, 0)
-        placed = None if update is None else self._place(update, len(operands))
         ys = self.ys[0 if update is None else update.takes :]
         zeros = [_zeros(builder, self._length, each) for each in ys]
-        done = xb.Op.mkwhile(
-            (counter, *params, *zeros), self._condition, functools.partial(self._iterate, placed)
-        )
-        end = 1 + len(params)
-        results = [1 + at for at in range(self._num_carry)]
-        results += [end + at for at in range(len(zeros))]
-        results += [] if placed is None else [1 + at for at in placed.stacks]
-        return xb.Op.tuple([done.get_tuple_element(at) for at in results]).build(LOOP_NAME)
+        iterate = functools.partial(self._iterate, update, len(operands))
+        done = xb.Op.mkwhile((counter, *params, *zeros), self._condition, iterate)
+        stacks = [] if update is None else self._stacks(update, len(operands))
+        results = [*range(self._num_carry), *range(len(params), len(params) + len(ys)), *stacks]
+        return xb.Op.tuple([done.get_tuple_element(1 + at) for at in results]).build(LOOP_NAME)
 
-    def _place(self, update: StackUpdate, first: int) -> _PlacedUpdate:
-        """Find an update's tensors in the loop's state, where its operands start at ``first``."""
+    def _stacks(self, update: StackUpdate, first: int) -> list[int]:
+        """Return where an update's stacks are in the state, if its own operands begin at
+        ``first``."""
         at = itertools.count(first)
-        stacks = [next(at) if x is None else self._xs[x] for x in update.xs]
-        return _PlacedUpdate(
-            update.body, update.takes, stacks, [next(at) for _ in update.body.captured]
-        )
+        return [next(at) if x is None else self._xs[x] for x in update.xs]
 
     def _condition(self, counter: Any, *rest: Any) -> Any:
         return counter < _int32(counter.builder(), self._length)
 
-    def _iterate(self, placed: _PlacedUpdate | None, counter: Any, *state: Any) -> tuple[Any, ...]:
+    def _iterate(
+        self, update: StackUpdate | None, first: int, counter: Any, *state: Any
+    ) -> tuple[Any, ...]:
         one = _int32(counter.builder(), 1)
         at = _int32(counter.builder(), self._length - 1) - counter if self._reverse else counter
         next_at = at - one if self._reverse else at + one  # XLA clamps slices to the ends
-        results = xb.Op.call(self._body.computation, self._arguments(state, at, next_at))
-        outputs = [results.get_tuple_element(k) for k in range(len(self._body.outputs))]
+        outputs = self._call_body(state, at, next_at)
         carry, ys = outputs[: self._num_carry], outputs[self._num_carry :]
         new_state = list(state)
-        if placed is not None:
-            for place, stack in placed.new_stacks(state, ys, at):
-                new_state[place] = stack
-            ys = ys[placed.takes :]
-        first = len(state) - len(ys)
-        stacked = [_write(state[first + k], each, at) for k, each in enumerate(ys)]
-        return (counter + one, *carry, *new_state[len(carry) : first], *stacked)
+        if update is not None:
+            captured = state[first + update.xs.count(None) :][: len(update.body.captured)]
+            stacks = self._stacks(update, first)
+            slices = [_read(state[place], at) for place in stacks]
+            new_slices = _call(update.body, [*ys[: update.takes], *slices], captured)
+            for place, new in zip(stacks, new_slices, strict=True):
+                new_state[place] = _write(state[place], new, at)
+            ys = ys[update.takes :]
+        end = len(state) - len(ys)
+        stacked = [_write(state[end + k], each, at) for k, each in enumerate(ys)]
+        return (counter + one, *carry, *new_state[len(carry) : end], *stacked)
 
-    def _arguments(self, state: Sequence[Any], at: Any, next_at: Any) -> list[Any]:
-        """Return the body's arguments in this iteration, by parameter number."""
-        body, found = self._body, {}
+    def _call_body(self, state: Sequence[Any], at: Any, next_at: Any) -> list[Any]:
+        body = self._body
+        inputs = []
         for place, number in enumerate(body.numbers):
-            if number != -1:
+            each = None
+            if number != -1:  # else not even a slice of it is computed
                 where = next_at if place in self._prefetched else at
-                found[number] = _read(state[place], where) if place in self._xs else state[place]
-        num_inputs = len(body.numbers)
-        for place, number in enumerate(body.captured, num_inputs):
-            found[number] = state[place]
-        if body.draws_random_numbers:
-            found[body.seed] = _read(state[num_inputs + len(body.captured)], at)
-        return [found[number] for number in range(len(found))]
+                each = _read(state[place], where) if place in self._xs else state[place]
+            inputs.append(each)
+        end = len(inputs) + len(body.captured)
+        seed = _read(state[end], at) if body.draws_random_numbers else None
+        return _call(body, inputs, state[len(inputs) : end], seed)
 
 
-@dataclass(frozen=True)
-class _PlacedUpdate:
-    """A ``StackUpdate`` with the places of its stacks and captured values in the loop's state."""
-
-    body: Body
-    takes: int
-    stacks: list[int]
-    captured: list[int]
-
-    def new_stacks(
-        self, state: Sequence[Any], ys: Sequence[Any], at: Any
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the place and the new value of each stack."""
-        slices = [_read(state[place], at) for place in self.stacks]
-        given = [*ys[: self.takes], *slices]
-        pairs = zip(self.body.numbers, given, strict=True)
-        found = {number: each for number, each in pairs if number != -1}
-        for number, place in zip(self.body.captured, self.captured, strict=True):
-            found[number] = state[place]
-        arguments = [found[number] for number in range(len(found))]
-        results = xb.Op.call(self.body.computation, arguments)
-        for k, place in enumerate(self.stacks):
-            yield place, _write(state[place], results.get_tuple_element(k), at)
+def _call(
+    body: Body, inputs: Sequence[Any], captured: Sequence[Any], seed: Any = None
+) -> list[Any]:
+    """Call a body; return its outputs."""
+    by_number = dict(zip(body.numbers, inputs, strict=True))
+    by_number.update(zip(body.captured, captured, strict=True))
+    by_number[body.seed] = seed
+    by_number.pop(-1, None)
+    results = xb.Op.call(body.computation, [by_number[at] for at in range(len(by_number))])
+    return [results.get_tuple_element(k) for k in range(len(body.outputs))]
 
 
 class LoopCache:

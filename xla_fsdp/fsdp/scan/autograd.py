@@ -7,6 +7,7 @@ micro-batches, or go through a user's hook) are handed to the blocks' units, uns
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from xla_fsdp.fsdp.scan.program import (
     Inputs,
     backward_program,
     forward_program,
+    split,
 )
 from xla_fsdp.fsdp.scan.weights import BlockShards
 
@@ -101,9 +103,9 @@ class _ScannedBlocks(torch.autograd.Function):
         ctx.call, ctx.program = call, done.program
         # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
         # shards of their own would take as much memory as all these in the compute dtype.
-        parts = (inputs.small, inputs.own, done.ys, others, inputs.shared, present([done.seeds]))
+        parts = (inputs.small, inputs.own, done.ys, others, inputs.shared)
         ctx.sizes = [len(part) for part in parts]
-        ctx.save_for_backward(*(tensor for part in parts for tensor in part))
+        ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
         ctx.versions = call.shards.versions
         call.counter.add(ctx.versions)
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
@@ -141,7 +143,7 @@ def _forward(
         )
         prefetched = _prefetched(call, inputs, 0)
         seeds = None
-        if program.body.draws_random_numbers:
+        if program.loop.draws_random_numbers:
             reroot_random_numbers(x.device)
             seeds = new_seeds(len(call.units), x.device)
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
@@ -207,11 +209,7 @@ def _gated(call: ScanCall, grad: Tensor, versions: Sequence[int]) -> tuple[Tenso
 
 
 def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
-    saved, parts = list(ctx.saved_tensors), []
-    for size in ctx.sizes:
-        parts.append(saved[:size])
-        saved = saved[size:]
-    small, own, ys, others, shared, seeds = parts
+    small, own, ys, others, shared, seeds = split(ctx.saved_tensors, ctx.sizes)
     return Inputs(sent, small, own, others, shared), ys, seeds[0] if seeds else None
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import Body, Loop, TensorSpec, graph_hash, trace_body
+from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, graph_hash, trace_body
 from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, RematPolicy, Replay
 from xla_fsdp.fsdp.scan.tracing import Template, only_tensor
 from xla_fsdp.fsdp.scan.weights import BlockWeights
@@ -60,11 +60,10 @@ class Inputs:
 
     def sliced(self, values: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
         """Return the part of an iteration's (xs, further xs, constants), and the further xs."""
-        sent, rest = _split(values, len(self.sent))
-        small, rest = _split(rest, len(self.small))
-        own, rest = _split(rest, len(self.own))
-        further, constants = _split(rest, len(rest) - len(self.constants))
-        others, shared = _split(constants, len(self.others))
+        num_further = len(values) - len(self.xs) - len(self.constants)
+        sliced = (self.sent, self.small, self.own)
+        sizes = [*map(len, sliced), num_further, len(self.others)]
+        sent, small, own, further, others, shared = split(values, sizes)
         return Inputs(sent, small, own, others, shared), further
 
 
@@ -115,7 +114,6 @@ class ForwardProgram:
     """The forward loop."""
 
     loop: Loop  # of (x, prefetched, ...) to (x, prefetched, ys)
-    body: Body  # of an iteration
     replay: Replay  # runs it again in backward
     places: list[int]  # where among the ys the block's input is, and what the policy keeps
 
@@ -161,10 +159,10 @@ def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None
         return [recorded.output, *following, *blocks.store.put(once)]
 
     specs = _specs([blocks.template.specs[0], *prefetched], inputs, [])
-    traced = trace_body(body, specs, "fsdp_block_forward")
+    traced = trace_body(body, specs, "fsdp_block_forward")  # calls body, which fills result
     loop = Loop(traced, blocks.length, num_carry, len(inputs.xs), prefetched=blocks.prefetched_xs)
     replay = result.get("replay", lambda run, module, kept: run())
-    return ForwardProgram(loop, traced, replay, result.get("places", []))
+    return ForwardProgram(loop, replay, result.get("places", []))
 
 
 def backward_program(
@@ -192,16 +190,14 @@ def backward_program(
     wanted = [other for other, need in zip(inputs.others, needs, strict=True) if need]
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        grad, rest = values[0], values[1:]
-        given, rest = _split(rest, len(prefetched))
-        carried, rest = _split(rest, len(stored))
-        so_far, rest = _split(rest, len(wanted))
+        sizes = [1, len(prefetched), len(stored), len(wanted)]
+        [grad], given, carried, so_far, rest = split(values, sizes)
         own, slices = inputs.sliced(rest)
         once, next_carried = store.take(carried, slices)
         x, *kept = (once[at] for at in forward.places)
         params, following = _gathered(weights, given, own)
         grad_x, grads, other_grads = _differentiate(
-            blocks, forward.replay, (x, params, own, kept, needs), grad
+            blocks, forward.replay, own, x, params, kept, needs, grad
         )
         sums = [a if b is None else a + b for a, b in zip(so_far, other_grads, strict=True)]
         large = weights.large if reduces else []
@@ -229,7 +225,11 @@ def backward_program(
 def _differentiate(
     blocks: Blocks,
     replay: Replay,
-    of: tuple[Tensor, list[Tensor], Inputs, list[Tensor], Sequence[bool]],
+    given: Inputs,
+    x: Tensor,
+    params: list[Tensor],
+    kept: list[Tensor],
+    needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
     """Run the block again and differentiate it.
@@ -237,19 +237,21 @@ def _differentiate(
     Args:
         blocks: the blocks.
         replay: runs one again.
-        of: its input, unsharded parameters, the iteration's slices, what was kept, and which of the
-            other arguments need gradients.
+        given: the iteration's slices.
+        x: its input.
+        params: its unsharded parameters.
+        kept: its activations that were kept.
+        needs: which of the other arguments need gradients.
         grad: of what it returns.
 
     Returns:
         Gradients of its input, of parameters by member, and of the other arguments that need them.
     """
-    x, params, own, kept, needs = of
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         params = blocks.as_leaves(params)
-        others = _requiring_grad(own.others, needs)
-        y = replay(lambda: blocks.run(list(params), own, x, others), blocks.template.module, kept)
+        others = _requiring_grad(given.others, needs)
+        y = replay(lambda: blocks.run(list(params), given, x, others), blocks.template.module, kept)
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, need in zip(others, needs, strict=True) if need]
         leaves = [x, *trained.values(), *asked]
@@ -300,8 +302,13 @@ def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Ten
     return [each.clone().requires_grad_() if need else each for each, need in pairs]
 
 
-def _split(values: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tensor]]:
-    return list(values[:at]), list(values[at:])
+def split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """Cut ``values`` into parts of these sizes, and the rest."""
+    rest, parts = list(values), []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return [*parts, rest]
 
 
 def _once_each(values: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:

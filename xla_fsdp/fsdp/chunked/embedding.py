@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.chunked.hooks import (
-    ChunkedForward,
     ChunkedModule,
     Compute,
     compute_of,
@@ -157,32 +157,24 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         found = [name for name, is_set in options.items() if is_set]
         return f"it has {' and '.join(found)}" if found else ""
 
-    def _fsdp_new_override(self) -> ChunkedEmbedding:
-        return ChunkedEmbedding()
-
-
-# ---------------------------------------------------------------- as a unit of its own
-
-
-class ChunkedEmbedding(ChunkedForward):
-    """Runs an embedding by the lookup strategy that sends less, unless the user has said in how
-    many pieces to gather the table."""
-
-    def compute_for(
-        self, unit: FSDPState, module: StreamedEmbedding, input: Any = None, **_: Any
+    def _fsdp_compute_for(
+        self, unit: FSDPState, loops: LoopCache, input: Any = None, **_: Any
     ) -> Compute | None:
-        """Return what rows are looked up by; None for a table of one chunk."""
+        """None for a table of one chunk."""
         weights = ChunkedWeights(unit.group, rings=False)
-        chunks = weights.cut(module.pieces, 0, weights.dtype)
+        chunks = weights.cut(self.pieces, 0, weights.dtype)
         if not isinstance(input, Tensor) or chunks.count == 1:
             return None
         strategy: LookupStrategy = (
-            ExchangeRows(weights, self._loops)
-            if module.pieces is None and _pays(weights, input.numel())
-            else GatherChunks(weights, chunks, self._loops)
+            ExchangeRows(weights, loops)
+            if self.pieces is None and _pays(weights, input.numel())
+            else GatherChunks(weights, chunks, loops)
         )
-        padding = -1 if module.padding_idx is None else module.padding_idx
+        padding = -1 if self.padding_idx is None else self.padding_idx
         return EmbeddingCall(unit, weights, strategy, padding).rows
+
+
+# ---------------------------------------------------------------- as a unit of its own
 
 
 def _pays(weights: ChunkedWeights, num_rows: int) -> bool:

@@ -19,7 +19,6 @@ from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
 from xla_fsdp.fsdp.chunked.hooks import (
-    ChunkedForward,
     ChunkedModule,
     Compute,
     compute_of,
@@ -163,8 +162,19 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
             return f"{type(self).__name__} has a forward of its own"
         return ""
 
-    def _fsdp_new_override(self) -> ChunkedHead:
-        return ChunkedHead()
+    def _fsdp_compute_for(
+        self, unit: FSDPState, loops: LoopCache, input: Any = None, target: Any = None, **_: Any
+    ) -> Compute | None:
+        """None without targets, or with all classes in one chunk."""
+        if not isinstance(input, Tensor) or not isinstance(target, Tensor):
+            return None
+        weights = ChunkedWeights(unit.group, rings=True)
+        autocast = torch.is_autocast_enabled("xla")
+        dtype = torch.get_autocast_dtype("xla") if autocast else weights.dtype
+        chunks = weights.cut(self.pieces, input.numel() // weights.width, dtype)
+        keeps = not unit.settings.reshards_after_forward
+        config = HeadConfig(chunks, self.label_smoothing, dtype, keeps)
+        return HeadCall(unit, weights, config, loops).losses if chunks.count > 1 else None
 
     def _losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
         logits = super().forward(hidden).float()
@@ -216,30 +226,6 @@ def _check_options(smoothing: float, reduction: str, pieces: int | None) -> None
 
 
 # ---------------------------------------------------------------- as a unit of its own
-
-
-class ChunkedHead(ChunkedForward):
-    """Runs a head in chunks, if it has targets and is large."""
-
-    def compute_for(
-        self,
-        unit: FSDPState,
-        module: LinearCrossEntropy,
-        input: Any = None,
-        target: Any = None,
-        **_: Any,
-    ) -> Compute | None:
-        """Return what losses are computed by; None without targets, or with all classes in one
-        chunk."""
-        if not isinstance(input, Tensor) or not isinstance(target, Tensor):
-            return None
-        weights = ChunkedWeights(unit.group, rings=True)
-        autocast = torch.is_autocast_enabled("xla")
-        dtype = torch.get_autocast_dtype("xla") if autocast else weights.dtype
-        chunks = weights.cut(module.pieces, input.numel() // weights.width, dtype)
-        keeps = not unit.settings.reshards_after_forward
-        config = HeadConfig(chunks, module.label_smoothing, dtype, keeps)
-        return HeadCall(unit, weights, config, self._loops).losses if chunks.count > 1 else None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -46,8 +45,18 @@ class ChunkedModule:
         """Return what about the module keeps it from running in chunks; empty if nothing does."""
         raise NotImplementedError
 
-    def _fsdp_new_override(self) -> ForwardOverride:
-        """Return what runs its forward in chunks."""
+    def _fsdp_compute_for(
+        self, unit: FSDPState, loops: LoopCache, *args: Any, **kwargs: Any
+    ) -> Compute | None:
+        """Return what to compute by for these arguments of the forward; None if there is no use in
+        chunks.
+
+        Args:
+            unit: the module's.
+            loops: those that were traced before.
+            args: of the forward.
+            kwargs: of the forward.
+        """
         raise NotImplementedError
 
 
@@ -77,7 +86,7 @@ def forward_override_for(unit: FSDPState, module: nn.Module) -> ForwardOverride 
             f"reshard_after_forward is ignored; False {module._fsdp_without_reshard}",
             stacklevel=5,
         )
-    return module._fsdp_new_override()
+    return ChunkedForward()
 
 
 # A module's forward cannot be handed what it is to compute by: its hooks would see that. The
@@ -100,8 +109,8 @@ def compute_of(module: nn.Module, default: Compute) -> Compute:
     return replaced[1] if replaced is not None and replaced[0] is module else default
 
 
-class ChunkedForward(ABC):
-    """A ``ForwardOverride`` for a ``ChunkedModule``. It keeps no module alive, and can be copied
+class ChunkedForward:
+    """The ``ForwardOverride`` of a ``ChunkedModule``. It keeps no module alive, and can be copied
     with its module; copies trace loops of their own."""
 
     def __init__(self) -> None:
@@ -109,8 +118,8 @@ class ChunkedForward(ABC):
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module; gather its whole weight where there is no use in chunks."""
-        module = unit.group.params[0].members[0].owners[0].module
-        compute = self.compute_for(unit, module, *args, **kwargs)
+        module = cast(Any, unit.group.params[0].members[0].owners[0].module)
+        compute = module._fsdp_compute_for(unit, self._loops, *args, **kwargs)
         if compute is None:
             return unit.run(forward, args, kwargs)
         unit.backward.abandon()
@@ -123,13 +132,6 @@ class ChunkedForward(ABC):
         if not running_units():
             unit.backward.forward_gate.clear()
         return map_tensors(unit.cast_output, result)
-
-    @abstractmethod
-    def compute_for(
-        self, unit: FSDPState, module: Any, *args: Any, **kwargs: Any
-    ) -> Compute | None:
-        """Return what the module computes by for these arguments of its forward; None if there is
-        no use in chunks."""
 
 
 # ---------------------------------------------------------------- in the autograd nodes

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, graph_hash, trace_body
+from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body
 from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, RematPolicy, Replay
 from xla_fsdp.fsdp.scan.tracing import Template, only_tensor
 from xla_fsdp.fsdp.scan.weights import BlockWeights
@@ -282,11 +282,11 @@ def _gathered(
     """
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.prefetched]
-    own_now = weights.gather_in_loop(now, [sent[at] for at in now])
+    own_now = weights.gather(now, [sent[at] for at in now], cast_in_loop)
     to_follow = [sent[at] for at in weights.prefetched]
     if follows_last:
         to_follow = ops.after_(own_now[-1:], [each.clone() for each in to_follow])
-    following = weights.gather_in_loop(weights.prefetched, to_follow)
+    following = weights.gather(weights.prefetched, to_follow, cast_in_loop)
     found: dict[int, Tensor] = {}
     for params, tensors in (
         (weights.prefetched, prefetched),

@@ -11,7 +11,7 @@ Invariant: nothing depends on the number of blocks but the first dim of stacks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import cast_in_loop
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
@@ -58,17 +57,17 @@ class BlockWeights:
         """Return the numbers of the members of these parameters."""
         return [member for at in params for member in self._members[at]]
 
-    def gather(self, params: Sequence[int], sent: Sequence[Tensor]) -> list[Tensor]:
-        """Gather the members of these parameters of one block."""
+    def gather(
+        self,
+        params: Sequence[int],
+        sent: Sequence[Tensor],
+        cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    ) -> list[Tensor]:
+        """Gather the members of these parameters of one block, from what is sent once it is
+        cast."""
         pairs = zip(self._params(params), sent, strict=True)
-        cast = [each.to(param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.group.gather.of_sent(self._params(params), cast)
-
-    def gather_in_loop(self, params: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
-        """The same in a loop, from slices of what is sent or is to be cast for that."""
-        pairs = zip(self._params(params), slices, strict=True)
-        cast = [cast_in_loop(each, param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.gather(params, cast)
+        ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
+        return self.group.gather.of_sent(self._params(params), ready)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter one block's unsharded gradients, by member; return the sums by parameter,
@@ -194,15 +193,15 @@ class BlockShards(ABC):
             after: what is to be computed first.
         """
 
-    @abstractmethod
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return stacks of which each iteration sends a slice, once it is cast."""
+        return self.sent(numbers, leaves, after)
 
-    @abstractmethod
     def is_sent_as_stored(self, number: int) -> bool:
         """Whether what ``to_send`` makes of this parameter is its leaf."""
+        return False
 
     @abstractmethod
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
@@ -236,15 +235,6 @@ class SeparateShards(BlockShards):
             stacks = ops.barrier(ops.once_computed(after, joined))
             pairs = zip(stacks, by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
-
-    def to_send(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
-    ) -> list[Tensor]:
-        # Cast as they are stacked, not in the loop: the stack takes less memory.
-        return self.sent(numbers, leaves, after)
-
-    def is_sent_as_stored(self, number: int) -> bool:
-        return False
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         params = self._groups[0].params
@@ -280,7 +270,8 @@ class StackedShards(BlockShards):
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
         pairs = list(zip(numbers, leaves, strict=True))
-        # The leaves themselves take no memory, where they are stored as they are sent.
+        # The leaves themselves take no memory, where they are stored as they are sent. Others are
+        # cast here, not in the loop, as their copy then takes less.
         found = {at: leaf.detach() for at, leaf in pairs if self.is_sent_as_stored(at)}
         others = [at for at in numbers if at not in found]
         sent = self.sent(others, [leaf for at, leaf in pairs if at in others], after)

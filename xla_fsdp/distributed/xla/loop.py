@@ -137,16 +137,10 @@ def graph_hash(tensor: Tensor) -> bytes:
 
 def new_seeds(length: int, device: torch.device) -> Tensor:
     """Draw seeds, [length] int64, from the device's random numbers."""
-    return torch.randint(2**31 - 1, (length,), dtype=torch.int64, device=device)
-
-
-def reroot_random_numbers(device: torch.device) -> None:
-    """Continue the device's random numbers from a value known on the host.
-
-    Tracing a body does so, too; without this a step that traces no body, because its loop is in the
-    cache, would be another program than the first one.
-    """
+    # Continue these from a value known on the host, as tracing a body does: else a step whose loop
+    # was traced before would be another program than the first one.
     ops.set_rng_state(ops.get_rng_state(device), device)
+    return torch.randint(2**31 - 1, (length,), dtype=torch.int64, device=device)
 
 
 @contextlib.contextmanager

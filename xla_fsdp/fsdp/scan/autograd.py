@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import LoopCache, new_seeds, reroot_random_numbers
+from xla_fsdp.distributed.xla.loop import LoopCache, new_seeds
 from xla_fsdp.fsdp.engine.autograd import mark_constants, present
 from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 from xla_fsdp.fsdp.scan.fused_optimizer import loop_steps
@@ -142,10 +142,8 @@ def _forward(
             ("forward", needs, call.key), lambda: forward_program(call.blocks, inputs, needs)
         )
         prefetched = _prefetched(call, inputs, 0)
-        seeds = None
-        if program.loop.draws_random_numbers:
-            reroot_random_numbers(x.device)
-            seeds = new_seeds(len(call.units), x.device)
+        draws = program.loop.draws_random_numbers
+        seeds = new_seeds(len(call.units), x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
         unit.backward.forward_gate.hold([results[0]])
     return _Forward(results[0], inputs, seeds, results[1 + len(prefetched) :], program)
@@ -248,7 +246,7 @@ def _leaf_grads(
 
 def _by_units(call: ScanCall, unsharded: dict[int, Tensor]) -> list[Tensor | None]:
     """Let the blocks' units reduce gradients, or keep them until they are to be reduced."""
-    members = range(call.blocks.weights.num_members)
+    members = range(call.blocks.weights.group.num_members)
     return call.shards.joined(
         [
             unit.in_backward.reduce(

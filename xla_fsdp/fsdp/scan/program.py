@@ -294,7 +294,7 @@ def _gathered(
         (weights.small, own.small),
     ):
         found.update(zip(weights.members(params), tensors, strict=True))
-    return [found[member] for member in range(weights.num_members)], following
+    return [found[member] for member in range(weights.group.num_members)], following
 
 
 def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

@@ -88,14 +88,6 @@ def only_tensor(returned: Arguments, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- comparing blocks
 
 
-@dataclass(frozen=True)
-class TracedBlock:
-    """A block traced by itself."""
-
-    body: Body  # of (arguments, parameters, buffers) to the tensor that it returns
-    returned: Arguments  # what it returns, without that tensor
-
-
 class BlockComparison:
     """Compares every block, traced by itself, with the first one, before a loop of them is run.
 
@@ -103,7 +95,7 @@ class BlockComparison:
     """
 
     def __init__(self) -> None:
-        self._first: dict[Hashable, tuple[TracedBlock, BlockState]] = {}
+        self._first: dict[Hashable, tuple[Body, Arguments, BlockState]] = {}
         self._done: set[Hashable] = set()
 
     def is_done(self, number: int, key: Hashable) -> bool:
@@ -118,10 +110,11 @@ class BlockComparison:
             ValueError: if it differs, or cannot run in a loop.
         """
         if not self.is_done(number, key):
-            found = refusing_host_draws(lambda: trace_block(template))
-            first, state = self._first.setdefault(key, (found, template.state.without_tensors()))
-            problem = _captured_problem(found.body)
-            difference = _difference(first.body, found.body)
+            body, returned = refusing_host_draws(lambda: trace_block(template))
+            own = (body, returned, template.state.without_tensors())
+            first, _, state = self._first.setdefault(key, own)
+            problem = _captured_problem(body)
+            difference = _difference(first, body)
             if not problem and difference:
                 hint = _different_setting(state, template.state, number)
                 because = f" ({hint})" if hint else ""
@@ -131,11 +124,12 @@ class BlockComparison:
                     del self._first[key]
                 raise ValueError(problem)
             self._done.add((number, key))
-        return self._first[key][0].returned
+        return self._first[key][1]
 
 
-def trace_block(template: Template) -> TracedBlock:
-    """Trace a block by itself.
+def trace_block(template: Template) -> tuple[Body, Arguments]:
+    """Trace a block by itself: (arguments, parameters, buffers) to the tensor that it returns.
+    Return that, and what the block returns without the tensor.
 
     Raises:
         ValueError: if it changes something in place, or does not return one tensor like its input.
@@ -162,7 +156,7 @@ def trace_block(template: Template) -> TracedBlock:
         return [only_tensor(returned, given[0])]
 
     try:
-        return TracedBlock(trace_body(body, specs, "fsdp_block"), result[-1])
+        return trace_body(body, specs, "fsdp_block"), result[-1]
     except ChangedInPlaceError as error:
         changed = ", ".join(names[number] for number in error.numbers)
         raise ValueError(

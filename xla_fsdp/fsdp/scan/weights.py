@@ -48,11 +48,6 @@ class BlockWeights:
             for at, (start, count) in enumerate(zip(offsets(counts), counts, strict=True))
         }
 
-    @property
-    def num_members(self) -> int:
-        """Number of members of a block."""
-        return self.group.num_members
-
     def members(self, params: Sequence[int]) -> list[int]:
         """Return the numbers of the members of these parameters."""
         return [member for at in params for member in self._members[at]]

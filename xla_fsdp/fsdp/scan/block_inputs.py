@@ -162,6 +162,7 @@ class BlockState:
                         if hasattr(value, "__dict__") and not callable(value):
                             objects.append(value)
         tensors = [holder[key] for holder, key in places]
+        parts: tuple[list[Any], ...]
         parts = (names, tensors, settings, hooked, objects, places, holders)
         return cls(*map(tuple, parts))
 

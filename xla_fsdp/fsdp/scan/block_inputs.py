@@ -83,8 +83,8 @@ class Arguments:
     def first_difference(self, other: Arguments) -> str | None:
         """Describe how ``other`` differs, apart from the first tensor; None if it does not."""
         if self.names != other.names:
-            mine, theirs = (", ".join(each.names) or "none" for each in (self, other))
-            return f"its tensors are {theirs}, not {mine}"
+            own, found = (", ".join(each.names) or "none" for each in (self, other))
+            return f"its tensors are {found}, not {own}"
         for name, mine, theirs in zip(self.names, self.tensors, other.tensors, strict=True):
             if mine is not theirs and name != self.names[0]:
                 return f"its {name} is another tensor"

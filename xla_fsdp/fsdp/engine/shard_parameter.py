@@ -58,7 +58,7 @@ class ShardView:
         """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
-        placement, own = _placement(self), Shard(_param(self).cut.dim)
+        placement, own = _placement(self), Shard(_param(self).packing.dim)
         by_units = (Replicate(), own) if _group(self).mesh.ndim > 1 else (own,)
         return by_units if placement is None else (*by_units, Shard(placement.dim))
 

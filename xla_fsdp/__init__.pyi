@@ -92,6 +92,9 @@ from .fsdp.scan import (
     BlockScan as BlockScan,
 )
 from .fsdp.scan import (
+    checkpoint_name as checkpoint_name,
+)
+from .fsdp.scan import (
     name_activation as name_activation,
 )
 from .fsdp.scan import (

@@ -19,7 +19,7 @@ from xla_fsdp.distributed.collectives import Collectives, SmallerGroups, broadca
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.chunked.runners import runner_for
+from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import ForwardOverride, ModuleState, is_unit
@@ -160,7 +160,7 @@ def build_unit(
     guards.install()
     group = FSDPParamGroup(params, communication.shards, config, communication.replicas, smaller)
     unit = FSDPState(group, config, device, len(parts))
-    runner = runner_for(unit, parts[0]) if len(parts) == 1 else None
+    runner = forward_override_for(unit, parts[0]) if len(parts) == 1 else None
     return BuiltUnit(unit, communication, cast_buffers, runner)
 
 

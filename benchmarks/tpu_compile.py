@@ -165,7 +165,7 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
 
     Models take turns, so that whatever else the machine does meets all of them.
     """
-    from xla_fsdp.distributed.xla.fake_rank import pretended_rank
+    from xla_fsdp.distributed.xla.fake_rank import fake_rank
     from xla_fsdp.preflight.tracing import Recorder, use_one_cpu_device
 
     use_one_cpu_device()
@@ -176,7 +176,7 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
         stopped.append(time.process_time())
         recorder.cut()
 
-    with pretended_rank(0, case.topology.coords, stop):
+    with fake_rank(0, case.topology.coords, stop):
         steps = {}
         for name in names:
             steps[name] = getattr(gpt, name)(case.shape)

@@ -459,7 +459,7 @@ class ParamSlices:
 
     def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
         _, row_shape = slice_layout(sharded.members[0].shape, self.collectives.num_shards)
-        stack = sharded.packing.stack([value.detach()])
+        stack = sharded.packing.pack([value.detach()])
         stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
         own = torch.index_select(stack, 0, self._rank_on(value.device))
         return own.reshape(own.shape[1:])

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.fake_rank import HollowTensors, pretended_rank
+from xla_fsdp.distributed.xla.fake_rank import ZeroPages, fake_rank
 from xla_fsdp.distributed.xla.graph import (
     buffer_id,
     input_buffers,
@@ -67,7 +67,7 @@ def trace_step(
     use_one_cpu_device()
     earlier = WeakSet(_live_states())
     recorder = Recorder()
-    with pretended_rank(rank, coords, recorder.cut):
+    with fake_rank(rank, coords, recorder.cut):
         step = build_step()
         recorder.cut()
         step()  # makes the optimizer's state
@@ -123,7 +123,7 @@ class Recorder:
     def __init__(self) -> None:
         self.programs: list[Program] = []
         self._phase = _Phase.BUILDING
-        self._hollow = HollowTensors()
+        self._hollow = ZeroPages()
         # Buffer and role of each tensor that an earlier program left, by the tensor's id.
         self._before: dict[int, tuple[int, str]] = {}
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import XlaCollectives
+from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, place, placement_in
+from xla_fsdp.distributed.placement import TensorPlacement, placement_in, set_placement
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine import guards
@@ -231,7 +230,7 @@ def _distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | N
         if local is None:
             local = _local_params[param] = _local(param, placement, axis, src_data_rank)
         cut.owner._parameters[cut.attribute] = local
-        place(cut.owner, cut.attribute, placement)
+        set_placement(cut.owner, cut.attribute, placement)
 
 
 @torch.no_grad()
@@ -241,7 +240,7 @@ def _local(
     value = param.detach()
     if source is not None and not value.is_meta and axis.size > 1:
         value = _broadcast_from(value, axis, source)
-    value = placement.slice_of(value, axis.place).clone()
+    value = placement.slice_of(value, axis.local_rank).clone()
     local = nn.Parameter(value, requires_grad=param.requires_grad)
     vars(local).update(vars(param))  # such as a mark that an optimizer's grouping looks for
     return local
@@ -250,6 +249,6 @@ def _local(
 def _broadcast_from(value: Tensor, axis: AxisComm, source: int) -> Tensor:
     copy = value.clone()
     # broadcast_ takes the values of rank 0, so ranks are counted from the source.
-    rank = (axis.place - source) % axis.size
+    rank = (axis.local_rank - source) % axis.size
     broadcast_([copy], XlaCollectives(axis.groups, rank, axis.size), ops.device())
     return copy

@@ -213,7 +213,7 @@ class _LocalClasses:
         self.num_classes = classes * axis.size
         # Compared, not looked up: it is fused with what is computed of it. 32 bits, for a TPU.
         number = torch.arange(classes, dtype=torch.int32, device=logits.device)
-        first = axis.place_on_device.to(torch.int32) * classes if axis.size > 1 else 0
+        first = axis.local_rank_on_device.to(torch.int32) * classes if axis.size > 1 else 0
         self.is_target = number[None, :] == (goal.to(torch.int32) - first)[:, None]
         self.weights: Tensor | float = 1.0
         self.total_weight: Tensor | float = float(self.num_classes)

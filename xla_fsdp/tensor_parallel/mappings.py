@@ -86,8 +86,8 @@ def own_slice(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
 
 def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     """Sharded along one dim to sharded along another. Forward and backward: all-to-all."""
-    there = partial(axis.all_to_all, cut=new, joined=old)
-    back = partial(axis.all_to_all, cut=old, joined=new)
+    there = partial(axis.all_to_all, split_dim=new, concat_dim=old)
+    back = partial(axis.all_to_all, split_dim=old, concat_dim=new)
     return _Mapping.apply(x, there, back)
 
 

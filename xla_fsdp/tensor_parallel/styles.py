@@ -203,7 +203,7 @@ def _bias_like(out: Tensor, bias: Tensor, layout: Placement, axis: AxisComm) -> 
 def _look_up(module: nn.Embedding, ids: Tensor, axis: AxisComm) -> Tensor:
     """Return vectors of the ids that are in this rank's rows; zeros for the others."""
     rows = module.weight.shape[0]
-    local_ids = ids if axis.size == 1 else ids - axis.place_on_device * rows
+    local_ids = ids if axis.size == 1 else ids - axis.local_rank_on_device * rows
     is_local = ((local_ids >= 0) & (local_ids < rows)).unsqueeze(-1)
     vectors = F.embedding(local_ids.clamp(0, rows - 1), module.weight)
     if module.padding_idx is not None:  # whose vector gets no gradient
@@ -229,7 +229,7 @@ def _dropout(
     [x] = _tensor_first(args, "nn.Dropout")
     # All ranks draw the same number; hashed with the rank, it gives each of them another mask.
     drawn = (torch.rand(1, device=x.device) * 2**16).to(torch.int32)
-    salt = drawn * 2**14 + axis.place_on_device.to(torch.int32)
+    salt = drawn * 2**14 + axis.local_rank_on_device.to(torch.int32)
     mask = random_bits(x.shape, salt) >= int(module.p * 2**32) - 2**31
     return x * mask.to(x.dtype) / (1 - module.p)
 

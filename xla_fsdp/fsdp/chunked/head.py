@@ -289,7 +289,7 @@ class HeadCall:
             start, first = cross_entropy.no_sums(), weights.gather(xs[0][0])
             results = loop.run([*start, first, *xs, hidden, targets], None)
             losses, norm = cross_entropy.losses(results[: len(start)])
-            self.unit.backward.forward_gate.hold([losses])
+            self.unit.context.forward_gate.hold([losses])
         return losses, norm, results[-1], bias
 
     def backward(

@@ -20,9 +20,8 @@ from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.chunked.weights import why_whole
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.backward_pass import running_units
 from xla_fsdp.fsdp.engine.module_state import ForwardOverride
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, running_units
 
 Compute = Callable[..., Tensor]
 
@@ -122,7 +121,7 @@ class ChunkedForward:
         compute = module._fsdp_compute_for(unit, self._loops, *args, **kwargs)
         if compute is None:
             return unit.run(forward, args, kwargs)
-        unit.backward.abandon()
+        unit.context.abandon()
         unit.refuse_run()
         unit.reshard()
         given = map_tensors(unit.cast_input, (args, kwargs))
@@ -130,7 +129,7 @@ class ChunkedForward:
         with regions_run_once(), _computing_by(module, compute):
             result = forward(*given[0], **given[1])
         if not running_units():
-            unit.backward.forward_gate.clear()
+            unit.context.forward_gate.clear()
         return map_tensors(unit.cast_output, result)
 
 
@@ -140,7 +139,7 @@ class ChunkedForward:
 def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the shards, behind what went into the unit before, or else ``inputs``."""
     shards: list[Tensor] = list(unit.group.shards)
-    before = unit.backward.forward_gate.swap(inputs)
+    before = unit.context.forward_gate.swap(inputs)
     if not unit.config.optimization_barrier_in_forward:
         return shards
     return ops.barrier([*shards, *before])[: len(shards)]
@@ -149,8 +148,8 @@ def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor
 def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tensor]:
     """Return the gradient of the output, and what else is ``needed``, behind all that backward has
     still to compute."""
-    unit.backward.watch()
-    before = unit.backward.fence([grad])
+    unit.context.watch()
+    before = unit.context.fence([grad])
     if not unit.config.optimization_barrier_in_backward:
         return [grad, *needed]
     grad, *rest = ops.barrier([*before, *needed])
@@ -166,5 +165,5 @@ def reduces(unit: FSDPState) -> bool:
 def end_backward(unit: FSDPState, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:
     """Let what comes next wait for the gradients of the input and of the shards."""
     held = [grad] if grad is not None else present(of_shards)
-    unit.backward.pending.extend(each.detach() for each in present(of_shards))
-    unit.backward.backward_gate.hold([each.detach() for each in held])
+    unit.context.pending.extend(each.detach() for each in present(of_shards))
+    unit.context.backward_gate.hold([each.detach() for each in held])

@@ -91,13 +91,13 @@ class ChunkedWeights:
 
     def gather(self, chunk: Tensor) -> Tensor:
         """Gather a chunk, [ranks * rows, width], from [rows, width] of every rank."""
-        [stack] = self.group.gather.stacks([chunk])
+        [stack] = self.group.gather.gather_tensors([chunk])
         return stack.reshape(-1, self.width)
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Reduce-scatter the gradient of a chunk; return this rank's rows of the sum."""
         stack = grad.reshape(self.num_ranks, -1, self.width)
-        [rows] = self.group.reduction.scatter_stacks([stack], self._reduce_by)
+        [rows] = self.group.reduction.scatter_tensors([stack], self._reduce_by)
         return rows.reshape(-1, self.width)
 
     def bias(self, shards: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
@@ -106,7 +106,7 @@ class ChunkedWeights:
             return []
         number = self._numbers[BIAS]
         params = [self.group.params[number]]
-        [whole] = self.group.gather.of_sent(
+        [whole] = self.group.gather.unshard_sent(
             params, self.group.gather.sent(params, [shards[number]])
         )
         by_rank = _pad(whole, self.num_ranks * self.shard_rows).reshape(self.num_ranks, -1)
@@ -125,7 +125,7 @@ class ChunkedWeights:
     def reduce_by_unit(self, unit: FSDPState, grads: dict[str, Tensor]) -> list[Tensor | None]:
         """Let the unit reduce unsharded gradients, by name, or keep them until they are to be
         reduced; return the gradients of the shards."""
-        return unit.in_backward.reduce([grads.get(name) for name in self._numbers])
+        return unit.reduce_grads([grads.get(name) for name in self._numbers])
 
     def finished(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
         """Return the gradients of the shards.
@@ -139,7 +139,7 @@ class ChunkedWeights:
             sums[self._numbers[WEIGHT]] = weight.reshape(-1, self.width)[: self.shard_rows]
         if bias is not None:
             number = self._numbers[BIAS]  # that of its only member, too
-            sums.update(reduction.apart(reduction.scatter({number: bias}, [number])))
+            sums.update(reduction.unpack(reduction.scatter({number: bias}, [number])))
         added = reduction.sum_replicas_of(sums)
         return [
             reduction.finish_one(added[at], param) if at in added else None

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
 class BackwardSteps(Protocol):
@@ -43,7 +43,7 @@ class BackwardSteps(Protocol):
         ...
 
     def reduce_grads(
-        self, grads: Sequence[Tensor | None], early: Sums | None = None
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:
         """Return gradient shards for unsharded gradients."""
         ...
@@ -74,12 +74,12 @@ class ForwardCall:
         self.recomputed = recomputed
         self.reshards = reshards
         self.versions = unit.group.versions
-        self.reduced_early: Sums = {}
+        self.reduced_early: ReducedBuckets = {}
         self._num_nodes = 0  # that take part in backward
         self._waiting: set[int] = set()
         self._restarted_in = -1
 
-    def take_reduced_early(self) -> Sums:
+    def take_reduced_early(self) -> ReducedBuckets:
         """Return, and forget, what ``EarlyReduce`` nodes have reduced in this backward pass."""
         early, self.reduced_early = self.reduced_early, {}
         return early

@@ -288,17 +288,11 @@ class FSDPParam:
         """Whether the shard has the shape of whole rows."""
         return len(self.shard_shape) > 1
 
-    def as_shard(self, rows: Tensor) -> Tensor:
-        """Return elements cut along the first dim in the shape of the shard."""
+    def as_shard(self, rows: Tensor, *length: int) -> Tensor:
+        """Return the elements of a shard in its shape; with ``length``, of so many shards."""
         if self.packing.dim:
-            return self.packing.from_rows(rows)
-        return ops.shaped(rows, self.shard_shape)
-
-    def all_as_shards(self, rows: Tensor) -> Tensor:
-        """Return ``as_shard`` of each of [length, ...]."""
-        if self.packing.dim:
-            return self.packing.all_from_rows(rows)
-        return ops.shaped(rows, (len(rows), *self.shard_shape))
+            return self.packing.from_rows(rows, *length)
+        return ops.shaped(rows, (*length, *self.shard_shape))
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""

@@ -23,7 +23,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter, Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.registry import remember, remember_group, remember_shown
 from xla_fsdp.fsdp.engine.shard_parameter import whole_mesh
 from xla_fsdp.fsdp.engine.tp_params import is_first
@@ -109,7 +109,7 @@ class FSDPParamGroup:
         self._mesh = config.mesh
         self._prefetched: Unsharded | None = None
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
-        self._not_summed: Sums = {}  # that replicas are to add
+        self._not_summed: ReducedBuckets = {}  # that replicas are to add
         for param in self.params:
             remember_group(param.leaf, self)
 
@@ -247,11 +247,11 @@ class FSDPParamGroup:
             again: there was a gather of the same shards in the program.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
         """
-        joined = self.gather.after(before, again=again)
+        joined = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.full(joined), [], self.versions)
-        larger = self.gather.larger(joined)
-        return Unsharded(self.gather.full_of_larger(larger), larger, self.versions)
+            return Unsharded(self.gather.unshard(joined), [], self.versions)
+        larger = self.gather.gather_larger(joined)
+        return Unsharded(self.gather.unshard_larger(larger), larger, self.versions)
 
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
@@ -259,9 +259,9 @@ class FSDPParamGroup:
         """Gather the parameters for backward, once ``before`` are computed, from the larger shards
         where there are any."""
         if not post_forward_shards:
-            return self.gather.full(self.gather.after(before, again=True))
+            return self.gather.unshard(self.gather.pack(before, again=True))
         own = [tensor.detach().clone() for tensor in post_forward_shards]
-        return self.gather.full_of_larger(ops.after_(before, own))
+        return self.gather.unshard_larger(ops.after_(before, own))
 
     def copies(self) -> list[Tensor]:
         """Return copies of the parameters that the modules hold."""
@@ -307,7 +307,9 @@ class FSDPParamGroup:
         them."""
         return not (self.reduction.has_hooks or self.has_unreduced or self.waits_for_replicas)
 
-    def reduce(self, grads: Sequence[Tensor | None], early: Sums | None = None) -> Reduced:
+    def reduce(
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
+    ) -> Reduced:
         """Return averaged gradient shards.
 
         A parameter none of whose originals has a gradient gets None, as in an unsharded model; all
@@ -320,7 +322,7 @@ class FSDPParamGroup:
         reduction = self.reduction
         sums = reduction.scatter(self._with_unreduced(grads))
         for more in (early, self._not_summed):
-            sums = reduction.added(more, sums) if more else sums
+            sums = reduction.add(more, sums) if more else sums
         self._not_summed = {}
         if self.waits_for_replicas:
             self._not_summed = sums

@@ -42,7 +42,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
 def current_pass() -> int:
@@ -669,7 +669,7 @@ class FSDPState:
         return None
 
     def reduce_grads(
-        self, grads: Sequence[Tensor | None], early: Sums | None = None
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:
         """Return gradient shards; none while gradients are not synchronized.
 

@@ -127,7 +127,7 @@ def _forward(
 ) -> _Forward:
     unit, weights, shards = call.units[0], call.blocks.weights, call.shards
     with torch.no_grad():
-        before = unit.backward.forward_gate.swap([x])
+        before = unit.context.forward_gate.swap([x])
         # What came before the blocks, such as the table of an embedding, is to be done with before
         # large parameters are stacked: else both are in memory.
         first = [x] if unit.config.optimization_barrier_in_forward else []
@@ -145,7 +145,7 @@ def _forward(
         draws = program.loop.draws_random_numbers
         seeds = new_seeds(len(call.units), x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
-        unit.backward.forward_gate.hold([results[0]])
+        unit.context.forward_gate.hold([results[0]])
     return _Forward(results[0], inputs, seeds, results[1 + len(prefetched) :], program)
 
 
@@ -158,7 +158,7 @@ def _prefetched(call: ScanCall, inputs: Inputs, block: int) -> list[Tensor]:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
     call: ScanCall = ctx.call
     unit, needs = call.units[0], ctx.needs
-    unit.backward.watch()
+    unit.context.watch()
     grad, sent = _gated(call, grad, ctx.versions)
     inputs, ys, seeds = _restored(ctx, sent)
     reduces = _all_reduce(call.units)
@@ -181,8 +181,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     reduced = dict(zip(program.reduced, grads, strict=False)) if steps is None else {}
     unsharded = dict(zip(program.unsharded, grads[len(reduced) :], strict=True))
     leaves = _leaf_grads(call, reduced, unsharded) if reduces else _by_units(call, unsharded)
-    unit.backward.pending.extend(grad.detach() for grad in present(leaves))
-    unit.backward.backward_gate.hold([results[0].detach()])
+    unit.context.pending.extend(grad.detach() for grad in present(leaves))
+    unit.context.backward_gate.hold([results[0].detach()])
     return results[0], [next(sums) if need else None for need in needs], leaves
 
 
@@ -195,7 +195,7 @@ def _gated(call: ScanCall, grad: Tensor, versions: Sequence[int]) -> tuple[Tenso
     """
     unit, large = call.units[0], call.blocks.weights.large
     refuse_changed(versions, call.shards.versions)
-    before = unit.backward.fence([grad])
+    before = unit.context.fence([grad])
     leaves = call.shards.of(large)
     if unit.config.optimization_barrier_in_backward:
         grad, *rest = ops.barrier([*before, *leaves])
@@ -249,9 +249,7 @@ def _by_units(call: ScanCall, unsharded: dict[int, Tensor]) -> list[Tensor | Non
     members = range(call.blocks.weights.group.num_members)
     return call.shards.joined(
         [
-            unit.in_backward.reduce(
-                [unsharded[m][block] if m in unsharded else None for m in members]
-            )
+            unit.reduce_grads([unsharded[m][block] if m in unsharded else None for m in members])
             for block, unit in enumerate(call.units)
         ]
     )

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
 from xla_fsdp.fsdp.scan.autograd import ForwardCounter, ScanCall
 from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, SharedTensors, settings_of
 from xla_fsdp.fsdp.scan.checks import refuse_hooks, refuse_host_tensors
@@ -195,7 +194,7 @@ class BlockScan:
 
     def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
-        units[0].backward.abandon()
+        units[0].context.abandon()
         for unit in units:
             unit.refuse_run()
         states = [BlockState.of(block) for block in blocks]
@@ -263,7 +262,7 @@ class BlockScan:
         )
         output = call.run(current.cast[0], current.cast[1:])
         if not running_units():
-            units[0].backward.forward_gate.clear()
+            units[0].context.forward_gate.clear()
         return units[0].cast_output(output)
 
 

@@ -144,7 +144,7 @@ def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
                 f"block {number} is stepped in backward, by hooks on its shards; stack them before "
                 f"step_in_backward"
             )
-        if unit.group.has_kept:
+        if unit.group.has_unreduced:
             problems.append(
                 f"block {number} has gradients that wait to be reduced (no_sync); run the last "
                 f"backward of the accumulation, or zero_grad(), before its parameters are stacked"

@@ -62,19 +62,19 @@ class BlockWeights:
         cast."""
         pairs = zip(self._params(params), sent, strict=True)
         ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.group.gather.of_sent(self._params(params), ready)
+        return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter one block's unsharded gradients, by member; return the sums by parameter,
         without those that have no gradient."""
         reduction = self.group.reduction
-        return reduction.apart(reduction.scatter(grads, params, self._rings))
+        return reduction.unpack(reduction.scatter(grads, params, self._rings))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """Gather the members of small parameters, [length, *shape], from stacks of what is sent."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
-            gathered = self.group.gather.stacks(sent)
+            gathered = self.group.gather.gather_tensors(sent)
             ranks = self.group.collectives.num_shards
             triples = zip(self._params(self.small), gathered, stacks, strict=True)
             return [
@@ -93,7 +93,7 @@ class BlockWeights:
         }
         ranks = self.group.collectives.num_shards
         sent = [_swap(stack, len(stack), ranks).reshape(ranks, -1) for stack in packed.values()]
-        sums = self.group.reduction.scatter_stacks(sent)
+        sums = self.group.reduction.scatter_tensors(sent)
         pairs = zip(packed.items(), sums, strict=True)
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
@@ -259,7 +259,7 @@ class StackedShards(BlockShards):
     ) -> list[Tensor]:
         params = [self._group.params[at] for at in numbers]
         with torch.no_grad():
-            return ops.once_computed(after, self._group.gather.sent_of_all(params, leaves))
+            return ops.once_computed(after, self._group.gather.sent(params, leaves, stacked=True))
 
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
@@ -280,7 +280,7 @@ class StackedShards(BlockShards):
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         return [
-            self._group.reduction.finish_all(sums[at], param)
+            self._group.reduction.finish_one(sums[at], param, len(sums[at]))
             if at in sums and param.leaf.requires_grad
             else None
             for at, param in enumerate(self._group.params)

@@ -1,9 +1,8 @@
 """Clip gradients by value, or by their global norm where every rank holds a slice of each.
 
-Words: the *local norm* is over the slices of one rank; padding is zero and adds nothing. A *whole*
-parameter, which FSDP was told to ignore, has the same gradient on every rank (if its user reduces
-it) and counts once; so do, along a tensor-parallel axis, parameters that are not cut.
-Always true: nothing here waits for the device, so the norm stays a lazy tensor.
+Padding of slices is zero and adds nothing. A parameter that is not sharded has the same gradient on
+every rank and counts once; so does, along a tensor-parallel axis, one that is not cut.
+Invariants: nothing here waits for the device, so the norm stays a lazy tensor.
 """
 
 from __future__ import annotations

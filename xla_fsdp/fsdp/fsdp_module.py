@@ -1,10 +1,7 @@
 """``FSDPModule``: what ``fully_shard`` adds to the class of a user's module.
 
-Words: the *original* class is the module's own; *FSDP<Class>* is made of it and of ``FSDPModule``.
-Always true: one original class and set of forward methods has one class; new objects made through
-it, as ``nn.Sequential`` makes them for slices, are of the original class.
-Making units is left to ``fully_shard``, methods that wrappers have as well to ``sharded_module``,
-what methods do to ``unit`` and ``param_group``.
+Invariants: one original class and set of forward methods has one FSDP<Class>; new objects made
+through it, as ``nn.Sequential`` makes them for slices, are of the original class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loss scaling for fp16, where every rank sees only a part of each gradient.
 
-Always true: all ranks take the same decision, so that either all make a step or none. An overflow
-in one rank's shard, or before gradients were reduced, stops the step of all.
+Invariants: either all ranks make a step or none. An overflow in one rank's shard, or before
+gradients were reduced, stops the step of all.
 """
 
 from __future__ import annotations

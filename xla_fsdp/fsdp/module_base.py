@@ -1,16 +1,7 @@
-"""A module that runs as a unit and does not show in names. Base class of the wrappers.
+"""The methods that both kinds of sharded modules have, and the base class of wrappers.
 
-Words: the *wrapped* module is the one that the user gave. Always true: ``named_modules``,
-``named_children``, ``named_parameters``, ``state_dict`` and messages use the names that modules had
-before they were wrapped, at any depth; attributes that the wrapper lacks are the wrapped module's.
-How the unit is made, and what users do with it, is left to ``fully_sharded``.
-
-What users do with a sharded model, whichever interface made it.
-
-Words: see ``unit`` and ``unit_host``. Always true: methods that concern parameters reach all units
-inside the module, too.
-Mixed into the wrapper's class (``fully_sharded``) and into those of ``fully_shard``; making units
-is left to these.
+Invariants: ``named_modules``, ``named_children``, ``named_parameters``, ``state_dict`` and messages
+use the names that modules had before they were wrapped, at any depth.
 """
 
 from __future__ import annotations

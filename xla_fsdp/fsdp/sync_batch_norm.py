@@ -1,10 +1,9 @@
-"""BatchNorm over the joined batch of all ranks.
+"""BatchNorm over the joined batch of all ranks; torch's own ``SyncBatchNorm`` only runs on CUDA.
 
-torch's own ``SyncBatchNorm`` only runs on CUDA. Always true: statistics are those of the joined
-batch, in fp32 at least; running statistics are the same on every rank, and the running variance is
-unbiased, as in torch. Ranks may have batches of different sizes.
-In training a forward makes two all-reduces (the mean; then the variance around it, which rounds
-better than a mean of squares), and its backward two.
+A forward in training makes two all-reduces (the mean; then the variance around it, which rounds
+better than a mean of squares), and its backward two. Ranks may have batches of different sizes.
+Invariants: statistics are in fp32 at least; running statistics are the same on every rank, and the
+running variance is unbiased, as in torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""``XlaFullyShardedDataParallel``: a module wrapper over one unit, with upstream's interface.
-
-Words: see ``unit`` and ``sharded_param``. Always true: options are checked before anything changes.
-Making the unit is ``construction``'s job, names are ``unit_module``'s, what users do with the model
-is in ``sharded_module``; gathering, freeing and reducing are done below the unit.
-"""
+"""``XlaFullyShardedDataParallel``: shard a module by wrapping it, as torch_xla's own FSDP does."""
 
 from __future__ import annotations
 
@@ -16,12 +11,21 @@ from torch import nn
 
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.module_state import is_unit
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
 from xla_fsdp.fsdp.fsdp1_state_dict_type import StateDictTypes
-from xla_fsdp.fsdp.init.build import build_unit, check_wrappable, finish_unit, wrap_by_policy
+from xla_fsdp.fsdp.init.build import (
+    broadcast_values,
+    build_unit,
+    communicate,
+    free_unsharded,
+)
+from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
+from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
-from xla_fsdp.wrap import Ignored
+from xla_fsdp.wrap import Ignored, wrap_children
 
 
 class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
@@ -36,13 +40,13 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
 
     Args:
         module: what to wrap; it must define ``forward``.
-        reshard_after_forward: free full parameters after forward and gather them again in
+        reshard_after_forward: free unsharded parameters after forward and gather them again in
             backward. Without it they live until backward. A number of ranks keeps them until
             backward in shards of groups of so many neighbours, among which they are gathered again.
         flatten_parameters: join the unit's parameters into one vector (trainable and frozen ones,
             and different dtypes, apart). Optimizers then see that vector, so parameters in it
             cannot be in different optimizer groups.
-        execute_sharding_on_init: run the sharding at once, to free the full parameters.
+        execute_sharding_on_init: run the sharding at once, to free the unsharded parameters.
         optimization_barrier_in_forward: tie the unit's gather to its inputs, and fence its outputs.
         optimization_barrier_in_backward: the same for gradients.
         sync_on_finalization: run the graph when a backward pass ends, before the optimizer.
@@ -81,7 +85,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         scan_stacked: keep the parameters of these in stacks, one for all blocks (``stacked`` of
             ``scan_blocks``).
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
-            ``torch_options.TorchOptions``.
+            ``xla_fsdp.fsdp.fsdp1_options.TorchOptions``.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
@@ -122,27 +126,28 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         **torch_options: Any,
     ) -> None:
         check_wrappable(module)
-        upstream = {
-            "reshard_after_forward": reshard_after_forward,
-            "flatten_parameters": flatten_parameters,
-            "execute_sharding_on_init": execute_sharding_on_init,
-            "optimization_barrier_in_forward": optimization_barrier_in_forward,
-            "optimization_barrier_in_backward": optimization_barrier_in_backward,
-            "sync_on_finalization": sync_on_finalization,
-            "disable_reshard_on_root": disable_reshard_on_root,
-            "compute_dtype": compute_dtype,
-            "buffer_dtype": buffer_dtype,
-            "fp32_reduce_scatter": fp32_reduce_scatter,
-            "sharding_groups": sharding_groups,
-            "sharding_rank": sharding_rank,
-            "sharding_world_size": sharding_world_size,
-            "shard_param_on_dim_0": shard_param_on_dim_0,
-            "pin_layout_in_collective_ops": pin_layout_in_collective_ops,
-            "reduce_scatter_bucket_size_mb": reduce_scatter_bucket_size_mb,
-            "coalesce_all_gather_ops": coalesce_all_gather_ops,
-        }
-        theirs = TorchOptions(**torch_options)
-        options = translate(theirs, upstream)
+        config = FSDPConfig(
+            reshard_after_forward=reshard_after_forward,
+            flatten_parameters=flatten_parameters,
+            execute_sharding_on_init=execute_sharding_on_init,
+            optimization_barrier_in_forward=optimization_barrier_in_forward,
+            optimization_barrier_in_backward=optimization_barrier_in_backward,
+            sync_on_finalization=sync_on_finalization,
+            disable_reshard_on_root=disable_reshard_on_root,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            sharding_groups=sharding_groups,
+            sharding_rank=sharding_rank,
+            sharding_world_size=sharding_world_size,
+            shard_param_on_dim_0=shard_param_on_dim_0,
+            pin_layout_in_collective_ops=pin_layout_in_collective_ops,
+            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+            coalesce_all_gather_ops=coalesce_all_gather_ops,
+        )
+        fsdp1 = TorchOptions(**torch_options)
+        config = translate(fsdp1, config)
+        config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if scan_stacked and not scan_layers:
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
@@ -150,37 +155,73 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
         with own_random_numbers():
             if auto_wrap_policy is not None:
-                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                given = {
+                others = {
                     "param_init_fn": param_init_fn,
                     "collectives": collectives,
-                    "mesh": options.mesh,
-                    "mixed_precision": theirs.mixed_precision,
-                    "sync_module_states": theirs.sync_module_states or None,
+                    "mesh": config.mesh,
+                    "mixed_precision": fsdp1.mixed_precision,
+                    "sync_module_states": fsdp1.sync_module_states or None,
                 }
-                wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
+                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, config, others)
             if scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
-            built = build_unit(
-                [module],
-                options,
-                ignored,
-                param_init_fn,
-                collectives,
-                sync_module_states=theirs.sync_module_states,
-            )
-            super().__init__(module, built.attachment())
-            self.xla_device = built.unit.device
-            self.rank = built.communication.shards.rank
-            self.world_size = built.communication.shards.num_shards
-            finish_unit(options)
+            managed = ManagedModules([module], ignored)
+            communication = communicate(managed, config, collectives)
+            origins = materialize(managed, param_init_fn)
+            if fsdp1.sync_module_states:
+                broadcast_values(managed, communication)
+            [state] = build_unit(managed, config, communication, origins=origins)
+            super().__init__(module, state)
+            self.xla_device = state.unit.device
+            self.rank = communication.shards.rank
+            self.world_size = communication.shards.num_shards
+            free_unsharded(config)
 
     def extra_repr(self) -> str:
-        """The options that differ between units."""
-        options = self._fsdp_unit.config
+        """Return the options that differ between units."""
+        config = self._fsdp_unit.config
         return (
             f"rank={self.rank}, world_size={self.world_size}, "
-            f"compute_dtype={options.compute_dtype}, "
-            f"flatten_parameters={options.flatten_parameters}, "
-            f"reshard_after_forward={options.reshard_after_forward}"
+            f"compute_dtype={config.compute_dtype}, "
+            f"flatten_parameters={config.flatten_parameters}, "
+            f"reshard_after_forward={config.reshard_after_forward}"
         )
+
+
+def _wrap_inside(
+    module: nn.Module,
+    policy: Callable[..., bool],
+    wrapper: Callable[..., nn.Module],
+    ignored: Ignored,
+    config: FSDPConfig,
+    others: dict[str, Any],
+) -> None:
+    """Wrap the descendants of ``module`` that ``policy`` selects, with the same options.
+
+    Args:
+        module: the outermost module, which is not wrapped here.
+        policy: see ``xla_fsdp.wrap``.
+        wrapper: called as ``wrapper(descendant, **options)``.
+        ignored: what the units leave alone.
+        config: options of the units.
+        others: further keywords; those that are None are not passed on.
+
+    Raises:
+        TypeError: if ``policy`` or ``wrapper`` cannot be called.
+        ValueError: if there are units in ``module`` already.
+    """
+    for name, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
+        if not callable(given):
+            raise TypeError(
+                f"{name} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
+            )
+    for name, inner in module.named_modules():
+        if is_unit(inner):
+            raise ValueError(
+                f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
+                f"FSDP units inside. Wrap by hand or by policy, not both"
+            )
+    given = {name: value for name, value in others.items() if value is not None}
+    options = {**config.as_keywords(), **ignored.as_keywords(), **given}
+    wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)

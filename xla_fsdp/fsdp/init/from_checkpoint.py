@@ -1,8 +1,7 @@
-"""A checkpoint as the source of values for a model that was built on the meta device.
+"""Read the values of a model that was built on the meta device from a checkpoint.
 
-Always true: tensors are read one module at a time, when it is wrapped, and nothing is read twice
-unless it is tied; a pickle's code is never run. Names are those of the model before wrapping, so
-this must be called first.
+Invariants: a module's tensors are read when it is wrapped, and nothing is read twice unless it is
+tied; a pickle's code is never run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Describe a sharded model in the words of the checkpoint format.
+"""Describe a sharded model for the files of shards.
 
-Words: see ``checkpoint.format``. Always true: every name a parameter had before wrapping is in the
-description once, as a member or as an alias, also where units share a shard.
+Invariants: every name that a parameter had before wrapping is in the description once, as a member
+or as an alias, also where units share a shard.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class SharingRanks:
 
     Args:
         rank: of the caller among them.
-        count: how many they are.
+        count: number of them.
         groups: all such sets of ranks, if there are several.
-        parts: how many ranks along a tensor-parallel axis.
+        parts: number of ranks along a tensor-parallel axis.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class SharingRanks:
 
 
 def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) -> SharingRanks:
-    """Those of a model.
+    """Return the ranks that share a model.
 
     Args:
         shards: of the whole model.
@@ -80,7 +80,7 @@ def describe(
     cast_buffers: Mapping[str, torch.dtype],
     ranks: SharingRanks,
 ) -> ShardMetadata:
-    """The metadata of one rank's ``shards``.
+    """Return the metadata of one rank's ``shards``.
 
     Args:
         shards: of the whole model.
@@ -88,10 +88,10 @@ def describe(
         ranks: those that share the model.
     """
     _refuse_other_dims(shards)
-    records: dict[int, ParamRecord] = {}  # by the id of its places: a tied one is recorded once
+    records: dict[object, ParamRecord] = {}  # by slots: a tied parameter is recorded once
     ties: dict[str, str] = {}
     for shard in shards:
-        record = records.setdefault(id(shard.param.slots), _record(shard))
+        record = records.setdefault(shard.param.slots, _record(shard))
         ties.update(_ties(shard, record))
     buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
     return ShardMetadata(
@@ -106,12 +106,12 @@ def describe(
 
 
 def refuse_other_groups(units: Sequence[tuple[str, Communication]]) -> None:
-    """Raise ValueError unless all units share parameters as the first, the outermost one, does:
-    one set of files says once which slices its ranks hold.
+    """Raise ValueError unless all units share parameters as the first, the outermost one, does.
 
     Args:
         units: names, and who shares the parameters.
     """
+    # One set of files says once which slices its ranks hold.
     first = units[0][1]
     others = [f"{name} ({_sharing(each)})" for name, each in units if _differs(each, first)]
     if others:
@@ -158,7 +158,7 @@ def _tensor_dim(member: OriginalParam) -> int | None:
 
 
 def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
-    """Names of the members other than those in the record that stands for them."""
+    """Return the other names of the members, to those in the record."""
     return {
         name: canonical.name
         for member, canonical in zip(shard.param.members, record.members, strict=True)

@@ -81,12 +81,13 @@ def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
     if problems:
         raise ValueError("\n".join(problems))
     _warn_about_ignored(options)
-    changes = {"mesh": _mesh(options.sharding_strategy, mesh)}
+    changes = _precision(options.mixed_precision)
+    changes["mesh"] = _mesh(options.sharding_strategy, mesh)
     if options.sharding_strategy in KEEPS_PARAMETERS:
         changes["reshard_after_forward"] = False
     if options.use_orig_params is False:
         changes["flatten_parameters"] = True
-    return replace(config, **changes, **_precision(options.mixed_precision))
+    return replace(config, **changes)
 
 
 # ---------------------------------------------------------------- who shares what

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
-from xla_fsdp.fsdp.module_base import WrapperModule
 from xla_fsdp.fsdp.state_dict.model import (
     full_state_dict,
     load_full_state_dict,
@@ -50,8 +50,8 @@ CONFIGS = {
 }
 
 
-class StateDictTypes(WrapperModule):
-    """A wrapper whose state dicts are of a type that the user may choose."""
+class StateDictTypes(FSDPModuleBase, nn.Module):
+    """Mixed into wrappers: their state dicts are of a type that the user may choose."""
 
     _chosen: StateDictSettings | None = None
 
@@ -137,8 +137,9 @@ class StateDictTypes(WrapperModule):
 
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state by names of parameters: that of the original model, or of this
-        rank's shards where SHARDED or LOCAL was chosen. Every rank must call it.
+        """Return the optimizer's state by names of parameters. Every rank must call it.
+
+        It is that of the original model, or of this rank's shards if SHARDED or LOCAL was chosen.
 
         Raises:
             ValueError: as ``xla_fsdp.optim_state_dict``.
@@ -163,7 +164,7 @@ class StateDictTypes(WrapperModule):
         Args:
             model: the sharded model.
             optim: over its parameters; it need not have made a step.
-            optim_state_dict: of the original model on any number of ranks, or of these ranks' shards.
+            optim_state_dict: full, from any number of ranks, or of these ranks' shards.
             is_named_optimizer: must be False: parameters have numbers in torch's optimizers.
             load_directly: load it into ``optim``, too.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from torch import nn
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.module_state import is_unit
+from xla_fsdp.fsdp.engine.module_state import (
+    FSDPModuleBase,
+    ModuleState,
+    attach,
+    close_failed_passes,
+    is_unit,
+    mark_state_dicts,
+)
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
 from xla_fsdp.fsdp.fsdp1_state_dict_type import StateDictTypes
 from xla_fsdp.fsdp.init.build import (
@@ -27,8 +35,180 @@ from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
 from xla_fsdp.wrap import Ignored, wrap_children
 
+_INNER = "_fsdp_wrapped_module"
 
-class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
+# Of transformers models; it calls the model itself, not its wrapper.
+_KNOWN_FORWARD_METHODS = ("generate",)
+
+
+class WrapperModule(FSDPModuleBase, nn.Module):
+    """A module that runs another one as a unit, and does not show in names.
+
+    ``named_modules``, ``named_children``, ``named_parameters``, ``state_dict`` and messages use the
+    names that modules had before they were wrapped, at any depth.
+
+    Args:
+        module: the wrapped module.
+        state: with the unit that holds the module's parameters; it is the root of the units inside
+            the module from now on.
+    """
+
+    _fsdp_is_wrapper = True
+
+    def __init__(self, module: nn.Module, state: ModuleState) -> None:
+        super().__init__()
+        self._forward_methods = {
+            name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
+        }
+        self._fsdp_wrapped_module = module
+        self._parameters = WrappedParameters(module)
+        self._load_errors: list[str] = []  # of the load that is going on
+        # Before names get the wrapped module's, which only nn.Module's own loading wants.
+        attach(self, state)
+        # A partial because torch sets an attribute on this hook.
+        self.register_state_dict_post_hook(partial(_hide_wrapped_module))
+        self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
+        self.register_load_state_dict_post_hook(_hide_in_report)
+        mark_state_dicts(self)
+
+    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters gathered.
+
+        Raises:
+            RuntimeError: under ``torch.compile``.
+        """
+        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``; wrapper and wrapped module have the same name."""
+        close_failed_passes(self)
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapped module's children, by their own names."""
+        return self._fsdp_wrapped_module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yield the wrapped module, which ``apply``, ``train`` and ``to`` must not miss."""
+        yield self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up attributes that the wrapper lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            if name in self.__dict__["_forward_methods"]:
+                return partial(self._run_method, name)
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Return the length of the wrapped module (``nn.Sequential``)."""
+        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
+        return True
+
+    @torch.compiler.disable(recursive=False)
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+
+    def _fsdp_register_method(self, name: str) -> None:
+        if not callable(getattr(self.module, name, None)):
+            raise ValueError(
+                f"{type(self.module).__name__} has no method {name!r} to register; give the name "
+                f"of a method of the wrapped module"
+            )
+        self._forward_methods.add(name)
+
+
+def _hide_wrapped_module(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Take the wrapped module's name out of the keys of a state dict."""
+    inner = f"{prefix}{_INNER}."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _unhide_wrapped_module(
+    wrapper: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Put the wrapped module's name into keys, for nn.Module's own loading."""
+    wrapper._load_errors = errors
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _hide_in_report(wrapper: nn.Module, report: Any) -> None:
+    """Take the wrapped module's name out of the messages of a load."""
+    for messages in (report.missing_keys, report.unexpected_keys, wrapper._load_errors):
+        messages[:] = [message.replace(f"{_INNER}.", "") for message in messages]
+    wrapper._load_errors = []
+
+
+class WrappedParameters(dict[str, Any]):
+    """The parameter registry of a wrapper, which shows the names of the wrapped module's.
+
+    Code that walks a model by ``named_children`` (the weight-decay groups of transformers) asks
+    every module's registry for its names. ``items`` and ``values`` are empty, as nn.Module, which
+    asks for those, visits the wrapped module as well. What is set here is set on that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._module._parameters)
+
+    def __len__(self) -> int:
+        return len(self._module._parameters)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._module._parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._module._parameters[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._module._parameters[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._module._parameters[name]
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """Return the names of the wrapped module's parameters."""
+        return self._module._parameters.keys()
+
+
+class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the

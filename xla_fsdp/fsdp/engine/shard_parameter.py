@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
-from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.packing import slice_of
@@ -102,9 +101,9 @@ class ShardView:
         """The mesh that the parameter is sharded over; a tensor-parallel axis that cuts it is the
         last one."""
         param, group = _known(self)
-        placement = _tensor_placement(param)
+        cut = _tensor_parallel_cut(param)
         mesh = group.mesh
-        return mesh if placement is None else Mesh((*mesh.axes, *placement.mesh.axes), mesh.layout)
+        return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -112,9 +111,9 @@ class ShardView:
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
         param, group = _known(self)
-        placement, own = _tensor_placement(param), Shard(param.packing.dim)
+        cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
         by_units = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
-        return by_units if placement is None else (*by_units, Shard(placement.dim))
+        return by_units if cut is None else (*by_units, Shard(cut[1]))
 
     def to_local(self) -> Tensor:
         """Return this rank's part, with padding where the ranks do not divide the dim."""
@@ -204,10 +203,12 @@ def _known(shard: Any) -> tuple[KnownParam, KnownGroup]:
     return param, group
 
 
-def _tensor_placement(param: KnownParam) -> TensorPlacement | None:
-    """Return how tensor parallelism has cut the parameter, if it has."""
+def _tensor_parallel_cut(param: KnownParam) -> tuple[Mesh, int] | None:
+    """Return the axis and dim along which tensor parallelism has cut the parameter."""
     placement = param.members[0].placement
-    return None if placement is None or placement.dim is None else placement
+    if placement is None or placement.dim is None:
+        return None
+    return placement.mesh, placement.dim
 
 
 def _as_tensor(shard: Any) -> Tensor:

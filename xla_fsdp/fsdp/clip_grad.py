@@ -19,7 +19,7 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.groups import along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.registry import known_group, known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group, known_shard, refuse_shown
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,28 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_shown(given, "clip_grad_norm_")
-    for param in given:
-        group = known_group(param)
-        if group is not None and group.steps_in_backward:
-            raise RuntimeError(
-                "clip_grad_norm_ was called on a model that is stepped in backward: its gradients "
-                "are gone by now. Do without, or step after backward (remove() of what "
-                "step_in_backward returned)"
-            )
-        if group is not None and group.has_kept:
-            raise RuntimeError(
-                "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "
-                "the last backward of the accumulation with gradient sync first"
-            )
+    check_gradients([known_group(param) for param in given], "clip_grad_norm_")
     norm = clip_grads(given, max_norm, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
     return norm
+
+
+def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
+    """Raise RuntimeError if gradients of these groups are not there for ``function`` to change."""
+    found = [group for group in groups if group is not None]
+    if any(group.steps_in_backward for group in found):
+        raise RuntimeError(
+            f"{function} was called on a model that is stepped in backward: its gradients are gone "
+            f"by now. Do without, or step after backward (remove() of what step_in_backward "
+            f"returned)"
+        )
+    if any(group.has_kept for group in found):
+        raise RuntimeError(
+            f"{function} was called while gradients kept by no_sync() or without gradient sync are "
+            f"not reduced yet; run the last backward of the accumulation with gradient sync, "
+            f"outside no_sync(), first"
+        )
 
 
 def clip_grads(
@@ -87,7 +92,7 @@ def clip_grads(
     """Clip the gradients of parameters by their norm.
 
     Args:
-        parameters: shards, or whole ones.
+        parameters: shards, or unsharded ones.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         over: combines the norms of shards (default: the ranks that share each).
@@ -152,7 +157,7 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
 
 
 def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
-    """Return what joins the ranks that hold slices of a parameter; nothing for a whole one."""
+    """Return what joins the ranks that hold slices of a parameter; nothing for an unsharded one."""
     group, shard = known_group(param), known_shard(param)
     by = [] if group is None else [over or group.collectives]
     placement = known_placement(param) if shard is None else shard.members[0].placement

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.compat.merge import numbered
 from xla_fsdp.distributed.collectives import XlaCollectives
-from xla_fsdp.fsdp.clip_grad import clip_grads, clip_grads_by_value_
+from xla_fsdp.fsdp.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
     outermost_units,
@@ -91,7 +91,7 @@ class ShardedModule(FSDPModuleBase):
             RuntimeError: if gradients of ``no_sync`` are not reduced yet, or the model is stepped
                 in backward.
         """
-        self._fsdp_check_gradients("clip_grad_norm_")
+        check_gradients([unit.group for unit in self._fsdp_units()], "clip_grad_norm_")
         rank = self._fsdp_unit.group.collectives.rank
         over = None if groups is None else XlaCollectives(groups, rank, len(groups[0]))
         return clip_grads(self._fsdp_parameters(), max_norm, norm_type, over)
@@ -106,7 +106,7 @@ class ShardedModule(FSDPModuleBase):
             ValueError: if it is negative or not a number.
             RuntimeError: as ``clip_grad_norm_``.
         """
-        self._fsdp_check_gradients("clip_grad_value_")
+        check_gradients([unit.group for unit in self._fsdp_units()], "clip_grad_value_")
         clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -201,16 +201,3 @@ class ShardedModule(FSDPModuleBase):
                 if tensor parallelism has cut parameters that no unit shards.
         """
         return numbered(describe(self._fsdp_module()).to_dict())
-
-    def _fsdp_check_gradients(self, method: str) -> None:
-        if any(unit.group.steps_in_backward for unit in self._fsdp_units()):
-            raise RuntimeError(
-                f"{method} was called on a model that is stepped in backward: its gradients are "
-                f"gone by now. Do without, or step after backward (remove() of what "
-                f"step_in_backward returned)"
-            )
-        if any(unit.group.has_kept for unit in self._fsdp_units()):
-            raise RuntimeError(
-                f"{method} was called while gradients kept by no_sync() are not reduced yet; run "
-                f"the last backward of the accumulation outside no_sync() first"
-            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections import UserDict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from functools import partial
 from typing import Any
 
@@ -151,7 +152,7 @@ def _hide_wrapped_module(
 
 
 def _unhide_wrapped_module(
-    wrapper: nn.Module,
+    wrapper: Any,
     state: dict[str, Any],
     prefix: str,
     metadata: Any,
@@ -166,46 +167,36 @@ def _unhide_wrapped_module(
         state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _hide_in_report(wrapper: nn.Module, report: Any) -> None:
+def _hide_in_report(wrapper: Any, report: Any) -> None:
     """Take the wrapped module's name out of the messages of a load."""
     for messages in (report.missing_keys, report.unexpected_keys, wrapper._load_errors):
         messages[:] = [message.replace(f"{_INNER}.", "") for message in messages]
     wrapper._load_errors = []
 
 
-class WrappedParameters(dict[str, Any]):
-    """The parameter registry of a wrapper, which shows the names of the wrapped module's.
+class WrappedParameters(UserDict[str, Any]):
+    """The parameter registry of a wrapper: the wrapped module's, but without ``items``.
 
     Code that walks a model by ``named_children`` (the weight-decay groups of transformers) asks
-    every module's registry for its names. ``items`` and ``values`` are empty, as nn.Module, which
-    asks for those, visits the wrapped module as well. What is set here is set on that.
+    every module's registry for its names. nn.Module asks for ``items`` and ``values``, which are
+    empty, as it visits the wrapped module as well.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
         self._module = module
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._module._parameters)
+    @property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped module's registry."""
+        return self._module._parameters
 
-    def __len__(self) -> int:
-        return len(self._module._parameters)
+    def items(self) -> ItemsView[str, Any]:
+        """Return nothing."""
+        return ItemsView({})
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._module._parameters
-
-    def __getitem__(self, name: str) -> Any:
-        return self._module._parameters[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._module._parameters[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._module._parameters[name]
-
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Return the names of the wrapped module's parameters."""
-        return self._module._parameters.keys()
+    def values(self) -> ValuesView[Any]:
+        """Return nothing."""
+        return ValuesView({})
 
 
 class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
@@ -377,20 +368,8 @@ def _wrap_inside(
     config: FSDPConfig,
     others: dict[str, Any],
 ) -> None:
-    """Wrap the descendants of ``module`` that ``policy`` selects, with the same options.
-
-    Args:
-        module: the outermost module, which is not wrapped here.
-        policy: see ``xla_fsdp.wrap``.
-        wrapper: called as ``wrapper(descendant, **options)``.
-        ignored: what the units leave alone.
-        config: options of the units.
-        others: further keywords; those that are None are not passed on.
-
-    Raises:
-        TypeError: if ``policy`` or ``wrapper`` cannot be called.
-        ValueError: if there are units in ``module`` already.
-    """
+    """Wrap the descendants of ``module`` that ``policy`` selects, with the options of ``config``
+    and ``ignored``, and those of ``others`` that are not None."""
     for name, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
         if not callable(given):
             raise TypeError(
@@ -402,6 +381,6 @@ def _wrap_inside(
                 f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
                 f"FSDP units inside. Wrap by hand or by policy, not both"
             )
-    given = {name: value for name, value in others.items() if value is not None}
-    options = {**config.as_keywords(), **ignored.as_keywords(), **given}
+    more = {name: value for name, value in others.items() if value is not None}
+    options = {**config.as_keywords(), **ignored.as_keywords(), **more}
     wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -117,7 +117,8 @@ def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
 def _refuse_empty_groups(optimizer: Optimizer) -> None:
     # Where parameters are chosen by name, as for weight decay, flattened ones are not found.
     empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
-    flat = next(_flat(p for group in optimizer.param_groups for p in group["params"]), None)
+    known = (known_shard(p) for group in optimizer.param_groups for p in group["params"])
+    flat = next((param for param in known if param is not None and param.is_flat), None)
     if empty and flat is not None:
         names = ", ".join(member.names[0] for member in flat.members)
         raise ValueError(
@@ -145,8 +146,3 @@ def _names(param: KnownParam) -> str:
     # Which member of a flat shard a tensor was is not known.
     names = [member.names[0] for member in param.members]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-
-
-def _flat(params: Iterable[Tensor]) -> Iterator[KnownParam]:
-    known = (known_shard(param) for param in params)
-    return (param for param in known if param is not None and param.is_flat)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.torch_xla_format import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import OriginalParam
-from xla_fsdp.fsdp.engine.stacked_params import taken_in
+from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 from xla_fsdp.fsdp.engine.tp_params import own_parts
 
 # Key of the form in the metadata that torch's state dicts carry for each module.
@@ -97,7 +97,7 @@ class StateLoading:
             load.cut()
         else:
             load.drop_other_layouts()
-        taken_in(shards, state, prefix, missing)
+        stack_loaded_shards(shards, state, prefix, missing)
         for other in inside:
             other._done_in = errors
 

@@ -141,7 +141,7 @@ def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
             state.update((prefix + name, shard) for name in param.members[0].names)
 
 
-def taken_in(
+def stack_loaded_shards(
     shards: Iterable[NamedShard], state: dict[str, Any], prefix: str, missing: list[str]
 ) -> None:
     """Replace the shards of stacked units by stacks, in a state dict that is to be loaded.

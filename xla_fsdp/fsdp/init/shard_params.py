@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -121,46 +122,37 @@ def _cast_output(
     return output.to(dtype)
 
 
+@dataclass(frozen=True)
 class _Sharder:
     """Makes shards for one unit; ``home`` registers flat ones."""
 
-    def __init__(
-        self,
-        home: nn.Module,
-        config: FSDPConfig,
-        communication: Communication,
-        device: torch.device,
-        origins: Mapping[int, Tensor],
-        dims: Mapping[int, int],
-    ) -> None:
-        self._home = home
-        self._config = config
-        self._rank = communication.shards.rank
-        self._num_shards = communication.shards.num_shards
-        self._all_alike = communication.covers_all
-        self._device = device
-        self._origins = origins
-        self._dims = dims
+    home: nn.Module
+    config: FSDPConfig
+    communication: Communication
+    device: torch.device
+    origins: Mapping[int, Tensor]
+    dims: Mapping[int, int]
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """Make one shard of ``parts`` joined end to end."""
         tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
-        dim = self._dims.get(id(tensors[0]), 0)
+        dim = self.dims.get(id(tensors[0]), 0)
         layout, row_shape = self._layout([member.shape for member in members], dim)
         self._compare_with_peers(tensors, members)
-        shard = make_shard(tensors, layout, self._rank, self._device, row_shape, dim)
-        home = self._home if self._config.flatten_parameters else None
+        rank = self.communication.shards.rank
+        shard = make_shard(tensors, layout, rank, self.device, row_shape, dim)
+        home = self.home if self.config.flatten_parameters else None
         dtype = self._compute_dtype(members[0])
         param = FSDPParam(key, members, shard, layout, dtype, home, dim=dim)
-        origins = [self._origins[id(each)] for each in tensors if id(each) in self._origins]
+        origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
         remember(param, [*tensors, shard, *origins])
         return param
 
     def adopt(self, theirs: FSDPParam, tensor: Tensor, member: OriginalParam) -> FSDPParam:
         """Share the shard that another unit made of the same parameter."""
-        layout, _ = self._layout([member.shape], self._dims.get(id(tensor), theirs.packing.dim))
+        layout, _ = self._layout([member.shape], self.dims.get(id(tensor), theirs.packing.dim))
         name = member.names[0]
-        if theirs.is_flat or self._config.flatten_parameters:
+        if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
                 f"{name} is tied to a parameter of another FSDP unit, and flatten_parameters=True: "
                 f"a flat shard cannot share one of its members. Put both into one unit, or set "
@@ -199,7 +191,7 @@ class _Sharder:
     ) -> None:
         # CPU ranks share one random number generator, so a model that every rank seeds and builds
         # for itself differs between them.
-        if not self._all_alike:
+        if not self.communication.covers_all:
             return  # groups may hold different parts of a model
         for tensor, member in zip(tensors, members, strict=True):
             if tensor.device.type == "cpu":
@@ -209,19 +201,20 @@ class _Sharder:
                 )
 
     def _compute_dtype(self, member: OriginalParam) -> torch.dtype | None:
-        statistics = _statistics_dtype(member.owners[0].module, self._config)
-        return statistics or self._config.compute_dtype
+        statistics = _statistics_dtype(member.owners[0].module, self.config)
+        return statistics or self.config.compute_dtype
 
     def _layout(self, shapes: Sequence[torch.Size], dim: int) -> tuple[ShardLayout, Sequence[int]]:
         """Return how to cut members of these shapes along ``dim``, and the shape of a row."""
         size = (sum(shape.numel() for shape in shapes),)
-        by_rows = self._config.shard_param_on_dim_0 and not self._config.flatten_parameters
+        num_shards = self.communication.shards.num_shards
+        flat = self.config.flatten_parameters
+        by_rows = self.config.shard_param_on_dim_0 and not flat
         row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
         if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
-            return ShardLayout(size, self._num_shards, row_shape.numel()), row_shape
-        flat = self._config.flatten_parameters
-        multiple = LANES if flat else shard_multiple(shapes[0], self._num_shards)
-        return ShardLayout(size, self._num_shards, multiple), ()
+            return ShardLayout(size, num_shards, row_shape.numel()), row_shape
+        multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
+        return ShardLayout(size, num_shards, multiple), ()
 
 
 def _checksum(tensor: Tensor) -> int:

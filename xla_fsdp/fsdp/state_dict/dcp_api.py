@@ -48,12 +48,8 @@ class StateDictOptions:
 
 
 def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
-    """Return the model's state dict.
-
-    Args:
-        model: a sharded model, or one that holds sharded modules.
-        options: see ``StateDictOptions``.
-    """
+    """Return the state dict of a sharded model, or of one that holds sharded modules, in the form
+    that ``options`` (``StateDictOptions``) say."""
     chosen = _options(options)
     if chosen.full_state_dict:
         return full_state_dict(model, rank0_only=chosen.cpu_offload)
@@ -67,9 +63,9 @@ def set_model_state_dict(
     """Load a state dict. Shards on the meta device get memory on this rank's device first.
 
     Args:
-        model: as for ``get_model_state_dict``.
+        model: a sharded model, or one that holds sharded modules.
         model_state_dict: shards or, with ``full_state_dict``, full tensors.
-        options: see ``StateDictOptions``.
+        options: ``StateDictOptions``.
 
     Returns:
         What ``load_state_dict`` returns: missing and unexpected names.
@@ -86,13 +82,8 @@ def set_model_state_dict(
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
 ) -> dict[str, Any]:
-    """Return the optimizer's state by names: ``{"state": ..., "param_groups": ...}``.
-
-    Args:
-        model: the sharded model.
-        optimizers: the optimizer of its parameters.
-        options: see ``StateDictOptions``.
-    """
+    """Return the state of the one optimizer of a sharded model's parameters, by their names:
+    ``{"state": ..., "param_groups": ...}``."""
     chosen, optimizer = _options(options), _one(optimizers)
     if chosen.full_state_dict:
         return optim_state_dict(model, optimizer, rank0_only=chosen.cpu_offload)
@@ -113,7 +104,7 @@ def set_optimizer_state_dict(
         optimizers: the optimizer of its parameters; it need not have made a step.
         optim_state_dict: in the form that ``options`` say; with ``broadcast_from_rank0`` only rank
             0's counts.
-        options: see ``StateDictOptions``.
+        options: ``StateDictOptions``.
     """
     chosen, optimizer = _options(options), _one(optimizers)
     if chosen.broadcast_from_rank0:

@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     """
     reshard_units(model)  # unsharded parameters in modules may be from before the optimizer's step
     units = units_in(model)
-    options = SummonOptions(False, rank0_only, offload_to_cpu=True, whole=True)
+    options = SummonOptions(False, rank0_only, offload_to_cpu=True, global_params=True)
     settle()  # buffers are read on ranks that are shown something only
     outside = cut_outside_units(model)
     gathered = {name: joined(param.detach(), placement) for name, param, placement in outside}

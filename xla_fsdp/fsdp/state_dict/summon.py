@@ -23,13 +23,13 @@ from xla_fsdp.fsdp.engine.tp_params import all_joined
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """The options of ``summon_full_params``, and ``whole``, which only state dicts use."""
+    """The options of ``summon_full_params``, and ``global_params``, which only state dicts use."""
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-    whole: bool = False  # gather global parameters, too, with which no forward can compute
+    global_params: bool = False  # of tensor parallelism; no forward can compute with these
 
     def __post_init__(self) -> None:
         if self.writeback and self.rank0_only:
@@ -75,7 +75,7 @@ def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.
     for unit in units:
         params = unit.group.params
         values = unit.group.gather.as_stored(params, unit.group.shards)
-        if options.whole:
+        if options.global_params:
             values = all_joined(values, [member for each in params for member in each.members])
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
         # One unit at a time, and the same program on every rank: what a rank does with the result

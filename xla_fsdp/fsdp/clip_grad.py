@@ -89,14 +89,8 @@ def clip_grads(
     norm_type: float,
     over: Collectives | None = None,
 ) -> Tensor:
-    """Clip the gradients of parameters by their norm.
-
-    Args:
-        parameters: shards, or unsharded ones.
-        max_norm: the largest norm allowed.
-        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        over: combines the norms of shards (default: the ranks that share each).
-    """
+    """Clip the gradients of parameters, sharded or not, by their norm; the norms of shards are
+    combined over the ranks that share each, or by ``over``."""
     grads: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}
     for param in {id(param): param for param in parameters}.values():
@@ -104,15 +98,15 @@ def clip_grads(
         key = tuple(each.key for each in by)
         ranks.setdefault(key, by)
         grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
-    whole = grads.pop((), [])
+    unsharded = grads.pop((), [])
     sliced = [Slices(grads[key], ranks[key]) for key in grads]
-    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, ops.device())
+    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
 
 
 @torch.no_grad()
 def clip_grads_by_norm_(
     sliced: Sequence[Slices],
-    whole: Sequence[Tensor],
+    unsharded: Sequence[Tensor],
     max_norm: float,
     norm_type: float,
     device: torch.device,
@@ -121,23 +115,17 @@ def clip_grads_by_norm_(
 
     Args:
         sliced: gradients of shards; every rank gives the same groups in the same order.
-        whole: gradients that every rank has in full.
+        unsharded: gradients that every rank has in full.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        device: where the norm is computed.
-
-    Returns:
-        The norm before clipping: a scalar fp32 tensor on the device.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
+        device: where the norm, a scalar in fp32, is computed.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
     parts = [_norm_over_ranks(part, norm_type, device) for part in sliced]
-    total = _combined([*parts, *_norms(whole, norm_type, device)], norm_type, device)
+    total = _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in [*(grad for part in sliced for grad in part.grads), *whole]:
+    for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     return total
 

@@ -81,11 +81,8 @@ def cut_optim_state_dict(
     Args:
         model: the sharded model.
         optimizer: over its parameters.
-        state: as ``optim_state_dict`` or ``sharded_optim_state_dict`` returns it.
+        state: as ``optim_state_dict`` (``full``) or ``sharded_optim_state_dict`` returned it.
         full: which of the two.
-
-    Raises:
-        ValueError: with every name, group or shape that does not fit.
     """
     params = _params(model)
     with state_made(optimizer, params, state, restore=True) as template:

@@ -68,9 +68,8 @@ def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
 @torch.no_grad()
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
     """Return the unsharded parameters of each unit; none on a rank that is not shown them."""
-    shared: dict[
-        tuple[object, int], nn.Parameter
-    ] = {}  # by shard, which units may share, and member
+    # By the shard, which units may share, and the number of the member in it.
+    shared: dict[tuple[object, int], nn.Parameter] = {}
     result = []
     for unit in units:
         params = unit.group.params

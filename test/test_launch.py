@@ -678,7 +678,7 @@ def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_importing_the_launcher_does_not_import_torch() -> None:
-    code = "import sys, xla_fsdp.launcher; print({'torch', 'torch_xla'} & set(sys.modules))"
+    code = "import sys, xla_fsdp.distributed.launcher; print({'torch', 'torch_xla'} & set(sys.modules))"
     assert run_python("-c", code).stdout == "set()\n"
 
 

@@ -123,9 +123,7 @@ class ShardView:
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global tensor, on the device. Every rank must call it; it is
         computed at once, so that ranks may do different things with it."""
-        param, group = _known(self)
-        local = group.gather.as_stored([param], [_as_tensor(self)])
-        [full] = all_joined(local, param.members)
+        full = gather_like(self, _as_tensor(self))
         ops.compute([full])
         return full
 
@@ -158,6 +156,13 @@ class ShardParameter(ShardView, nn.Parameter):
         """Keep the class, which nn.Parameter would not."""
         kind = ShardParameter if isinstance(self, UninitializedShard) else type(self)
         return _restored_shard, (kind, self.detach(), self.requires_grad, vars(self))
+
+
+def gather_like(shard: Any, value: Tensor) -> Tensor:
+    """Gather the unsharded, global tensor of a ``value`` that is cut like ``shard``."""
+    param, group = _known(shard)
+    [full] = all_joined(group.gather.as_stored([param], [value]), param.members)
+    return full
 
 
 def view_state_dicts(module: nn.Module) -> None:
@@ -295,14 +300,12 @@ def _concerns_the_shard(func: Any) -> bool:
 def _open(shard: UninitializedShard) -> nn.Parameter:
     if id(shard) in _opened.shards:
         return _opened.shards[id(shard)][1]
-    param, group = known_shard(shard), known_group(shard)
-    if param is None or group is None:
-        raise RuntimeError("a shard without values was initialized after its model was gone")
     if shard.has_values:
-        [value] = all_joined(group.gather.as_stored([param], [shard]), param.members)
+        value = gather_like(shard, shard)
         ops.compute([value])
     else:
-        value = torch.zeros(param.members[0].whole_shape, dtype=shard.dtype, device=shard.device)
+        shape = _known(shard)[0].members[0].whole_shape
+        value = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
     unsharded = nn.Parameter(value, requires_grad=shard.requires_grad)
     _opened.shards[id(shard)] = shard, unsharded
     return unsharded

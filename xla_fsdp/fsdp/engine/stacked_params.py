@@ -20,9 +20,8 @@ from xla_fsdp.distributed.xla.host import to_host
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import FSDPParam, StackPart
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.registry import known_group, known_shard, remember, remember_group
-from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter
-from xla_fsdp.fsdp.engine.tp_params import all_joined
+from xla_fsdp.fsdp.engine.registry import remember, remember_group
+from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, gather_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -53,15 +52,7 @@ class ShardStack(ShardParameter):
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global parameters as a stack, on the device."""
-        param, group = known_shard(self), known_group(self)
-        if param is None or group is None:
-            raise RuntimeError("this stack's model is gone, so who shares it is not known any more")
-        full = torch.stack(
-            [
-                all_joined(group.gather.as_stored([param], [each]), param.members)[0]
-                for each in self.detach().unbind()
-            ]
-        )
+        full = torch.stack([gather_like(self, each) for each in self.detach().unbind()])
         ops.compute([full])
         return full
 

@@ -6,7 +6,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
             name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
         }
         self._fsdp_wrapped_module = module
-        self._parameters = WrappedParameters(module)
+        self._parameters = cast(Any, WrappedParameters(module))
         self._load_errors: list[str] = []  # of the load that is going on
         # Before names get the wrapped module's, which only nn.Module's own loading wants.
         attach(self, state)

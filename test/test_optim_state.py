@@ -103,7 +103,7 @@ def scaled_states(rank: int) -> dict[str, bool]:
     import torch_xla
     from torch_xla.amp import syncfree
 
-    from xla_fsdp.fsdp.state_dict.model import load_optim_state_dict, optim_state_dict
+    from xla_fsdp import load_optim_state_dict, optim_state_dict
 
     found = {}
     on_device = torch.zeros((), device=torch_xla.device())

@@ -55,7 +55,7 @@ class ShardedModule(FSDPModuleBase):
             else:
                 param.grad.detach_().zero_()
         for unit in self._fsdp_units():
-            unit.group.drop_kept()
+            unit.group.drop_unreduced()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.collectives import Collectives, broadcast_
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.chunked.runners import runner_for
+from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import ModuleState
@@ -38,7 +37,13 @@ def communicate(
             which tensor parallelism has cut a parameter, or for a ``reshard_after_forward`` that
             does not divide the ranks.
     """
-    communication = communication_for(config, collectives)
+    communication = communication_for(
+        config.mesh,
+        config.sharding_groups,
+        config.sharding_rank,
+        config.sharding_world_size,
+        collectives,
+    )
     if collectives is None:
         _refuse_other_parts(managed, config)
     ranks = communication.shards.num_shards
@@ -92,7 +97,7 @@ def build_unit(
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
-    runner = runner_for(unit, roots[0]) if len(roots) == 1 else None
+    runner = forward_override_for(unit, roots[0]) if len(roots) == 1 else None
     return [
         ModuleState(unit, communication, part, {} if part else cast_buffers, runner=runner)
         for part in range(len(roots))

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from test.saving import Picture, differences, read, same_bits, save_step
 from xla_fsdp.checkpoint import CheckpointError, consolidate_sharded_model_checkpoints
-from xla_fsdp.checkpoint.byte_source import ByteSource
-from xla_fsdp.checkpoint.optimizer_format import StateRecord
-from xla_fsdp.checkpoint.reshard import Kind
+from xla_fsdp.checkpoint.format import StateKind, StateRecord
 from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
 from xla_fsdp.checkpoint.storage import LocalStorage, open_storage
+from xla_fsdp.checkpoint.tensor_source import ByteSource
 
 NAMES = ["a", "b.weight", "b.bias", "c", "d"]
 
@@ -225,7 +224,7 @@ def test_state_of_another_shape_needs_the_same_ranks(tmp_path: Path) -> None:
     save_step(tmp_path, 1, 2, shown=shown)
     for rank in range(2):
         loaded = read(open_storage(tmp_path), shown, rank, 2)
-        assert loaded.states["w"]["exp_avg"].value.tolist() == [[rank]] * 4
+        assert loaded.optimizer.states["w"]["exp_avg"].value.tolist() == [[rank]] * 4
     assert refusal(tmp_path, shown, shown) == [
         "optimizer state exp_avg of w has shape (4, 1), neither that of the parameter nor one "
         "number, so it cannot be cut anew. Load it with the wrapping and the 2 ranks that it was "
@@ -273,12 +272,12 @@ def test_a_whole_parameter_may_become_a_sharded_one(tmp_path: Path, to_sharded: 
     save_step(tmp_path, 1, 2, shown=old)
     for rank in range(3):
         loaded = read(open_storage(tmp_path), new, rank, 3)
-        state = loaded.states["w"]
+        state = loaded.optimizer.states["w"]
         expected = new.shard("w", rank, 3) if to_sharded else w
         assert same_bits(loaded.model["w"], expected)
         assert same_bits(state["exp_avg"].value, expected * 2)
-        assert state["exp_avg"].kind is (Kind.SHARD if to_sharded else Kind.DEVICE)
-        assert (state["step"].value.item(), state["step"].kind) == (1.0, Kind.HOST)
+        assert state["exp_avg"].kind is (StateKind.SHARD if to_sharded else StateKind.DEVICE)
+        assert (state["step"].value.item(), state["step"].kind) == (1.0, StateKind.HOST)
 
 
 # ---------------------------------------------------------------- damaged files

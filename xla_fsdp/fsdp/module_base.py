@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.compat.merge import numbered
+from xla_fsdp.checkpoint.save_numbers import numbered
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.distributed.shard_layout import join_name

@@ -1,11 +1,7 @@
 """What users save beside a model (schedulers, counters, data positions) as JSON and tensors.
 
-Words: to *pack* is to turn nested containers into one JSON value and a list of tensors, to *unpack*
-is the inverse; a *tag* is a JSON dict that stands for what JSON has not, such as a tuple.
-Always true: unpacking gives equal values of the same types (subclasses of ``tuple`` become
-``tuple``), runs no code, and creates nothing but the types below; what cannot be packed is refused
-with its place, all of it at once.
-Where the JSON and the tensors are written is ``rank_file``'s business.
+Invariants: unpacking runs no code and gives equal values of the same types (subclasses of ``tuple``
+become ``tuple``); what cannot be packed is refused with its name, all of it at once.
 """
 
 from __future__ import annotations
@@ -21,17 +17,11 @@ from torch import Tensor
 
 from xla_fsdp.checkpoint.errors import CheckpointError
 
-TAG = "!"
-
+TAG = "!"  # the key of a JSON dict that means what JSON has not, such as a tuple
 PLAIN = (bool, int, float, str, type(None))
-
 SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
-
 MAPPINGS = {"dict": dict, "Counter": Counter}
-
-MAX_DEPTH = 100
-
-"""Far below the depth at which Python's own JSON gives up."""
+MAX_DEPTH = 100  # far below the depth at which Python's own JSON gives up
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class Packed:
 
 
 def pack(value: Any, name: str) -> Packed:
-    """Turn ``value`` into JSON and tensors; ``unpack`` turns it back.
+    """Turn ``value`` into JSON and tensors.
 
     Args:
         value: None, bool, int, float, str, tensor, numpy array or number, or a list, tuple, set,
@@ -61,7 +51,7 @@ def pack(value: Any, name: str) -> Packed:
 
 
 def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of ``pack``.
+    """Turn what ``pack`` returned into the value again.
 
     Raises:
         CheckpointError: if ``json`` is not what ``pack`` makes.
@@ -70,9 +60,6 @@ def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
         return _unpacked(json, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"saved values are damaged: {error!r}") from error
-
-
-# ---------------------------------------------------------------- packing
 
 
 def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
@@ -128,9 +115,6 @@ def _packed_mapping(value: Mapping[Any, Any], tensors: list[Tensor]) -> Any:
         return {key: _packed(part, tensors) for key, part in value.items()}
     pairs = [[_packed(key, tensors), _packed(part, tensors)] for key, part in value.items()]
     return {TAG: "Counter" if counts else "dict", "of": pairs}
-
-
-# ---------------------------------------------------------------- unpacking
 
 
 def _unpacked(json: Any, tensors: Sequence[Tensor]) -> Any:

@@ -1,21 +1,27 @@
-"""Reads directories of ``torch.distributed.checkpoint`` (DCP), such as FSDP2 writes.
+"""Directories of ``torch.distributed.checkpoint`` (DCP), such as FSDP2 writes: written and read.
 
-Words: an *entry* is one tensor or value of a directory, by its flattened name.
-Always true: DCP's ``.metadata`` is a pickle, and DCP loads it without a check: here only what DCP
-itself puts there is accepted, and no path leads out of the directory; values are loaded with
-``weights_only``. Tensors are read when they are used, whole, one at a time.
-What comes out is a checkpoint of one rank: merge it into other files, or reshard it.
+Names are those of FSDP2's ``get_state_dict``, saved under ``model`` and ``optim``, so ``dcp.load``
+and ``set_state_dict`` take what is written here on any number of ranks; every name of a tied tensor
+has its own copy, as there. What is read is the checkpoint of one rank: merge it into other files,
+or reshard it. No process group is needed.
+
+Invariants: DCP's ``.metadata`` is a pickle, which DCP loads without a check: only what DCP itself
+puts there is accepted, and no path leads out of the directory; values are loaded with
+``weights_only``. Tensors are read when they are used, whole, one at a time; no more than ``ITEM``
+bytes per thread (a row of dim 0, if that is longer) are in memory while writing.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -24,26 +30,200 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from xla_fsdp.checkpoint.byte_source import TensorBytes
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
-from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata, state_name
-from xla_fsdp.checkpoint.optimizer_format import (
+from xla_fsdp.checkpoint.copying import (
+    ChecksumVerifier,
+    Progress,
+    default_threads,
+    find_damage,
+)
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if, shown
+from xla_fsdp.checkpoint.format import (
     GroupRecord,
+    MemberRecord,
     OptimizerRecord,
+    ParamRecord,
+    ShardMetadata,
     StateRecord,
     json_value,
+    state_name,
 )
-from xla_fsdp.checkpoint.reshard import slice_of
-from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
+from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
+from xla_fsdp.checkpoint.model_files import optimizer_content
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing
+from xla_fsdp.checkpoint.tensor_source import (
+    TensorSource,
+    TensorSpec,
+    bytes_of,
+    convert_tensors,
+)
 from xla_fsdp.distributed.shard_layout import LANES
+
+ITEM = 1 << 26
+
+
+@dataclass(frozen=True)
+class DcpJob(Job):
+    """Writing a full checkpoint into a new directory, in one that exists."""
+
+    full: FullCheckpoint
+    directory: str
+    verifiers: Sequence[ChecksumVerifier] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        states = self.full.optimizer.tensors() if self.full.optimizer else {}
+        values = [
+            *self.full.model.values(),
+            *(each for s in states.values() for each in s.values()),
+        ]
+        return sum(value.spec.nbytes for value in values if isinstance(value, TensorSource))
+
+    def find_problems(self, *, overwrite: bool) -> list[str]:
+        path = self.directory.rstrip(os.sep)
+        parent = os.path.dirname(path) or "."
+        if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
+            return [f"{path}: {EXISTS}"]
+        if not os.path.isdir(parent):
+            return [f"{path}: cannot be written, there is no directory {parent}"]
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return [f"{path}: cannot be written, {parent} may not be changed"]
+        free, needed = shutil.disk_usage(parent).free, self.nbytes
+        return [f"{path}: {needed:,} bytes are needed, and {free:,} are free"] * (needed > free)
+
+    def describe(self) -> Iterator[str]:
+        yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
+
+    def write(self, options: WriteOptions) -> None:
+        # What was written is not read again: DCP has no checksums.
+        path = self.directory.rstrip(os.sep)
+        with AtomicFiles(overwrite=options.overwrite) as files:
+            temporary = files.add(path)
+            with failing(path):
+                _save(self.full, temporary, options)
+            raise_if(find_damage(self.verifiers, unread=options.verify))
+            files.commit()
+
+
+def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
+    sources: dict[int, tuple[TensorSource, Tensor]] = {}
+
+    def empty(source: TensorSource) -> Tensor:
+        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        sources[id(tensor)] = (source, tensor)
+        return tensor
+
+    content: dict[str, Any] = {"model": dict(full.model)}
+    if full.optimizer is not None:
+        content["optim"] = optimizer_content(full.optimizer)
+    content = convert_tensors(content, empty)
+    writer = dcp.FileSystemWriter(path, thread_count=options.threads or default_threads())
+    planner = _SavePlanner(sources, options.progress)
+    try:
+        with warnings.catch_warnings():
+            # That there is no process group, and a deprecation inside of DCP itself.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:  # which is no Exception
+        first, _ = next(iter(error.failures.values()))
+        if isinstance(first, CheckpointError):
+            raise first from error
+        raise OSError(str(first)) from error
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some of a tensor's rows (all of them, for a scalar)."""
+
+    source: TensorSource
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of these rows."""
+        return (self.count, *self.source.shape[1:]) if self.source.shape else ()
+
+    def load(self) -> Tensor:
+        """Read these rows into memory of their own."""
+        row = math.prod(self.source.shape[1:])
+        stop = (self.first + self.count) * row
+        spec = TensorSpec(self.source.dtype, self.shape)
+        return TensorSource(spec, self.source.elements(self.first * row, stop)).load()
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Cuts tensors into items, and reads each when DCP is about to write it."""
+
+    def __init__(
+        self, sources: Mapping[int, tuple[TensorSource, Tensor]], progress: Progress
+    ) -> None:
+        super().__init__()
+        self._sources = sources
+        self._progress = progress
+        self._rows: dict[MetadataIndex, _Rows] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what there is to write."""
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._parts(item)]
+        self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the tensor to write now."""
+        rows = self._rows.get(write_item.index)
+        if rows is None:
+            return super().resolve_data(write_item)
+        tensor = rows.load()
+        self._progress(tensor.nbytes)
+        return tensor
+
+    def _parts(self, item: WriteItem) -> Iterator[WriteItem]:
+        known = self._sources.get(id(self.state_dict[item.index.fqn]))
+        if known is None:
+            yield item
+            return
+        source, _ = known
+        properties = TensorProperties(dtype=source.dtype)
+        for rows in _cut(source):
+            offsets = (rows.first,) + (0,) * (len(source.shape) - 1) if source.shape else ()
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(rows.shape))
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            self._rows[index] = rows
+            data = TensorWriteData(chunk, properties, torch.Size(source.shape))
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _cut(source: TensorSource) -> Iterator[_Rows]:
+    if source.spec.nbytes <= ITEM:
+        yield _Rows(source, 0, source.shape[0] if source.shape else 1)
+        return
+    rows = source.shape[0]
+    step = max(1, ITEM * rows // source.spec.nbytes)
+    for first in range(0, rows, step):
+        yield _Rows(source, first, min(step, rows - first))
+
+
+# ---------------------------------------------------------------- reading
+
 
 _CLASSES = {
     ("torch", "Size"),
@@ -68,7 +248,7 @@ _CLASSES = {
 
 
 def import_dcp(directory: str) -> Shard:
-    """What is in a DCP directory, as the shard of one rank.
+    """Return what is in a DCP directory, as the shard of one rank.
 
     Args:
         directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
@@ -89,12 +269,8 @@ def import_dcp(directory: str) -> Shard:
     return _shard(directory, model, optimizer)
 
 
-# ---------------------------------------------------------------- names
-
-
+# ("model", name, ""), or ("optim", parameter, state)
 Name = tuple[str, str, str]
-
-"""``("model", name, "")``, or ``("optim", parameter, state)``."""
 
 
 def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
@@ -137,7 +313,7 @@ class _Optimizer:
                 self.values[name[1]][name[2]] = reader.value(entry)
 
     def record(self, sharded: Set[tuple[str, str]]) -> OptimizerRecord | None:
-        """In our words; None if there is nothing."""
+        """Return the record of our format; None if there is nothing."""
         if not self.tensors and not self.groups:
             return None
         by_name: dict[str, list[str]] = defaultdict(list)
@@ -148,9 +324,9 @@ class _Optimizer:
         return OptimizerRecord(groups or (GroupRecord(tuple(states), {}),), states)
 
     def _state(self, name: str, states: list[str], sharded: Set[tuple[str, str]]) -> StateRecord:
-        cut = tuple(state for state in states if (name, state) in sharded)
+        own = tuple(state for state in states if (name, state) in sharded)
         whole = tuple(state for state in states if (name, state) not in sharded)
-        return StateRecord(cut, whole, json_value(self.values.get(name, {}), f"optim.{name}"))
+        return StateRecord(own, whole, json_value(self.values.get(name, {}), f"optim.{name}"))
 
     def _group(self, index: int) -> GroupRecord:
         options = dict(self.groups[index])
@@ -176,10 +352,10 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
     metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=optimizer.record(cut))
     return Shard(
         directory,
-        {n: slice_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
+        {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
         metadata.to_dict(),
         {
-            state_name(name, state): slice_of(records[name], [t], 0, 1)
+            state_name(name, state): shard_of(records[name], [t], 0, 1)
             if (name, state) in cut
             else t
             for (name, state), t in optimizer.tensors.items()
@@ -187,11 +363,8 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
     )
 
 
-# ---------------------------------------------------------------- reading
-
-
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with metadata that was looked at."""
+    """DCP's reader, with metadata that was checked."""
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
@@ -201,22 +374,21 @@ class _Reader(dcp.FileSystemReader):
         self._last: tuple[str, Tensor] | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Without reading the pickle again for every tensor."""
-        return self.metadata
+        return self.metadata  # without reading the pickle again for every tensor
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
-        """The keys that lead to an entry in what was saved."""
+        """Return the keys that lead to an entry in what was saved."""
         known = self.metadata.planner_data
         path = known.get(entry) if isinstance(known, Mapping) else None
         return path if isinstance(path, tuple) and path else tuple(entry.split(".", 1))
 
     def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
-        """A tensor that is read when it is used."""
+        """Return a tensor that is read when it is used."""
         spec = TensorSpec(where.properties.dtype, tuple(where.size))
         return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
 
     def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
-        """A whole tensor; the last one is remembered, since it is used in chunks."""
+        """Read a whole tensor; the last one is remembered, since it is used in chunks."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
@@ -226,7 +398,7 @@ class _Reader(dcp.FileSystemReader):
             return self._last[1]
 
     def value(self, entry: str) -> Any:
-        """What is no tensor."""
+        """Read what is no tensor."""
         state_dict: dict[str, Any] = {entry: None}
         self._load(state_dict)
         return state_dict[entry]
@@ -235,7 +407,7 @@ class _Reader(dcp.FileSystemReader):
         try:
             with warnings.catch_warnings():  # that there is no process group
                 warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state_dict, storage_reader=self, planner=_Planner(), no_dist=True)
+                dcp.load(state_dict, storage_reader=self, planner=_LoadPlanner(), no_dist=True)
         # Whatever a damaged file makes torch raise; DCP wraps most of it, in a BaseException.
         except (Exception, dcp.CheckpointException) as error:
             name = next(iter(state_dict))
@@ -244,20 +416,20 @@ class _Reader(dcp.FileSystemReader):
             ) from error
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Loads values without running code."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """One value."""
+        """Load one value."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The bytes of one entry; see ``ByteSource``."""
+    """The bytes of one tensor of a directory."""
 
     reader: _Reader
     entry: str
@@ -265,15 +437,11 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """See ``ByteSource``."""
         return self.spec.nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """See ``ByteSource``."""
-        TensorBytes(self.reader.tensor(self.entry, self.spec)).read_into(start, buffer)
-
-
-# ---------------------------------------------------------------- metadata
+        data = bytes_of(self.reader.tensor(self.entry, self.spec))
+        buffer[:] = data[start : start + len(buffer)]
 
 
 class _Unpickler(pickle._Unpickler):
@@ -284,7 +452,7 @@ class _Unpickler(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one of these."""
+        """Return the class, if it may be made."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _CLASSES:
@@ -308,21 +476,20 @@ def _checked_metadata(directory: str) -> Metadata:
     # Whatever a damaged pickle makes Python raise.
     except Exception as error:
         raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
-    if problems:
-        raise CheckpointError([f"{path}: {problem}" for problem in problems])
+    raise_if([f"{path}: {problem}" for problem in problems])
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
 
 def _problems(metadata: Any, directory: str) -> Iterator[str]:
-    """What would lead out of the directory, or make us believe absurd sizes."""
+    """Find what would lead out of the directory, or make us believe absurd sizes."""
     if not isinstance(metadata, Metadata):
         yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
         return
     room: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = {}
-    for index, place in metadata.storage_data.items():
-        name = place.relative_path
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
         if name != os.path.basename(name) or name in ("", ".", ".."):
             yield f"{index.fqn} is in {name!r}, which is not the name of a file in the directory"
             continue
@@ -331,9 +498,9 @@ def _problems(metadata: Any, directory: str) -> Iterator[str]:
             sizes[name] = os.path.getsize(file) if os.path.isfile(file) else -1
             if sizes[name] < 0:
                 yield f"the file {name} is missing"
-        if 0 <= sizes[name] < place.offset + place.length or min(place.offset, place.length) < 0:
+        if 0 <= sizes[name] < info.offset + info.length or min(info.offset, info.length) < 0:
             yield f"{index.fqn} is not in {name}, which has {sizes[name]:,} bytes: truncated"
-        room[index.fqn] += place.length
+        room[index.fqn] += info.length
     for name, where in metadata.state_dict_metadata.items():
         if isinstance(where, TensorStorageMetadata):
             nbytes = TensorSpec(where.properties.dtype, tuple(where.size)).nbytes

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from xla_fsdp.checkpoint.copying import Progress, damage, read_crcs
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed
 from xla_fsdp.checkpoint.format import OptimizerRecord, state_name
 from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, read_bytes
 
-SHOWN = 8  # ranks or files of a long list that a message names
 COMPARED = 1 << 24  # bytes of two tensors that are compared at a time
 
 
@@ -50,7 +48,9 @@ def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
         for shard, identity in known:
             sources[getattr(identity, field)].append(shard.source)
         if len(sources) > 1:
-            groups = "; ".join(f"{value} in {_shown(names)}" for value, names in sources.items())
+            groups = "; ".join(
+                f"{v} in {listed(names, len(names))}" for v, names in sources.items()
+            )
             problems.append(
                 f"mixed {what}: {groups}. Narrow ckpt_prefix or ckpt_suffix to one run's files."
             )
@@ -64,14 +64,15 @@ def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
         holders[identity.rank].append(shard.source)
     copies = len(known[0][0].metadata.get("groups") or [None])
     problems = [
-        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep "
+        f"rank {rank} of {world_size} is there {len(sources)} times: "
+        f"{listed(sources, len(sources))}. Keep "
         + ("one." if copies == 1 else f"at most {copies}, one for each sharding group.")
         for rank, sources in sorted(holders.items())
         if len(sources) > copies
     ]
     absent = (str(rank) for rank in range(world_size) if rank not in holders)
     if len(holders) < world_size:
-        ranks = _shown(absent, world_size - len(holders))
+        ranks = listed(absent, world_size - len(holders))
         problems.append(
             f"missing ranks: {ranks} of {world_size}; {known[0][0].source} says that "
             f"{world_size} ranks were saved, and {len(holders)} are readable"
@@ -173,7 +174,7 @@ def _optimizer_problems(
                 yield from _whole_state_problems(plan, key, where, (found, model), reference)
     strange = [name for name in shard.optimizer if name not in listed]
     if strange:
-        yield f"holds {_shown(strange)}, which shard_metadata does not list"
+        yield f"holds {listed(strange, len(strange))}, which shard_metadata does not list"
 
 
 def _whole_state_problems(
@@ -204,13 +205,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, TensorSource | TensorSpec):
         return f"{dtype_name(value.dtype)} of shape {value.shape}"
     return f"a {type(value).__name__}"
-
-
-def _shown(names: Iterable[str], count: int | None = None) -> str:
-    first = list(islice(names, SHOWN))
-    total = count if count is not None else len(names) if isinstance(names, Sequence) else 0
-    more = f" and {total - len(first)} more" if total > len(first) else ""
-    return ", ".join(first) + more
 
 
 def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:

@@ -8,11 +8,11 @@ all that was read is known without another pass.
 from __future__ import annotations
 
 import os
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from threading import Lock
 
 from xla_fsdp.checkpoint.checksum import combine, written
 from xla_fsdp.checkpoint.storage import failing
@@ -82,55 +82,28 @@ def _read_all(
     progress: Progress,
 ) -> list[int]:
     """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each source."""
-    crcs: dict[Chunk, int] = {}
-    chunks = _Shared(_chunks([source.nbytes for source in sources]))
+    chunks = [
+        Chunk(index, start, min(CHUNK, source.nbytes - start))
+        for index, source in enumerate(sources)
+        for start in range(0, source.nbytes, CHUNK)
+    ]
+    longest = max((chunk.length for chunk in chunks), default=0)
+    own = threading.local()
 
-    def work() -> None:
-        buffer = memoryview(bytearray(min(CHUNK, max((s.nbytes for s in sources), default=0))))
-        try:
-            for chunk in chunks:
-                own = buffer[: chunk.length]
-                sources[chunk.index].read_into(chunk.start, own)
-                use(chunk, own)
-                crcs[chunk] = zlib.crc32(own)
-                progress(chunk.length)
-        except BaseException:
-            chunks.stop()
-            raise
+    def work(chunk: Chunk) -> int:
+        if not hasattr(own, "buffer"):  # one of each thread: making them takes as long as copying
+            own.buffer = memoryview(bytearray(longest))
+        buffer = own.buffer[: chunk.length]
+        sources[chunk.index].read_into(chunk.start, buffer)
+        use(chunk, buffer)
+        progress(chunk.length)
+        return zlib.crc32(buffer)
 
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work) for _ in range(threads)]:
-            done.result()
     parts: list[list[tuple[int, int]]] = [[] for _ in sources]
-    for chunk in sorted(crcs, key=lambda chunk: chunk.start):
-        parts[chunk.index].append((crcs[chunk], chunk.length))
+    with ThreadPoolExecutor(threads) as pool:
+        for chunk, crc in zip(chunks, pool.map(work, chunks), strict=True):
+            parts[chunk.index].append((crc, chunk.length))
     return [combine(each) for each in parts]
-
-
-def _chunks(sizes: Sequence[int]) -> Iterator[Chunk]:
-    for index, size in enumerate(sizes):
-        for start in range(0, size, CHUNK):
-            yield Chunk(index, start, min(CHUNK, size - start))
-
-
-class _Shared:
-    """An iterator that several threads take from, until it ends or is stopped."""
-
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
-        self._chunks = chunks
-        self._lock = Lock()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        while True:
-            with self._lock:
-                chunk = next(self._chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-
-    def stop(self) -> None:
-        with self._lock:
-            self._chunks = iter(())
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:

@@ -106,13 +106,15 @@ class DcpJob(Job):
         if not os.access(parent, os.W_OK | os.X_OK):
             return [f"{path}: cannot be written, {parent} may not be changed"]
         free, needed = shutil.disk_usage(parent).free, self.nbytes
-        return [f"{path}: {needed:,} bytes are needed, and {free:,} are free"] * (needed > free)
+        if needed > free:
+            return [f"{path}: {needed:,} bytes are needed, and {free:,} are free"]
+        return []
 
     def describe(self) -> Iterator[str]:
         yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
 
     def write(self, options: WriteOptions) -> None:
-        # What was written is not read again: DCP has no checksums.
+        # What was written is not read again, even to verify it: DCP's files have no checksums.
         path = self.directory.rstrip(os.sep)
         with AtomicFiles(overwrite=options.overwrite) as files:
             temporary = files.add(path)

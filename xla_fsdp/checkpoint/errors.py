@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +108,12 @@ def find_bad_names(names: Iterable[str]) -> list[str]:
         for name in names
         if not all(name.split(".")) or not name.isprintable() or name.startswith("/")
     ]
+
+
+def listed(names: Iterable[str], count: int, limit: int = 8) -> str:
+    """Return the first of ``count`` names for a message, and how many more there are."""
+    more = f" and {count - limit} more" if count > limit else ""
+    return ", ".join(islice(names, limit)) + more
 
 
 def shown(value: Any) -> str:

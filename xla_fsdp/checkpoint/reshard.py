@@ -12,13 +12,13 @@ would give, and its source reads no others; what cannot be had is reported, all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import dtype_named
+from xla_fsdp.checkpoint.errors import dtype_named, listed
 from xla_fsdp.checkpoint.format import (
     GroupRecord,
     MemberRecord,
@@ -42,8 +42,6 @@ from xla_fsdp.checkpoint.tensor_source import (
     part_of,
 )
 from xla_fsdp.distributed.shard_layout import offsets
-
-SHOWN = 5  # names of a long list that a message gives
 
 
 @dataclass(frozen=True)
@@ -330,8 +328,8 @@ class _OptimizerReader:
         if any(options != found[0] for options in found):
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
-                f"checkpoint with different settings: {_listed(by_group.values())}. Create the "
-                f"optimizer with the same groups (flatten_parameters joins parameters, too)"
+                f"checkpoint with different settings: "
+                f"{listed(by_group.values(), len(by_group), 5)}. Create the optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
         return found[0]
 
@@ -427,9 +425,3 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, TensorSource) and isinstance(second, TensorSource):
         return first.spec == second.spec and torch.equal(first.load(), second.load())
     return type(first) is type(second) and first == second
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return ", ".join(every[:SHOWN]) + more

@@ -22,12 +22,12 @@ import math
 import threading
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,15 +100,13 @@ class Written(NamedTuple):
     digest: str
 
 
-class Sink(Protocol):
-    """What a rank's file is written to: a ``Storage``, or something that drops it."""
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Make a file of these bytes."""
-
-
-def write_rank_file(storage: Sink, name: str, content: RankContent) -> Written:
+def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
     """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name.
+
+    Args:
+        storage: None to write nothing, as another rank writes the same.
+        name: of the file.
+        content: of the file.
 
     Raises:
         CheckpointError: if it cannot be written, or holds what the format has not.
@@ -123,7 +121,10 @@ def write_rank_file(storage: Sink, name: str, content: RankContent) -> Written:
             yield chunk
 
     chunks = _pth_chunks(full) if name.endswith(".pth") else _safetensors_chunks(full)
-    storage.write(name, counted(chunks))
+    if storage is None:
+        deque(counted(chunks), maxlen=0)
+    else:
+        storage.write(name, counted(chunks))
     return Written(size, _digest(full))
 
 
@@ -258,7 +259,7 @@ class Save:
         self._attempt = Attempt(self._step, max(number for number, _ in said))
         self._find_leaders()
 
-    def start(self, write: Callable[[Sink, str], Written]) -> None:
+    def start(self, write: Callable[[Storage | None, str], Written]) -> None:
         """Write this rank's file in a thread, by ``write(storage, name)``."""
         self._thread = threading.Thread(target=self._work, args=(write,), name="save_checkpoint")
         self._thread.start()
@@ -311,10 +312,10 @@ class Save:
         """Whether this rank writes: where all see the same files, one group's are enough."""
         return self._file.group == 0 or not self._shared
 
-    def _work(self, write: Callable[[Sink, str], Written]) -> None:
+    def _work(self, write: Callable[[Storage | None, str], Written]) -> None:
         try:
-            sink: Sink = self._storage if self._writes else _Nowhere()
-            self._written = write(sink, self._attempt.file(self._file.name(self._file.shard)))
+            storage = self._storage if self._writes else None
+            self._written = write(storage, self._attempt.file(self._file.name(self._file.shard)))
             if self._shared and self._leads:
                 self._mark_when_all_are_there()
         except Exception as error:  # raised by wait()
@@ -384,14 +385,6 @@ class Save:
         except CheckpointError as error:
             return error.problems
         return []
-
-
-class _Nowhere:
-    """Drops the bytes of a file that a replica writes, too."""
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        for _ in chunks:
-            pass
 
 
 def _lines(error: Exception) -> list[str]:

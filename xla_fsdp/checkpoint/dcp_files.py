@@ -20,7 +20,7 @@ import pickle
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -55,10 +55,11 @@ from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if, sh
 from xla_fsdp.checkpoint.format import (
     GroupRecord,
     MemberRecord,
-    OptimizerRecord,
+    OptimizerState,
     ParamRecord,
     ShardMetadata,
-    StateRecord,
+    StateEntry,
+    StateKind,
     json_value,
     state_name,
 )
@@ -314,21 +315,29 @@ class _Optimizer:
             elif (name := _name(path)) is not None and name[0] == "optim":
                 self.values[name[1]][name[2]] = reader.value(entry)
 
-    def record(self, sharded: Set[tuple[str, str]]) -> OptimizerRecord | None:
-        """Return the record of our format; None if there is nothing."""
+    def state(self, records: Mapping[str, ParamRecord]) -> OptimizerState | None:
+        """Return the state with what has a parameter's shape as its only rank's shard.
+
+        Args:
+            records: of the parameters, by name.
+        """
         if not self.tensors and not self.groups:
             return None
-        by_name: dict[str, list[str]] = defaultdict(list)
-        for name, state in self.tensors:
-            by_name[name].append(state)
-        states = {name: self._state(name, all_of, sharded) for name, all_of in by_name.items()}
+        states: dict[str, dict[str, StateEntry]] = defaultdict(dict)
+        for (name, state), source in self.tensors.items():
+            record = records.get(name)
+            if record is not None and source.shape == record.members[0].shape:
+                shard = shard_of(record, [source], 0, 1)
+                states[name][state] = StateEntry(StateKind.SHARD, shard)
+            else:
+                states[name][state] = StateEntry(StateKind.DEVICE, source)
+        for name, entries in states.items():
+            values = json_value(self.values.get(name, {}), f"optim.{name}")
+            entries |= {
+                state: StateEntry(StateKind.VALUE, value) for state, value in values.items()
+            }
         groups = tuple(self._group(i) for i in sorted(self.groups))
-        return OptimizerRecord(groups or (GroupRecord(tuple(states), {}),), states)
-
-    def _state(self, name: str, states: list[str], sharded: Set[tuple[str, str]]) -> StateRecord:
-        own = tuple(state for state in states if (name, state) in sharded)
-        whole = tuple(state for state in states if (name, state) not in sharded)
-        return StateRecord(own, whole, json_value(self.values.get(name, {}), f"optim.{name}"))
+        return OptimizerState(groups or (GroupRecord(tuple(states), {}),), dict(states))
 
     def _group(self, index: int) -> GroupRecord:
         options = dict(self.groups[index])
@@ -341,27 +350,19 @@ class _Optimizer:
 def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimizer) -> Shard:
     trained = {name for name, _ in optimizer.tensors} & model.keys()
     params = trained or {name for name, t in model.items() if t.dtype.is_floating_point}
-    cut = {
-        (name, state)
-        for (name, state), source in optimizer.tensors.items()
-        if name in params and source.shape == model[name].shape
-    }
     records = {
         name: ParamRecord(name, dtype_name(t.dtype), LANES, (MemberRecord(name, t.shape),))
         for name, t in model.items()
         if name in params
     }
-    metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=optimizer.record(cut))
+    state = optimizer.state(records)
+    record = None if state is None else state.record()
+    states = {} if state is None else state.tensors()
     return Shard(
         directory,
         {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
-        metadata.to_dict(),
-        {
-            state_name(name, state): shard_of(records[name], [t], 0, 1)
-            if (name, state) in cut
-            else t
-            for (name, state), t in optimizer.tensors.items()
-        },
+        ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
+        {state_name(name, what): t for name, each in states.items() for what, t in each.items()},
     )
 
 

@@ -329,7 +329,8 @@ class _OptimizerReader:
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
                 f"checkpoint with different settings: "
-                f"{listed(by_group.values(), len(by_group), 5)}. Create the optimizer with the same groups (flatten_parameters joins parameters, too)"
+                f"{listed(by_group.values(), len(by_group), 5)}. Create the "
+                f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
         return found[0]
 

@@ -157,7 +157,7 @@ def test_names_of_one_side_may_be_passed_over(tmp_path: Path) -> None:
     save_step(tmp_path, 1, 2, shown=old)
     loaded = read(open_storage(tmp_path), new, 0, 3, strict=False)
     assert loaded.model.keys() == {"same"}
-    assert loaded.states.keys() == {"same"}
+    assert loaded.optimizer.states.keys() == {"same"}
     joined = Picture(new.params, flat={"flat_param_0": ["same", "new"]})
     problems = refusal(tmp_path, old, joined, strict=False)
     assert problems == ["new (a part of flat_param_0) is in the model, but not in the checkpoint"]
@@ -170,8 +170,8 @@ def test_groups_follow_the_parameters(tmp_path: Path) -> None:
     )
     save_step(tmp_path, 1, 2, shown=old)
     loaded = read(open_storage(tmp_path), other, 0, 3)
-    assert [group.options["lr"] for group in loaded.groups] == [0.2, 0.1, 0.2, 0.1]
-    assert loaded.groups[0].params == ("d", "b.weight")
+    assert [group.options["lr"] for group in loaded.optimizer.groups] == [0.2, 0.1, 0.2, 0.1]
+    assert loaded.optimizer.groups[0].params == ("d", "b.weight")
     joined = Picture(tensors(), flat={"flat_param_0": NAMES})
     assert refusal(tmp_path, old, joined) == [
         "group 0 of the optimizer joins parameters of several groups of the checkpoint with "
@@ -241,7 +241,7 @@ def test_a_model_can_be_loaded_without_its_optimizer(tmp_path: Path) -> None:
             return replace(super().target(rank, world_size), groups=None)
 
     loaded = read(open_storage(tmp_path), NoOptimizer(tensors()), 0, 3)
-    assert loaded.states == {}
+    assert loaded.optimizer is None
     assert loaded.model.keys() == set(NAMES)
 
 

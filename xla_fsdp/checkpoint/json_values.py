@@ -7,7 +7,7 @@ become ``tuple``); what cannot be packed is refused with its name, all of it at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 
 TAG = "!"  # the key of a JSON dict that means what JSON has not, such as a tuple
 PLAIN = (bool, int, float, str, type(None))
@@ -43,11 +43,10 @@ def pack(value: Any, name: str) -> Packed:
     Raises:
         CheckpointError: naming everything in it that is none of these.
     """
-    problems = list(_problems(value, name, 0))
-    if problems:
-        raise CheckpointError(problems)
-    tensors: list[Tensor] = []
-    return Packed(_packed(value, tensors), tensors)
+    packer = _Packer()
+    json = packer.pack(value, name, 0)
+    raise_if(packer.problems)
+    return Packed(json, packer.tensors)
 
 
 def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
@@ -62,59 +61,59 @@ def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
         raise CheckpointError(f"saved values are damaged: {error!r}") from error
 
 
-def _problems(value: Any, where: str, depth: int) -> Iterator[str]:
-    if depth > MAX_DEPTH:
-        yield f"{where} is nested more than {MAX_DEPTH} deep"
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            if not isinstance(key, str):
-                yield from _problems(key, f"{where}: key {key!r}", depth + 1)
-            yield from _problems(part, f"{where}.{key}", depth + 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for index, part in enumerate(value):
-            yield from _problems(part, f"{where}.{index}", depth + 1)
-    elif isinstance(value, np.ndarray) and not _has_torch_dtype(value):
-        yield f"{where} is an array of {value.dtype}, which torch does not have; convert it"
-    elif not isinstance(value, (*PLAIN, Tensor, np.ndarray, np.number, np.bool_)):
-        yield (
+class _Packer:
+    """Packs one value; collects its tensors, and why parts of it cannot be packed."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.problems: list[str] = []
+
+    def pack(self, value: Any, where: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            self.problems.append(f"{where} is nested more than {MAX_DEPTH} deep")
+            return None
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, Tensor):
+            return self._add("tensor", value.detach())
+        if isinstance(value, np.ndarray | np.number | np.bool_):
+            return self._array(value, where)
+        if isinstance(value, Mapping):
+            return self._mapping(value, where, depth)
+        if isinstance(value, list | tuple | set | frozenset):
+            parts = [self.pack(part, f"{where}.{i}", depth + 1) for i, part in enumerate(value)]
+            kinds = (kind for kind, made in SEQUENCES.items() if isinstance(value, made))
+            return parts if isinstance(value, list) else {TAG: next(kinds), "of": parts}
+        self.problems.append(
             f"{where} is a {type(value).__name__}, which cannot be saved without running code when "
             f"it is loaded; save numbers, strings, tensors and containers of them"
         )
+        return None
 
+    def _add(self, kind: str, tensor: Tensor) -> Any:
+        self.tensors.append(tensor)
+        return {TAG: kind, "at": len(self.tensors) - 1}
 
-def _has_torch_dtype(array: np.ndarray) -> bool:
-    try:
-        torch.from_numpy(np.empty(0, array.dtype))
-    except TypeError:
-        return False
-    return True
+    def _array(self, value: Any, where: str) -> Any:
+        try:
+            tensor = torch.from_numpy(np.array(value))  # a copy, as it may be read-only
+        except TypeError:
+            self.problems.append(
+                f"{where} is an array of {value.dtype}, which torch does not have; convert it"
+            )
+            return None
+        return self._add("array" if isinstance(value, np.ndarray) else "number", tensor)
 
-
-def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return {TAG: "tensor", "at": len(tensors) - 1}
-    if isinstance(value, np.ndarray | np.number | np.bool_):
-        tensors.append(torch.from_numpy(np.array(value)))  # a copy, as it may be read-only
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        return {TAG: kind, "at": len(tensors) - 1}
-    if isinstance(value, Mapping):
-        return _packed_mapping(value, tensors)
-    parts = [_packed(part, tensors) for part in value]
-    if isinstance(value, list):
-        return parts
-    kind = next(kind for kind, made in SEQUENCES.items() if isinstance(value, made))
-    return {TAG: kind, "of": parts}
-
-
-def _packed_mapping(value: Mapping[Any, Any], tensors: list[Tensor]) -> Any:
-    counts = isinstance(value, Counter)
-    if not counts and TAG not in value and all(isinstance(key, str) for key in value):
-        return {key: _packed(part, tensors) for key, part in value.items()}
-    pairs = [[_packed(key, tensors), _packed(part, tensors)] for key, part in value.items()]
-    return {TAG: "Counter" if counts else "dict", "of": pairs}
+    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+        pairs = []
+        for key, part in value.items():
+            known = isinstance(key, str)
+            packed = key if known else self.pack(key, f"{where}: key {key!r}", depth + 1)
+            pairs.append([packed, self.pack(part, f"{where}.{key}", depth + 1)])
+        counts = isinstance(value, Counter)
+        if not counts and TAG not in value and all(isinstance(key, str) for key in value):
+            return dict(pairs)
+        return {TAG: "Counter" if counts else "dict", "of": pairs}
 
 
 def _unpacked(json: Any, tensors: Sequence[Tensor]) -> Any:

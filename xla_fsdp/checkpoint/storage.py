@@ -145,52 +145,47 @@ class RemoteStorage:
             raise CheckpointError(f"{where}: {error}") from error
 
     def names(self, folder: str = "") -> list[str]:
-        path = self._path(folder)
+        found: list[str] = []
         self._fs.invalidate_cache()  # other machines write here, too
-        try:
-            found = self._fs.ls(path, detail=False)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # each file system has its own
-            raise _failure(self._url(folder), "cannot be listed", error) from error
+        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
+            found = self._fs.ls(self._path(folder), detail=False)
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if name and not name.startswith("."))
 
     def read(self, name: str) -> bytes:
-        try:
+        with failing(self._url(name), "cannot be read", Exception):
             return self._fs.cat_file(self._path(name))
-        except Exception as error:
-            raise _failure(self._url(name), "cannot be read", error) from error
 
     def source(self, name: str) -> ByteSource:
         return RemoteFile(self._fs, self._path(name), self._url(name))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = self._path(name)
-        try:
+        with failing(self._url(name), errors=Exception):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._write(path, chunks)
-        except Exception as error:
-            with suppress(Exception):  # what had been written before the failure
-                self._fs.rm_file(path)
-            raise _failure(self._url(name), "could not be written", error) from error
+            try:
+                self._write(path, chunks)
+            except Exception:
+                with suppress(Exception):  # what had been written before the failure
+                    self._fs.rm_file(path)
+                raise
 
     def claim(self, name: str) -> bool:
         return False  # every rank sees the same files here, and rank 0 needs no proof
 
     def delete(self, name: str) -> None:
-        try:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
-        except Exception as error:
-            raise _failure(self._url(name), "could not be removed", error) from error
+        with (
+            failing(self._url(name), "could not be removed", Exception),
+            suppress(FileNotFoundError),
+        ):
+            self._fs.rm_file(self._path(name))
 
     def delete_folder(self, folder: str) -> None:
-        try:
-            with suppress(FileNotFoundError):
-                self._fs.rm(self._path(folder), recursive=True)
-        except Exception as error:
-            raise _failure(self._url(folder), "could not be removed", error) from error
+        with (
+            failing(self._url(folder), "could not be removed", Exception),
+            suppress(FileNotFoundError),
+        ):
+            self._fs.rm(self._path(folder), recursive=True)
 
     def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
         with self._fs.open(path, "wb") as file:
@@ -209,18 +204,14 @@ class RemoteFile:
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._fs, self._path, self._url = fs, path, url
-        try:
+        with failing(url, "cannot be read", Exception):
             self.nbytes: int = fs.size(path)
-        except Exception as error:
-            raise _failure(url, "cannot be read", error) from error
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
-        try:
+        with failing(self._url, "cannot be read", Exception):
             data = self._fs.cat_file(self._path, start=start, end=start + len(buffer))
-        except Exception as error:
-            raise _failure(self._url, "cannot be read", error) from error
         if len(data) != len(buffer):
             raise CheckpointError(f"{self._url}: ends at byte {start + len(data)}: truncated")
         buffer[:] = data
@@ -288,13 +279,23 @@ class AtomicFiles:
                 folder.rmdir()
 
 
+# What goes wrong with local files: torch turns a failed write into a RuntimeError of several lines.
+# Each remote file system has its own errors.
+LOCAL_ERRORS = (OSError, RuntimeError)
+
+
 @contextmanager
-def failing(path: str | Path, what: str = "could not be written") -> Iterator[None]:
+def failing(
+    path: str | Path,
+    what: str = "could not be written",
+    errors: type[Exception] | tuple[type[Exception], ...] = LOCAL_ERRORS,
+) -> Iterator[None]:
     """Turn what goes wrong with a file into a ``CheckpointError`` of one line that names it."""
     try:
         yield
-    # torch turns a failed write into a RuntimeError of several lines.
-    except (OSError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except errors as error:
         raise _failure(path, what, error) from error
 
 

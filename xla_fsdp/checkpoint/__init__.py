@@ -8,6 +8,7 @@ from xla_fsdp.checkpoint.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
     merge_files,
+    open_shard,
     read_shards,
 )
 from xla_fsdp.checkpoint.errors import CheckpointError
@@ -22,7 +23,7 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.model_files import Kind, Layout
 from xla_fsdp.checkpoint.outputs import WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard
-from xla_fsdp.checkpoint.shard_files import Shard, open_shard
+from xla_fsdp.checkpoint.shard_files import Shard
 
 __all__ = [
     "CheckpointError",

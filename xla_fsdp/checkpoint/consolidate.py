@@ -44,14 +44,18 @@ from xla_fsdp.checkpoint.outputs import (
 )
 from xla_fsdp.checkpoint.plan import identify, make_plan
 from xla_fsdp.checkpoint.shard_files import (
-    OUTPUT_MARK,
+    DCP_METADATA,
+    SAFETENSORS,
     Shard,
     find_files,
     nothing_found,
-    open_shards,
+    open_safetensors,
+    open_torch,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, source_of
+
+OUTPUT_MARK = "_consolidated"
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,44 @@ def look_at_shards(
     if not shards and not problems:
         problems = [nothing_found(ckpt_prefix, ckpt_suffix)]
     return shards, problems + find_problems(shards, optimizer=optimizer)
+
+
+def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
+    """Return the shards in these files, and one line for each file that is none.
+
+    An earlier output among the files is passed over.
+
+    Args:
+        paths: files to open.
+        output: where the merged model is going to be: passed over, unless it is a shard.
+    """
+    shards: list[Shard] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            shards.append(open_shard(path))
+        except CheckpointError as error:
+            same = os.path.realpath(path) == os.path.realpath(output)
+            if not same and OUTPUT_MARK not in os.path.basename(path):
+                problems += error.problems
+    return shards, problems
+
+
+def open_shard(path: str) -> Shard:
+    """Open one rank's shard; its tensors are read from the file when they are used.
+
+    Raises:
+        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
+            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
+            lacks the model or the metadata.
+    """
+    if os.path.exists(os.path.join(path, DCP_METADATA)):
+        from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
+
+        return import_dcp(path)
+    if path.endswith(SAFETENSORS):
+        return open_safetensors(LocalFile(path), path)
+    return open_torch(path)
 
 
 def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:

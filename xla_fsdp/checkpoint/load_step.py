@@ -33,7 +33,7 @@ from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import LoadTarget, ReadPlan, SourceCheckpoint, plan_read
-from xla_fsdp.checkpoint.shard_files import MODEL_PREFIX, Shard, open_safetensors, open_shard
+from xla_fsdp.checkpoint.shard_files import MODEL_PREFIX, Shard, open_safetensors, open_torch
 from xla_fsdp.checkpoint.step_directory import Attempt, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec, bytes_of
@@ -286,7 +286,7 @@ class TorchRankFiles:
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard."""
-        return [open_shard(path) for path in self._paths]
+        return [open_torch(path) for path in self._paths]
 
     def values(self, rank: int) -> Any:
         """Read what a rank saved beside its tensors."""

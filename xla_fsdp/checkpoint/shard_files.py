@@ -1,7 +1,6 @@
 """Finding and opening the files that the ranks saved.
 
-Invariants: nothing in a file is ever executed; tensors stay in the file until they are used; an
-earlier output among the matches is passed over.
+Invariants: nothing in a file is ever executed; tensors stay in the file until they are used.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, TensorSource, read_bytes
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
-OUTPUT_MARK = "_consolidated"
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
 DCP_METADATA = ".metadata"  # the file that tells a directory of torch.distributed.checkpoint
@@ -147,42 +145,6 @@ def _files_of_step(folder: str) -> list[str]:
 # ---------------------------------------------------------------- opening
 
 
-def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
-    """Return the shards in these files, and one line for each file that is none.
-
-    Args:
-        paths: files to open.
-        output: where the merged model is going to be: passed over, unless it is a shard.
-    """
-    shards: list[Shard] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            shards.append(open_shard(path))
-        except CheckpointError as error:
-            same = os.path.realpath(path) == os.path.realpath(output)
-            if not same and OUTPUT_MARK not in os.path.basename(path):
-                problems += error.problems
-    return shards, problems
-
-
-def open_shard(path: str) -> Shard:
-    """Open one rank's shard; its tensors are read from the file when they are used.
-
-    Raises:
-        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
-            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
-            lacks the model or the metadata.
-    """
-    if os.path.exists(os.path.join(path, DCP_METADATA)):
-        from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
-
-        return import_dcp(path)
-    if path.endswith(SAFETENSORS):
-        return open_safetensors(LocalFile(path), path)
-    return _open_torch(path)
-
-
 def open_safetensors(file: ByteSource, name: str) -> Shard:
     """Open the shard in a safetensors file anywhere; its header is read, and nothing else.
 
@@ -223,7 +185,13 @@ def _checksum(metadata: Mapping[str, Any], name: str) -> str | None:
     return text if isinstance(text, str) and is_checksum(text) else None
 
 
-def _open_torch(path: str) -> Shard:
+def open_torch(path: str) -> Shard:
+    """Open the shard in a torch file on this machine.
+
+    Raises:
+        CheckpointError: lines that name the file: it cannot be read, would have to run code, or
+            lacks the model or the metadata.
+    """
     checkpoint = read_torch_file(path)
     if not isinstance(checkpoint, dict):
         found = f"a {type(checkpoint).__name__}"

@@ -163,7 +163,8 @@ def convert_tensors(
             items = copies[id(value)] = []
             items += [walk(each) for each in value]
             return items
-        made = copies[id(value)] = OrderedDict() if from_pickle else type(value)()  # type: ignore
+        kind: Any = OrderedDict if from_pickle else type(value)
+        made = copies[id(value)] = kind()
         made.update((key, walk(each)) for key, each in value.items())
         return made
 

@@ -157,10 +157,10 @@ def _tie_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[st
 def _optimizer_problems(
     plan: MergePlan, record: OptimizerRecord, shard: Shard, reference: Shard
 ) -> Iterator[str]:
-    listed = set()
+    known = set()
     for key, state in record.states.items():
         for what in state.sharded + state.whole:
-            listed.add(name := state_name(key, what))
+            known.add(name := state_name(key, what))
             found, model = shard.optimizer.get(name), reference.optimizer.get(name)
             where = f"optimizer state {what} of {key}"
             if found is None:
@@ -172,7 +172,7 @@ def _optimizer_problems(
                 yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
             elif model is not None and what in state.whole:
                 yield from _whole_state_problems(plan, key, where, (found, model), reference)
-    strange = [name for name in shard.optimizer if name not in listed]
+    strange = [name for name in shard.optimizer if name not in known]
     if strange:
         yield f"holds {listed(strange, len(strange))}, which shard_metadata does not list"
 

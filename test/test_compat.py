@@ -39,14 +39,14 @@ from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import (
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 import xla_fsdp
-import xla_fsdp.compat_merge
+import xla_fsdp.compat.merge
 import xla_fsdp.consolidate_sharded_ckpts
 import xla_fsdp.wrap as ours
 
 assert fsdp is theirs is torch_xla.distributed.fsdp
 assert Direct is XlaFullyShardedDataParallel is xla_fsdp.XlaFullyShardedDataParallel
 assert checkpoint_module is xla_fsdp.checkpoint_module is theirs.utils.checkpoint_module
-merge = xla_fsdp.compat_merge.consolidate_sharded_model_checkpoints
+merge = xla_fsdp.compat.merge.consolidate_sharded_model_checkpoints
 assert consolidate_sharded_model_checkpoints is merge
 assert consolidate_sharded_state_dicts is xla_fsdp.consolidate_sharded_state_dicts
 assert wrap.transformer_auto_wrap_policy is ours.transformer_auto_wrap_policy

@@ -76,7 +76,6 @@ class SavedByJob:
         while time.monotonic() - changed <= patience:
             found = _stamps(ckpt_prefix, ckpt_suffix)
             if found != seen:
-                seen, changed = found, time.monotonic()
                 fresh = {path for path, stamp in found.items() if self._is_fresh(path, stamp)}
                 problems: list[str] = []
                 if fresh:
@@ -88,6 +87,7 @@ class SavedByJob:
                 if not (fresh and (problems or stale)):
                     self.merged.update(found)
                     return
+                seen, changed = found, time.monotonic()
             self.pause()
         raise_if(stale)
 

@@ -235,7 +235,8 @@ class OptimizerSliceSteps:
             state[param] = {**own, **{name: next(given) for name in names}}
             params.append(param)
         self._step(params, state)
-        new, self._others = [], []
+        new: list[Tensor] = []
+        self._others = []
         for param, names in zip(params, self._names, strict=True):
             after = state[param]
             if _elementwise_names(after, param) != names:

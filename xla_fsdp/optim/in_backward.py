@@ -286,8 +286,7 @@ def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Return whether it steps elements, without reading values, as its class does and without
-    hooks."""
+    """Return whether it steps elements, without reading values, as its class does, unhooked."""
     hooks = itertools.chain(
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),

@@ -214,8 +214,8 @@ class StateOfParts(MutableMapping[torch.Tensor, Any]):
 
     def _state_with(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
         for each in self._optimizers:
-            own = (own for group in each.param_groups for own in group["params"])
-            if param in each.state or any(param is other for other in own):
+            params = (own for group in each.param_groups for own in group["params"])
+            if param in each.state or any(param is own for own in params):
                 return each.state
         raise KeyError(param)
 

@@ -234,7 +234,8 @@ class OptimizerSliceSteps:
             state[param] = {**own, **{name: next(given) for name in names}}
             params.append(param)
         self._step(params, state)
-        new, self._others = [], []
+        new: list[Tensor] = []
+        self._others = []
         for param, names in zip(params, self._names, strict=True):
             after = state[param]
             if _elementwise_names(after, param) != names:
@@ -284,8 +285,7 @@ def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Return whether it steps elements, without reading values, as its class does and without
-    hooks."""
+    """Return whether it steps elements, without reading values, as its class does, unhooked."""
     hooks = itertools.chain(
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.shard_parameter import view_state_dicts
@@ -110,7 +110,7 @@ def fully_shard(
     roots = _outermost([module] if isinstance(module, nn.Module) else list(module))
     config = _config(mesh, reshard_after_forward, mp_policy)
     _check(roots, offload_policy)
-    with own_random_numbers():
+    with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, Ignored(params=ignored_params))
         communication = communicate(managed, config)
         dims = {} if shard_placement_fn is None else _dims(managed, shard_placement_fn)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
@@ -324,7 +324,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
-        with own_random_numbers():
+        with ops.runtime().keep_host_rng():
             if auto_wrap_policy is not None:
                 others = {
                     "param_init_fn": param_init_fn,

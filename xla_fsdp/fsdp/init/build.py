@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.collectives import Collectives, broadcast_
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
@@ -38,7 +37,13 @@ def communicate(
             which tensor parallelism has cut a parameter, or for a ``reshard_after_forward`` that
             does not divide the ranks.
     """
-    communication = communication_for(config, collectives)
+    communication = communication_for(
+        config.mesh,
+        config.sharding_groups,
+        config.sharding_rank,
+        config.sharding_world_size,
+        collectives,
+    )
     if collectives is None:
         _refuse_other_parts(managed, config)
     ranks = communication.shards.num_shards

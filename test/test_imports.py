@@ -8,7 +8,7 @@ from test.ranks import run_python
 
 LIGHT = [
     "xla_fsdp",
-    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.save_protocol, xla_fsdp.checkpoint.load_step",
+    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.save_step, xla_fsdp.checkpoint.load_step",
     "xla_fsdp.distributed.launcher",
     "xla_fsdp.wrap, xla_fsdp.compat, xla_fsdp.integrations",
     "xla_fsdp.fsdp.engine.config, xla_fsdp.distributed.mesh",

@@ -75,7 +75,7 @@ def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
             f"by now. Do without, or step after backward (remove() of what step_in_backward "
             f"returned)"
         )
-    if any(group.has_kept for group in found):
+    if any(group.has_unreduced for group in found):
         raise RuntimeError(
             f"{function} was called while gradients kept by no_sync() or without gradient sync are "
             f"not reduced yet; run the last backward of the accumulation with gradient sync, "

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
-from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
+from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.state_dict.model import (
     full_state_dict,
     load_full_state_dict,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.module_state import close_failed_passes
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.unsharded_params import StateRef
+from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -105,7 +104,7 @@ class FSDPModule(ShardedModule):
         if not async_op:
             self._fsdp_unit.unshard()
             return None
-        self._fsdp_unit.gather_ahead()
+        self._fsdp_unit.prefetch()
         return UnshardHandle(self._fsdp_unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -155,7 +154,7 @@ class FSDPModule(ShardedModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one before the gradients are used. If not,
         reductions that it leaves pending are computed before the next backward's first gather."""
-        self._fsdp_unit.backward.is_last = is_last_backward
+        self._fsdp_unit.context.is_last = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by ``factor`` instead of their number.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xla_fsdp.compat.merge import numbered
+from xla_fsdp.checkpoint.save_numbers import numbered
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.module_state import (
@@ -55,7 +55,7 @@ class ShardedModule(FSDPModuleBase):
             else:
                 param.grad.detach_().zero_()
         for unit in self._fsdp_units():
-            unit.group.drop_kept()
+            unit.group.drop_unreduced()
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.checkpoint.torch_xla_format import original_name
+from xla_fsdp.checkpoint.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards

@@ -11,7 +11,7 @@ from xla_fsdp.distributed.collectives import Collectives, broadcast_
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.chunked.runners import runner_for
+from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import ModuleState
@@ -97,7 +97,7 @@ def build_unit(
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
-    runner = runner_for(unit, roots[0]) if len(roots) == 1 else None
+    runner = forward_override_for(unit, roots[0]) if len(roots) == 1 else None
     return [
         ModuleState(unit, communication, part, {} if part else cast_buffers, runner=runner)
         for part in range(len(roots))

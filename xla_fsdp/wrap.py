@@ -25,6 +25,10 @@ class Ignored:
         params: parameters to ignore.
         states: of either kind (as in torch's FSDP).
 
+    Attributes:
+        modules: ignored modules, also those inside others; a dict, as it keeps their order.
+        params: ignored parameters.
+
     Raises:
         TypeError: if an element is of another type.
         ValueError: if a parameter is a shard of a unit already.
@@ -43,24 +47,16 @@ class Ignored:
         own += [each for each in mixed if isinstance(each, nn.Parameter)]
         own += [param for root in roots for param in root.parameters()]
         _refuse_shards(own)
-        self._modules = dict.fromkeys(inner for root in roots for inner in root.modules())
-        self._params: dict[Any, None] = dict.fromkeys(own)
-
-    def has_module(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is ignored with all that is in it."""
-        return module in self._modules
-
-    def has_param(self, param: nn.Parameter) -> bool:
-        """Return whether ``param`` is ignored."""
-        return param in self._params
+        self.modules = dict.fromkeys(inner for root in roots for inner in root.modules())
+        self.params: dict[Any, None] = dict.fromkeys(own)
 
     def add(self, param: Any) -> None:
         """Ignore ``param``, which has replaced an ignored one in the model."""
-        self._params[param] = None
+        self.params[param] = None
 
     def as_keywords(self) -> dict[str, Any]:
         """Return constructor keywords that let units inside ignore the same."""
-        states = [*self._modules, *self._params]
+        states = [*self.modules, *self.params]
         return {"ignored_states": states} if states else {}
 
 
@@ -180,7 +176,7 @@ class _Walker:
             return 0
         taken = 0
         for name, child in list(module._modules.items()):
-            if child is None or self._ignored.has_module(child):
+            if child is None or child in self._ignored.modules:
                 continue
             replacement, numel = self._visit(child)
             if replacement is not child:
@@ -203,7 +199,7 @@ class _Walker:
 
     def _numel(self, module: nn.Module) -> int:
         params = module.parameters()
-        return sum(param.numel() for param in params if not self._ignored.has_param(param))
+        return sum(param.numel() for param in params if param not in self._ignored.params)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -14,8 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.buckets import Bucket, buckets_for, by_number, plan_buckets
-from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
+from xla_fsdp.distributed.collectives import (
+    Bucket,
+    Collectives,
+    SmallerGroups,
+    buckets_for,
+    by_number,
+    plan_buckets,
+)
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.buckets import Bucket, buckets_for, by_number, plan_buckets
-from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
+from xla_fsdp.distributed.collectives import (
+    Bucket,
+    Collectives,
+    LocalCollectives,
+    buckets_for,
+    by_number,
+    plan_buckets,
+)
 from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig

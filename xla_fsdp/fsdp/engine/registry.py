@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.fsdp.engine.packing import ShardPacking
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 
 class KnownMember(Protocol):
@@ -36,6 +36,13 @@ class KnownMember(Protocol):
     def placement(self) -> TensorPlacement | None: ...
 
 
+class _Packing(Protocol):
+    @property
+    def dim(self) -> int: ...
+    @property
+    def layout(self) -> ShardLayout: ...
+
+
 class KnownParam(Protocol):
     """An ``FSDPParam``, as modules below ``param`` see it."""
 
@@ -44,7 +51,7 @@ class KnownParam(Protocol):
     @property
     def members(self) -> tuple[KnownMember, ...]: ...
     @property
-    def packing(self) -> ShardPacking: ...
+    def packing(self) -> _Packing: ...
     @property
     def slots(self) -> Any: ...  # ``ParamSlots``
     @property

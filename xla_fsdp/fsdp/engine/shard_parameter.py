@@ -17,14 +17,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
-from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, offsets
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.packing import slice_of
 from xla_fsdp.fsdp.engine.registry import KnownGroup, KnownParam, known_group, known_shard
 from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
+
+
+def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:
+    """Return ``rank``'s shard of tensors joined end to end, [shard_numel], padded with zeros."""
+    wanted = layout.slice_for(rank)
+    numels = [tensor.numel() for tensor in tensors]
+    pieces = []
+    for tensor, numel, start in zip(tensors, numels, offsets(numels), strict=True):
+        begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
+        if begin < end:
+            pieces.append(tensor.detach().reshape(-1)[begin:end])
+    # A shard that is all padding has no piece, and cat needs one.
+    pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
+    return torch.cat(pieces)
 
 
 def make_shard(
@@ -48,7 +61,7 @@ def make_shard(
         row_shape: makes the shard [rows, *row_shape], the rows along ``dim``; else it is a vector.
         dim: along which a single tensor is cut.
     """
-    flat = slice_of([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
+    flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
         rows if rows.is_meta else rows.to(device),

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.module_state import is_unit
 from xla_fsdp.wrap import Ignored, has_forward
 
@@ -41,31 +40,36 @@ class ManagedModules:
     def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
         self.roots = tuple(roots)
         self.ignored = ignored
-        for name, layer in self.modules():
+        # Number of the root, name in it with a dot behind it, and module.
+        self._named = [
+            (number, prefix, module)
+            for number, root in enumerate(self.roots)
+            for prefix, module in self._walk(root, "")
+        ]
+        for _, prefix, layer in self._named:
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{name or 'the module'} is torch.nn.SyncBatchNorm, which only runs on CUDA. "
-                    f"Convert the model before wrapping it: "
+                    f"{prefix[:-1] or 'the module'} is torch.nn.SyncBatchNorm, which only runs on "
+                    f"CUDA. Convert the model before wrapping it: "
                     f"xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)"
                 )
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield dotted names and modules, each root (``""``) before what is in it; each once."""
-        seen: set[int] = set()
-        for root in self.roots:
-            for name, module in self._below(root, ""):
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield name, module
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Return dotted names and modules, each root (``""``) before what is in it; each once."""
+        found: dict[nn.Module, str] = {}
+        for _, prefix, module in self._named:
+            found.setdefault(module, prefix[:-1])
+        return [(name, module) for module, name in found.items()]
 
-    def parameters(self) -> Iterator[tuple[int, str, nn.Module, str, nn.Parameter]]:
-        """Yield the number of the root, the name in it, the module, the attribute and the parameter
-        for every name of a parameter: a module with several names gives its parameters several."""
-        for number, root in enumerate(self.roots):
-            for prefix, owner in self._below(root, ""):
-                for attribute, param in owner._parameters.items():
-                    if param is not None and not self.ignored.has_param(param):
-                        yield number, join_name(prefix, attribute), owner, attribute, param
+    def parameters(self) -> list[tuple[int, str, nn.Module, str, nn.Parameter]]:
+        """Return the number of the root, the name in it, the module, the attribute and the
+        parameter for every name of a parameter: one in a module with several names has several."""
+        return [
+            (number, prefix + attribute, module, attribute, param)
+            for number, prefix, module in self._named
+            for attribute, param in module._parameters.items()
+            if param is not None and param not in self.ignored.params
+        ]
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, each once."""
@@ -73,10 +77,10 @@ class ManagedModules:
         buffers = [each for _, module in self.modules() for each in module._buffers.values()]
         return list({id(t): t for t in (*params, *buffers) if t is not None}.values())
 
-    def _below(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if is_unit(module) or self.ignored.has_module(module):
+    def _walk(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if is_unit(module) or module in self.ignored.modules:
             return
-        yield name, module
-        for child_name, child in module._modules.items():
+        yield prefix, module
+        for name, child in module._modules.items():
             if child is not None:
-                yield from self._below(child, join_name(name, child_name))
+                yield from self._walk(child, f"{prefix}{name}.")

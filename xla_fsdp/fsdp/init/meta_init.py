@@ -94,13 +94,13 @@ class _Allocator:
     def _local_part(self, param: nn.Parameter, placement: TensorPlacement) -> nn.Parameter:
         local = _param_like(own_part(param.detach(), placement).clone(), param)
         origin = self.origins[id(local)] = self.origins.pop(id(param))
-        if self._ignored.has_param(param):
+        if param in self._ignored.params:
             self._ignore(local, origin)
         return local
 
     def _replace(self, tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
         if id(tensor) not in self._new:
-            ignored = isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor)
+            ignored = isinstance(tensor, nn.Parameter) and tensor in self._ignored.params
             # An ignored parameter that a module of another unit shares stays one.
             new = known_materialized(tensor) if ignored else None
             if new is None:

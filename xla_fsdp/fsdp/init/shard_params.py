@@ -256,7 +256,7 @@ def _unsharded_shape(tensor: Tensor) -> torch.Size:
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
     """Move parameters that are not of floating point, which stay unsharded."""
     moved: dict[int, nn.Parameter] = {}
-    for _, name, owner, attribute, param in list(managed.parameters()):  # all, before any changes
+    for _, name, owner, attribute, param in managed.parameters():
         if param.is_floating_point():
             continue
         if param.requires_grad:

@@ -35,7 +35,7 @@ from .fsdp.engine.activation_checkpoint import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
 from .fsdp.engine.module_state import register_fsdp_forward_method as register_fsdp_forward_method
-from .fsdp.engine.shard_parameter import distribute_tensor as distribute_tensor
+from .fsdp.engine.param import distribute_tensor as distribute_tensor
 from .fsdp.fsdp1_options import (
     BackwardPrefetch as BackwardPrefetch,
 )

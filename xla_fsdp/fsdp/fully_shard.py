@@ -17,7 +17,7 @@ from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
-from xla_fsdp.fsdp.engine.shard_parameter import view_state_dicts
+from xla_fsdp.fsdp.engine.param import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
 from xla_fsdp.fsdp.init.build import build_unit, communicate, free_unsharded
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
-from xla_fsdp.fsdp.engine.registry import known_group
+from xla_fsdp.fsdp.engine.param import known_group
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

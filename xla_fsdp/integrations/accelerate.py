@@ -24,8 +24,7 @@ from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.clip_grad import clip_grad_norm_
 from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
-from xla_fsdp.fsdp.engine.registry import known_shard
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group

@@ -26,9 +26,8 @@ from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, ShardParameter, is_sharded
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, is_sharded
 from xla_fsdp.fsdp.state_dict.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.fsdp.state_dict.optim import read_optimizer
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group

@@ -24,7 +24,7 @@ from xla_fsdp.distributed.placement import TensorPlacement, placement_in, set_pl
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine import guards
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.tensor_parallel.loss_parallel import remember_head
 from xla_fsdp.tensor_parallel.parallel_module import (
     AppliedStyle,

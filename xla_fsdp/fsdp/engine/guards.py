@@ -22,8 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
-from xla_fsdp.fsdp.engine.registry import KnownParam, known_shard, refuse_shown
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.param import FSDPParam, is_sharded, known_shard, refuse_shown
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
 
@@ -142,7 +141,7 @@ def _warn_about_stacks(optimizer: Optimizer) -> None:
         )
 
 
-def _names(param: KnownParam) -> str:
+def _names(param: FSDPParam) -> str:
     # Which member of a flat shard a tensor was is not known.
     names = [member.names[0] for member in param.members]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

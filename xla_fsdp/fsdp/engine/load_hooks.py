@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import OriginalParam
+from xla_fsdp.fsdp.engine.param import OriginalParam, own_parts
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
-from xla_fsdp.fsdp.engine.tp_params import own_parts
 
 # Key of the form in the metadata that torch's state dicts carry for each module.
 MARK = "xla_fsdp_form"

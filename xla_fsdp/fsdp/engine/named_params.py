@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.tp_params import is_first
 
 
 @dataclass(frozen=True)

@@ -1,126 +1,44 @@
-"""One shard parameter: what the optimizer sees, and the original parameters that it stands for.
+"""One parameter under FSDP: the leaf that the optimizer sees, what it stands for, how to find it.
 
 A shard stands for one original parameter, or for several joined end to end (*flat*). Its *leaf* is
-what the optimizer sees: the shard itself, or the stack of several blocks' shards that it is in.
+what the optimizer sees: the shard itself, or the stack of several blocks' shards that it is in. In
+the order of the file: what the modules hold (``ParamSlots``); how originals are packed into a
+shard; ``FSDPParam``; which parameter has replaced a tensor; local and global tensors of tensor
+parallelism; the leaf as a ``ShardParameter``, also before it has values.
 
 Invariants: outside a forward or backward pass of its units, the modules hold the leaf (so names,
 optimizers and state dicts see it), and the originals of a flat shard are no attributes at all;
-while unsharded, the modules hold unsharded tensors. No module is kept alive from here.
+while unsharded, the modules hold unsharded tensors. No module and no shard is kept alive from here.
+Keys of what is remembered are tensors of one rank's own model, so ranks that are threads of one
+process never share an entry.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, offsets
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.registry import known_group, remember, remember_group
-from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, UninitializedShard, cut_shard
 
-
-class ShardPacking:
-    """How the original parameters of one shard are cut.
-
-    Args:
-        shapes: of the original parameters, in joining order.
-        layout: how they are cut, joined end to end; with another ``dim``, that dim comes first.
-        dim: which dim of a single original parameter is cut.
-    """
-
-    def __init__(self, shapes: Sequence[torch.Size], layout: ShardLayout, dim: int = 0) -> None:
-        self.shapes = tuple(shapes)
-        self.layout = layout
-        self.dim = dim
-        first = self.shapes[0]
-        # Of a row of a single original parameter; 0 elements where that has no dims.
-        self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
-        self.row_numel = self.row_shape.numel() if first else 0
-        self.sent_shape = self._sent_shape()
-        self._numels = [shape.numel() for shape in self.shapes]
-        self._starts = offsets(self._numels)
-        self._gathered_shape = self._as_gathered(self.sent_shape)
-        self._padding = layout.padded_numel - layout.numel
-        # Whether shards are rows of one original parameter. Only rows are padded and cut off then:
-        # elements of a padded matrix would be laid out anew.
-        self._by_rows = (
-            len(self.shapes) == 1
-            and self.row_numel > (0 if dim else 1)
-            and self.layout.shard_numel % self.row_numel == 0
-        )
-
-    def in_rows(self, value: Tensor) -> Tensor:
-        """Move the dim that is cut to the front, behind any dims before those of the parameter."""
-        if not self.dim:
-            return value
-        first = value.dim() - len(self.row_shape) - 1
-        return value.movedim(first + self.dim, first)
-
-    def from_rows(self, rows: Tensor, *length: int) -> Tensor:
-        """Return the inverse of ``in_rows``, of any shapes; with ``length``, of so many shards."""
-        each = rows.reshape(*length, -1, *self.row_shape)
-        return each.movedim(len(length), len(length) + self.dim).contiguous()
-
-    def unpack(self, gathered: Tensor) -> list[Tensor]:
-        """Return the unsharded tensors out of the shards of all ranks, [num_shards, n] or rows.
-
-        They are copies, not views, which would keep all of ``gathered`` alive.
-        """
-        if self._by_rows and self.dim:
-            return [self.from_rows(self._without_padding(gathered))]
-        if self._by_rows or not (self._padding or len(self.shapes) > 1):
-            return [ops.copied(self._without_padding(gathered), self.shapes[0])]
-        joined = ops.shaped(gathered, (self.layout.padded_numel,))
-        pieces = zip(self.shapes, self._numels, self._starts, strict=True)
-        return [
-            ops.copied_slice(joined, start, numel)
-            if len(shape) == 1
-            else ops.copied(ops.cut(joined, 0, start, numel), shape)
-            for shape, numel, start in pieces
-        ]
-
-    def pack(self, unsharded: Sequence[Tensor]) -> Tensor:
-        """Return the inverse of ``unpack``, with zeros as padding."""
-        if self._by_rows:
-            rows = self.in_rows(unsharded[0])
-            joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
-            padding = [0, 0, 0, self._padding // self.row_numel]
-        else:
-            flat = [ops.shaped(each, (each.numel(),)) for each in unsharded]
-            joined = torch.cat(flat) if len(flat) > 1 else flat[0]
-            padding = [0, self._padding]
-        padded = F.pad(joined, padding) if self._padding else joined
-        return ops.shaped(padded, self._gathered_shape)
-
-    def _without_padding(self, gathered: Tensor) -> Tensor:
-        if not self._padding:
-            return gathered
-        rows = ops.shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
-        return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
-
-    def _as_gathered(self, sent: tuple[int, ...]) -> tuple[int, ...]:
-        shards = self.layout.num_shards
-        return (shards, *sent) if len(sent) < 2 else (shards * sent[0], sent[1])
-
-    def _sent_shape(self) -> tuple[int, ...]:
-        """Return the shape in which a shard travels: [rows, width], or flat [n]."""
-        # Whole rows where a shard consists of such, so that gathered ones are the parameter as it
-        # is. Laying 50 million elements out anew takes the TPU compiler minutes, and the program as
-        # much code as 20 transformer blocks.
-        size = self.layout.shard_numel
-        width = self.row_numel if len(self.shapes) == 1 else 0
-        if not width or width % LANES or size % (width * ROWS) or size < LARGE:
-            return (size,)
-        return (size // width, width)
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 class ModuleAttr:
@@ -280,6 +198,101 @@ class ParamSlots:
             owner.remove()
         else:
             owner.point_at(tensor)
+
+
+class ShardPacking:
+    """How the original parameters of one shard are cut.
+
+    Args:
+        shapes: of the original parameters, in joining order.
+        layout: how they are cut, joined end to end; with another ``dim``, that dim comes first.
+        dim: which dim of a single original parameter is cut.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], layout: ShardLayout, dim: int = 0) -> None:
+        self.shapes = tuple(shapes)
+        self.layout = layout
+        self.dim = dim
+        first = self.shapes[0]
+        # Of a row of a single original parameter; 0 elements where that has no dims.
+        self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
+        self.row_numel = self.row_shape.numel() if first else 0
+        self.sent_shape = self._sent_shape()
+        self._numels = [shape.numel() for shape in self.shapes]
+        self._starts = offsets(self._numels)
+        self._gathered_shape = self._as_gathered(self.sent_shape)
+        self._padding = layout.padded_numel - layout.numel
+        # Whether shards are rows of one original parameter. Only rows are padded and cut off then:
+        # elements of a padded matrix would be laid out anew.
+        self._by_rows = (
+            len(self.shapes) == 1
+            and self.row_numel > (0 if dim else 1)
+            and self.layout.shard_numel % self.row_numel == 0
+        )
+
+    def in_rows(self, value: Tensor) -> Tensor:
+        """Move the dim that is cut to the front, behind any dims before those of the parameter."""
+        if not self.dim:
+            return value
+        first = value.dim() - len(self.row_shape) - 1
+        return value.movedim(first + self.dim, first)
+
+    def from_rows(self, rows: Tensor, *length: int) -> Tensor:
+        """Return the inverse of ``in_rows``, of any shapes; with ``length``, of so many shards."""
+        each = rows.reshape(*length, -1, *self.row_shape)
+        return each.movedim(len(length), len(length) + self.dim).contiguous()
+
+    def unpack(self, gathered: Tensor) -> list[Tensor]:
+        """Return the unsharded tensors out of the shards of all ranks, [num_shards, n] or rows.
+
+        They are copies, not views, which would keep all of ``gathered`` alive.
+        """
+        if self._by_rows and self.dim:
+            return [self.from_rows(self._without_padding(gathered))]
+        if self._by_rows or not (self._padding or len(self.shapes) > 1):
+            return [ops.copied(self._without_padding(gathered), self.shapes[0])]
+        joined = ops.shaped(gathered, (self.layout.padded_numel,))
+        pieces = zip(self.shapes, self._numels, self._starts, strict=True)
+        return [
+            ops.copied_slice(joined, start, numel)
+            if len(shape) == 1
+            else ops.copied(ops.cut(joined, 0, start, numel), shape)
+            for shape, numel, start in pieces
+        ]
+
+    def pack(self, unsharded: Sequence[Tensor]) -> Tensor:
+        """Return the inverse of ``unpack``, with zeros as padding."""
+        if self._by_rows:
+            rows = self.in_rows(unsharded[0])
+            joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
+            padding = [0, 0, 0, self._padding // self.row_numel]
+        else:
+            flat = [ops.shaped(each, (each.numel(),)) for each in unsharded]
+            joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+            padding = [0, self._padding]
+        padded = F.pad(joined, padding) if self._padding else joined
+        return ops.shaped(padded, self._gathered_shape)
+
+    def _without_padding(self, gathered: Tensor) -> Tensor:
+        if not self._padding:
+            return gathered
+        rows = ops.shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
+        return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
+
+    def _as_gathered(self, sent: tuple[int, ...]) -> tuple[int, ...]:
+        shards = self.layout.num_shards
+        return (shards, *sent) if len(sent) < 2 else (shards * sent[0], sent[1])
+
+    def _sent_shape(self) -> tuple[int, ...]:
+        """Return the shape in which a shard travels: [rows, width], or flat [n]."""
+        # Whole rows where a shard consists of such, so that gathered ones are the parameter as it
+        # is. Laying 50 million elements out anew takes the TPU compiler minutes, and the program as
+        # much code as 20 transformer blocks.
+        size = self.layout.shard_numel
+        width = self.row_numel if len(self.shapes) == 1 else 0
+        if not width or width % LANES or size % (width * ROWS) or size < LARGE:
+            return (size,)
+        return (size // width, width)
 
 
 class ParamState(Enum):
@@ -496,3 +509,433 @@ class FSDPParam:
                 f"{expected.name}"
             )
         self.state = new
+
+
+# ---------------------------------------------------------------- which parameter has replaced a tensor
+
+
+class _Gather(Protocol):
+    def as_stored(self, params: Any, shards: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class KnownGroup(Protocol):
+    """An ``FSDPParamGroup``, as modules below ``param_group`` see it."""
+
+    @property
+    def collectives(self) -> Collectives: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def gather(self) -> _Gather: ...
+    @property
+    def has_unreduced(self) -> bool: ...
+    @property
+    def steps_in_backward(self) -> bool: ...
+
+
+_param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_materialized: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember(param: FSDPParam, tensors: Iterable[Tensor]) -> None:
+    """Note that ``param`` has replaced ``tensors``: originals, meta tensors, or its own shard."""
+    for tensor in tensors:
+        _param_of[tensor] = weakref.ref(param)
+
+
+def known_shard(tensor: Tensor) -> FSDPParam | None:
+    """Return the parameter that has replaced ``tensor``, if a unit has taken it."""
+    reference = _param_of.get(tensor)
+    return reference() if reference is not None else None
+
+
+def remember_group(shard: Tensor, group: KnownGroup) -> None:
+    """Note that ``shard`` is gathered with ``group``, the first one if units share it."""
+    if known_group(shard) is None:
+        _group_of[shard] = weakref.ref(group)
+
+
+def known_group(shard: Tensor) -> KnownGroup | None:
+    """Return the group with which a shard is gathered."""
+    reference = _group_of.get(shard)
+    return reference() if reference is not None else None
+
+
+def remember_shown(full: Iterable[Tensor]) -> None:
+    """Note that a unit shows these unsharded parameters to its user in place of shards."""
+    for tensor in full:
+        _unsharded[tensor] = True
+
+
+def refuse_shown(params: Iterable[Tensor], function: str) -> None:
+    """Raise RuntimeError if ``function`` was given unsharded parameters in place of shards."""
+    if any(param in _unsharded for param in params):
+        raise RuntimeError(
+            f"{function} was given full parameters, which units show after unshard() or with "
+            f"set_reshard_after_backward(False); the gradients are those of the shards. Call "
+            f"model.clip_grad_norm_(max_norm) on the outermost sharded module, or reshard() of "
+            f"these units before model.parameters()"
+        )
+
+
+def remember_materialized(origin: Tensor, param: Tensor) -> None:
+    """Note that the ignored ``param`` was made of the meta tensor ``origin``."""
+    _materialized[origin] = param
+
+
+def known_materialized(origin: Tensor) -> Tensor | None:
+    """Return the ignored parameter that was made of the meta tensor ``origin``."""
+    return _materialized.get(origin)
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return this rank's local part of a global tensor, on its device."""
+    return whole if placement is None else placement.slice_of(whole, _own_rank(placement))
+
+
+def own_parts(whole: Sequence[Tensor], members: Sequence[OriginalParam]) -> list[Tensor]:
+    """Return the local parts of several members."""
+    return [own_part(t, member.placement) for t, member in zip(whole, members, strict=True)]
+
+
+def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Gather the global tensor of the local parts, on the device."""
+    if placement is None or placement.dim is None:
+        return local
+    return AxisComm(placement.mesh).all_gather(local, placement.dim)
+
+
+def all_joined(local: Sequence[Tensor], members: Iterable[OriginalParam]) -> list[Tensor]:
+    """Gather the global tensors of several members."""
+    return [joined(t, member.placement) for t, member in zip(local, members, strict=True)]
+
+
+def is_first(members: Iterable[OriginalParam]) -> bool:
+    """Whether this rank is the first along the axes that cut the members."""
+    placements = (member.placement for member in members)
+    return all(each is None or _own_rank(each) == 0 for each in placements)
+
+
+def _own_rank(placement: TensorPlacement) -> int:
+    return placement.mesh.place(ops.rank())
+
+
+# ---------------------------------------------------------------- the leaf
+
+
+def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:
+    """Return ``rank``'s shard of tensors joined end to end, [shard_numel], padded with zeros."""
+    wanted = layout.slice_for(rank)
+    numels = [tensor.numel() for tensor in tensors]
+    pieces = []
+    for tensor, numel, start in zip(tensors, numels, offsets(numels), strict=True):
+        begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
+        if begin < end:
+            pieces.append(tensor.detach().reshape(-1)[begin:end])
+    # A shard that is all padding has no piece, and cat needs one.
+    pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
+    return torch.cat(pieces)
+
+
+def make_shard(
+    tensors: Sequence[Tensor],
+    layout: ShardLayout,
+    rank: int,
+    device: torch.device,
+    row_shape: Sequence[int] = (),
+    dim: int = 0,
+) -> nn.Parameter:
+    """Cut ``rank``'s shard out of unsharded tensors joined end to end.
+
+    Only the slice moves to ``device``: a parameter in host memory never exists there unsharded.
+    What is on the meta device stays there.
+
+    Args:
+        tensors: one, or several of any shapes.
+        layout: of the joined tensors.
+        rank: whose shard to cut.
+        device: of the result.
+        row_shape: makes the shard [rows, *row_shape], the rows along ``dim``; else it is a vector.
+        dim: along which a single tensor is cut.
+    """
+    flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
+    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
+    shard = ShardParameter(
+        rows if rows.is_meta else rows.to(device),
+        requires_grad=any(tensor.requires_grad for tensor in tensors),
+    )
+    shard.shard_rank = rank
+    if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
+        vars(shard).update(vars(tensors[0]))
+    return shard
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether ``param`` is a shard made by this package (or by torch_xla's FSDP)."""
+    return getattr(param, "_is_sharded", False)
+
+
+def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Tensor:
+    """Return this rank's shard of an unsharded tensor, cut as ``fully_shard`` cuts parameters.
+
+    Args:
+        tensor: the same on every rank, on any device.
+        device_mesh: of one axis, or of replicas and shards.
+        placements: as shards have them.
+
+    Returns:
+        A tensor on this rank's XLA device.
+    """
+    dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
+    row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    width = torch.Size(row_shape).numel() if tensor.dim() else 0
+    layout = ShardLayout((tensor.numel(),), device_mesh.size(axis), width or LANES)
+    rank = device_mesh.place(ops.rank(), axis)
+    shard = make_shard([tensor], layout, rank, ops.device(), row_shape if width else (), dim)
+    return shard.detach()
+
+
+def whole_mesh(num_ranks: int) -> Mesh:
+    """Return a mesh of all ranks along one axis."""
+    return mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
+
+
+# ---------------------------------------------------------------- the names that DTensor has
+
+
+class ShardView:
+    """The attributes of torch's DTensor, for shards."""
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh that the parameter is sharded over; a tensor-parallel axis that cuts it is the
+        last one."""
+        param, group = _known(self)
+        cut = _tensor_parallel_cut(param)
+        mesh = group.mesh
+        return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
+        from torch.distributed.tensor import Replicate, Shard  # slow to import
+
+        param, group = _known(self)
+        cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
+        by_units = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
+        return by_units if cut is None else (*by_units, Shard(cut[1]))
+
+    def to_local(self) -> Tensor:
+        """Return this rank's part, with padding where the ranks do not divide the dim."""
+        return _as_tensor(self)
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """Return the unsharded, global tensor, on the device. Every rank must call it; it is
+        computed at once, so that ranks may do different things with it."""
+        full = gather_like(self, _as_tensor(self))
+        ops.compute([full])
+        return full
+
+
+class ShardTensor(ShardView, Tensor):
+    """A shard in a state dict."""
+
+    stands_for: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a torch.Tensor."""
+        return _as_tensor(self).__reduce_ex__(protocol)
+
+
+class ShardParameter(ShardView, nn.Parameter):
+    """The leaf parameter that a rank keeps and its optimizer sees.
+
+    A class of its own, so that copies of a model know their shards, too. Lightning and code written
+    for torch_xla's FSDP look for ``_is_sharded``.
+
+    Attributes:
+        shard_rank: rank among those that hold other shards of the same parameter.
+    """
+
+    _is_sharded = True
+    shard_rank = 0
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Keep the class, which nn.Parameter would not."""
+        kind = ShardParameter if isinstance(self, UninitializedShard) else type(self)
+        return _restored_shard, (kind, self.detach(), self.requires_grad, vars(self))
+
+
+def gather_like(shard: Any, value: Tensor) -> Tensor:
+    """Gather the unsharded, global tensor of a ``value`` that is cut like ``shard``."""
+    param, group = _known(shard)
+    [full] = all_joined(group.gather.as_stored([param], [value]), param.members)
+    return full
+
+
+def view_state_dicts(module: nn.Module) -> None:
+    """Let the shards in the state dicts of ``module`` be ``ShardTensor``."""
+    # A partial because torch sets an attribute on this hook.
+    module.register_state_dict_post_hook(partial(_view_shards))
+
+
+def _view_shards(
+    module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:  # others are there, too
+        shard = _shard_of(module, key.removeprefix(prefix), state[key])
+        if shard is not None and not isinstance(state[key], ShardView):
+            state[key] = state[key].as_subclass(ShardTensor)
+            state[key].stands_for = shard
+
+
+def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    if isinstance(value, Tensor) and known_shard(value) is not None:  # a slice of a stack
+        return value
+    owner, _, attribute = name.rpartition(".")
+    try:
+        found = module.get_submodule(owner)._parameters.get(attribute)
+    except AttributeError:
+        return None
+    return found if isinstance(found, ShardView) else None
+
+
+def _restored_shard(
+    kind: type[ShardParameter], data: Tensor, requires_grad: bool, marks: dict[str, Any]
+) -> ShardParameter:
+    shard = kind(data, requires_grad=requires_grad)
+    vars(shard).update(marks)
+    return shard
+
+
+def _known(shard: Any) -> tuple[FSDPParam, KnownGroup]:
+    leaf = getattr(shard, "stands_for", shard)
+    param, group = known_shard(leaf), known_group(leaf)
+    if param is None or group is None:
+        raise RuntimeError("this shard's model is gone, so who shares it is not known any more")
+    return param, group
+
+
+def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
+    """Return the axis and dim along which tensor parallelism has cut the parameter."""
+    placement = param.members[0].placement
+    if placement is None or placement.dim is None:
+        return None
+    return placement.mesh, placement.dim
+
+
+def _as_tensor(shard: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard.detach().as_subclass(Tensor)
+
+
+# ---------------------------------------------------------------- deferred values
+
+
+class UninitializedShard(ShardParameter):
+    """A shard that has memory, and no values yet.
+
+    Functions of torch that are called with it get the unsharded parameter instead, so that
+    initialization gives the values, random numbers and fan-in of the original model. What they
+    leave in it is cut into the shard before the next call with other shards: a device holds the
+    unsharded parameters of one call at a time, and every rank must make the same calls.
+    """
+
+    has_values = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call_unsharded(func, args, kwargs or {})
+
+    def settle(self) -> None:
+        """Become a shard like others, as the values are complete."""
+        for shard, _ in list(_opened.shards.values()):
+            _close(shard)
+        self.__class__ = ShardParameter  # type: ignore[assignment]
+
+
+class _Opened(threading.local):
+    """Shards whose unsharded parameter exists at present, with it, by the shard's id.
+
+    Of one thread: CPU ranks are threads of one process.
+    """
+
+    def __init__(self) -> None:
+        self.shards: dict[int, tuple[UninitializedShard, nn.Parameter]] = {}
+
+
+_opened = _Opened()
+
+_METHODS_OF_THE_SHARD = {"requires_grad_", "register_hook", "__repr__"}
+
+_ATTRIBUTES_OF_THE_SHARD = {
+    "requires_grad",
+    "grad",
+    "is_meta",
+    "device",
+    "dtype",
+    "is_leaf",
+    "retains_grad",
+}
+
+
+def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return ``func(*args, **kwargs)`` with unsharded parameters in place of shards."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _concerns_the_shard(func):
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        shards = {id(each): each for each in leaves if isinstance(each, UninitializedShard)}
+        for shard, _ in [each for key, each in _opened.shards.items() if key not in shards]:
+            _close(shard)
+        unsharded = {key: _open(shard) for key, shard in shards.items()}
+        args, kwargs = pytree.tree_map(lambda each: unsharded.get(id(each), each), (args, kwargs))
+        result = func(*args, **kwargs)
+    back = {id(unsharded[key]): shard for key, shard in shards.items()}
+    return pytree.tree_map(lambda each: back.get(id(each), each), result)
+
+
+def _concerns_the_shard(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES_OF_THE_SHARD
+    return name in _METHODS_OF_THE_SHARD
+
+
+@torch.no_grad()
+def _open(shard: UninitializedShard) -> nn.Parameter:
+    if id(shard) in _opened.shards:
+        return _opened.shards[id(shard)][1]
+    if shard.has_values:
+        value = gather_like(shard, shard)
+        ops.compute([value])
+    else:
+        shape = _known(shard)[0].members[0].whole_shape
+        value = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
+    unsharded = nn.Parameter(value, requires_grad=shard.requires_grad)
+    _opened.shards[id(shard)] = shard, unsharded
+    return unsharded
+
+
+@torch.no_grad()
+def _close(shard: UninitializedShard) -> None:
+    """Cut the unsharded parameter into the shard."""
+    _, unsharded = _opened.shards.pop(id(shard))
+    param, group = known_shard(shard), known_group(shard)
+    with torch._C.DisableTorchFunctionSubclass():
+        if param is not None and group is not None:
+            local = own_parts([unsharded.detach()], param.members)
+            shard.copy_(param.slice_of(local, group.collectives.rank))
+            # At once: the unsharded parameter is freed, and no program of a training step, which
+            # must be the same on every rank, begins with slices that are not.
+            ops.compute([shard])
+    shard.has_values = True

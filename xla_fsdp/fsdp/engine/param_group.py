@@ -22,11 +22,15 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    is_first,
+    remember,
+    remember_group,
+    remember_shown,
+    whole_mesh,
+)
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
-from xla_fsdp.fsdp.engine.registry import remember, remember_group, remember_shown
-from xla_fsdp.fsdp.engine.shard_parameter import whole_mesh
-from xla_fsdp.fsdp.engine.tp_params import is_first
 
 
 class ShardedState(Enum):

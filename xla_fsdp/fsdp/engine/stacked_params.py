@@ -18,10 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import to_host
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import FSDPParam, StackPart
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    ShardParameter,
+    StackPart,
+    gather_like,
+    remember,
+    remember_group,
+)
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.registry import remember, remember_group
-from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, gather_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

@@ -15,8 +15,8 @@ from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import ModuleState
+from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.shard_params import move_buffers, shard_parameters

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,15 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import FSDPParam, ModuleAttr, OriginalParam
-from xla_fsdp.fsdp.engine.registry import known_shard, remember
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded, make_shard
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    ModuleAttr,
+    OriginalParam,
+    is_sharded,
+    known_shard,
+    make_shard,
+    remember,
+)
 from xla_fsdp.fsdp.init.managed import ManagedModules
 
 # Of a tensor's first values: enough to tell apart what different random numbers have filled.
@@ -63,7 +69,7 @@ def shard_parameters(
         if known is None:
             new.append((tensor, member))
         else:
-            adopted.append(sharder.adopt(cast(FSDPParam, known), tensor, member))
+            adopted.append(sharder.adopt(known, tensor, member))
     if config.flatten_parameters:
         made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(sharder.alike(new))]
     else:

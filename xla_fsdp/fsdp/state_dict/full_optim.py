@@ -23,7 +23,7 @@ from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateEntry, 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
-from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
+from xla_fsdp.fsdp.engine.param import all_joined, own_parts
 from xla_fsdp.fsdp.state_dict.optim import (
     OptimizerParams,
     create_state,

@@ -21,8 +21,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.load_hooks import Form, marked
 from xla_fsdp.fsdp.engine.module_state import named_hosts, reshard_units, units_in
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
-from xla_fsdp.fsdp.engine.tp_params import joined
+from xla_fsdp.fsdp.engine.param import is_sharded, joined
 from xla_fsdp.fsdp.state_dict.summon import SummonOptions, is_shown, summoned
 
 

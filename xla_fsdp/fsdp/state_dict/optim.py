@@ -25,9 +25,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateEntry, StateKind
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
-from xla_fsdp.fsdp.engine.param import StackPart
-from xla_fsdp.fsdp.engine.registry import known_shard
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 
 PLAIN = (bool, int, float, str, type(None))

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.tp_params import all_joined
 
 
 @dataclass(frozen=True)

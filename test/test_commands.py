@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from test.ranks import ROOT, run_warm
+from test.common.ranks import ROOT, run_warm
 
 _COMMAND = re.compile(
     r"python ((?:-m xla_fsdp[\w.]*|(?:examples|tools|benchmarks)/\S+py) [^\n&;`]*)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from test.ranks import run_python
+from test.common.ranks import run_python
 
 LIGHT = [
     "xla_fsdp",

@@ -1,8 +1,8 @@
 """Where gathers begin in the schedules that the real TPU compiler makes of small steps.
 
 python -m test.common.tpu_schedules FOLDER '{"prefetch": 2}' ... prints one JSON object for each
-step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. ``offload`` in place of
-options: what the compiler says of parameters in host memory.
+step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. ``offload`` in place
+of options: what the compiler says of parameters in host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``xla_fsdp.distributed.launcher.launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
+"""``launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
 
 Ranks are started once per number of ranks; every case of that launch returns host values, which
 the tests then compare with numpy. The functions that run in a child are module-level, as

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
 
+from test.common.ranks import ROOT, run_python
 from test.common.shard_maker import bits, every_kind, snapshot
 from xla_fsdp.consolidate_sharded_ckpts import main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.
 WITHOUT_TORCH_XLA = """
@@ -33,13 +30,6 @@ except SystemExit as stop:
     assert stop.code == 0, stop.code
 print(sys.modules["xla_fsdp"].__file__)
 """
-
-
-def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments."""
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
 
 
 def test_merges_and_says_what_it_found_and_saved(
@@ -113,18 +103,18 @@ def test_tool_works_from_elsewhere_and_uses_its_own_checkout(tmp_path: Path) -> 
         shutil.copytree(ROOT / directory, tmp_path / "checkout" / directory)
     arguments = ["--ckpt_prefix", f"{tmp_path}/mnist"]
     tool = str(tmp_path / "checkout" / "tools" / "consolidate_ckpts.py")
-    done = run("-c", WHICH_CHECKOUT, tool, *arguments, cwd=tmp_path)
+    done = run_python("-c", WHICH_CHECKOUT, tool, *arguments, cwd=tmp_path)
     # The tests' own checkout is installed; a tool that found that one would work only then.
     assert done.stdout.endswith(f"{tmp_path}/checkout/xla_fsdp/__init__.py\n"), done.stderr
     assert (tmp_path / "mnist_consolidated.pth").exists()
-    again = run(tool, *arguments, cwd=tmp_path)
+    again = run_python(tool, *arguments, cwd=tmp_path)
     assert again.returncode == 2
     assert again.stderr.startswith("consolidate_sharded_ckpts: ")
 
 
 def test_module_works_without_torch_xla(tmp_path: Path) -> None:
     every_kind().save(tmp_path, 2)
-    done = run("-c", WITHOUT_TORCH_XLA, "program", "--ckpt_prefix", f"{tmp_path}/mnist")
+    done = run_python("-c", WITHOUT_TORCH_XLA, "program", "--ckpt_prefix", f"{tmp_path}/mnist")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "mnist_consolidated.pth").exists()
 
@@ -139,19 +129,19 @@ def test_help_lists_the_flags_without_importing_torch_xla() -> None:
         "    print('code', stop.code)\n"
         "print('torch_xla' in sys.modules)\n"
     )
-    done = run("-c", watched)
+    done = run_python("-c", watched)
     assert done.stdout.endswith("code 0\nFalse\n"), done.stderr
     for flag in ("--ckpt_prefix", "--ckpt_suffix", "--save_path", "--overwrite"):
         assert flag in done.stdout
 
 
 def test_importing_the_package_does_not_load_torch_xla() -> None:
-    done = run("-c", "import sys, xla_fsdp.checkpoint; print('torch_xla' in sys.modules)")
+    done = run_python("-c", "import sys, xla_fsdp.checkpoint; print('torch_xla' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 
 def test_module_can_be_run_with_m() -> None:
-    done = run("-m", "xla_fsdp.consolidate_sharded_ckpts", "--help")
+    done = run_python("-m", "xla_fsdp.consolidate_sharded_ckpts", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: consolidate_sharded_ckpts ")
 

@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from test.common.ranks import ROOT
-from test.common.shard_maker import FullModel, bits, snapshot
+from test.common.shard_maker import FullModel, bits, run, snapshot
 from xla_fsdp.checkpoint import CheckpointError, dcp_export, find_problems
 from xla_fsdp.checkpoint.dcp_import import import_dcp
-from xla_fsdp.consolidate_sharded_ckpts import main
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -76,11 +75,6 @@ def sharded(net: Net, optimizer: torch.optim.Optimizer) -> FullModel:
         },
         steps={n: states[i]["step"] for i, n in enumerate(order)},
     )
-
-
-def run(*arguments: object) -> int:
-    """The command line."""
-    return main([str(each) for each in arguments])
 
 
 def flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from test.common.shard_maker import FullModel, bits, snapshot, with_optimizer
+from test.common.shard_maker import FullModel, bits, run, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, outputs
 from xla_fsdp.checkpoint.byte_source import LocalFile
 from xla_fsdp.checkpoint.fingerprint import fingerprint
@@ -21,7 +21,6 @@ from xla_fsdp.checkpoint.load_step import load_step
 from xla_fsdp.checkpoint.reshard import Target
 from xla_fsdp.checkpoint.step_directory import Attempt, latest_step
 from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.consolidate_sharded_ckpts import main
 
 
 @pytest.fixture(params=["pth", "safetensors"])
@@ -38,11 +37,6 @@ def save(directory: Path, kind: str, world_size: int = 3) -> FullModel:
     model = with_optimizer()
     (model.save if kind == "pth" else model.save_safetensors)(directory, world_size)
     return model
-
-
-def run(*arguments: object) -> int:
-    """The command line."""
-    return main([str(each) for each in arguments])
 
 
 def read_directory(directory: Path, name: str) -> dict[str, torch.Tensor]:

@@ -16,21 +16,12 @@ import torch.nn.functional as F
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import XLAFSDPStrategy
 
-from test.common.models import CLASSES, FEATURES, Block, Net
+from test.common.accumulation import ACCUMULATE, MAX_NORM, RATE, STEPS, rows
+from test.common.models import Block, Net
 from test.common.scenarios import RANKS, make
 from xla_fsdp.integrations.lightning import install
 
-STEPS, ACCUMULATE, MICRO = 3, 2, 8  # rows in all ranks' parts of a micro batch
-MAX_NORM = 0.2
-RATE = 0.05
-
-
-def rows() -> Any:
-    """All inputs and targets."""
-    generator = torch.Generator().manual_seed(1)
-    count = MICRO * ACCUMULATE * STEPS
-    inputs = torch.randn(count, FEATURES, generator=generator)
-    return torch.utils.data.TensorDataset(inputs, torch.arange(count) % CLASSES)
+MICRO = 8  # rows in all ranks' parts of a micro batch
 
 
 def build(fabric: Fabric) -> tuple[Any, Any]:
@@ -41,7 +32,7 @@ def build(fabric: Fabric) -> tuple[Any, Any]:
 
 def train(fabric: Fabric, model: Any, optimizer: Any, first: int, last: int) -> list[Any]:
     """Steps ``first`` to ``last``; returns norms."""
-    loader = torch.utils.data.DataLoader(rows(), batch_size=MICRO // RANKS)
+    loader = torch.utils.data.DataLoader(rows(MICRO), batch_size=MICRO // RANKS)
     norms = []
     for index, (x, y) in enumerate(fabric.setup_dataloaders(loader)):
         if not first * ACCUMULATE <= index < last * ACCUMULATE:

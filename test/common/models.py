@@ -394,3 +394,16 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         image = torch.stack([x, x * x], dim=1).unsqueeze(1)
         return self.fc(torch.relu(self.bn1(self.conv1(image))).flatten(1))
+
+
+class TiedNet(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))

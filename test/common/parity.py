@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from test.common import models
+from test.common.compare import assert_close
 from test.common.models import CLASSES, FEATURES, Block
 from xla_fsdp import init_mesh, one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
@@ -430,25 +431,6 @@ def assert_same(
     """Equal losses, norms, gradients (where there are any to compare) and states."""
     assert found.losses == pytest.approx(expected.losses, rel=tolerance)
     assert found.norms == pytest.approx(expected.norms, rel=tolerance)
-    assert_close(found.grads, expected.grads, tolerance, "gradient", smallest)
-    assert_close(found.state, expected.state, tolerance, "state", smallest)
-
-
-def assert_close(
-    found: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    tolerance: float,
-    what: str,
-    smallest: float = 1e-2,
-) -> None:
-    """Same names, and errors within ``tolerance`` times the expected tensor's largest value, or
-    times ``smallest`` if that is larger."""
-    assert set(found) == set(expected), what
-    for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape
-        assert found[name].dtype == tensor.dtype
-        if not tensor.numel():
-            continue
-        error = (found[name].double() - tensor.double()).abs().max()
-        scale = tensor.double().abs().max().clamp(min=smallest)
-        assert error <= tolerance * scale + ROUNDING, f"{what} of {name}: {error} against {scale}"
+    limits = {"atol": ROUNDING, "of_largest": tolerance, "smallest": smallest}
+    assert_close(found.grads, expected.grads, what="gradient", **limits)
+    assert_close(found.state, expected.state, what="state", **limits)

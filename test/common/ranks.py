@@ -81,13 +81,16 @@ def warm_python() -> WarmPython:
 
 
 def run_python(
-    *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
+    *arguments: str,
+    timeout: float = 300,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python from the repository's root on CPU; returns its output and exit code."""
+    """Run this Python on CPU, usually from the repository's root; returns output and exit code."""
     command = [sys.executable, *arguments]
     with _killed_in_time(arguments, timeout):
         return subprocess.run(
-            command, cwd=ROOT, env=environment(env), timeout=timeout, capture_output=True, text=True
+            command, cwd=cwd, env=environment(env), timeout=timeout, capture_output=True, text=True
         )
 
 

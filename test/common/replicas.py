@@ -138,3 +138,18 @@ def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     pairs = list(zip(found, expected, strict=True))
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Equal optimizer state dicts on the host, up to an absolute error of their tensors."""
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, entries in expected["state"].items():
+        assert found["state"][number].keys() == entries.keys()
+        for name, value in entries.items():
+            own = found["state"][number][name]
+            if isinstance(value, Tensor):
+                assert own.device.type == "cpu"
+                assert largest_error([own], [value]) <= tolerance
+            else:
+                assert own == value

@@ -25,6 +25,7 @@ from xla_fsdp.checkpoint import (
     ShardMetadata,
     StateRecord,
 )
+from xla_fsdp.consolidate_sharded_ckpts import main
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 Bits = tuple[torch.dtype, tuple[int, ...], bytes]
@@ -206,6 +207,11 @@ def with_optimizer() -> FullModel:
     }
     model.steps = {key: torch.tensor(3.0) for key in (*model.groups(), "ignored")}
     return model
+
+
+def run(*arguments: object) -> int:
+    """Run the command line of consolidation in this process; returns its exit code."""
+    return main([str(each) for each in arguments])
 
 
 def bits(state_dict: Mapping[str, Any]) -> dict[str, Bits]:

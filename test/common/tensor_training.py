@@ -173,11 +173,3 @@ def train_steps(
         torch_xla.sync()
     found = {"losses": [t.item() for t in losses], "norms": [t.item() for t in norms]}
     return {**found, "part": part}
-
-
-def assert_close(found: Any, expected: Any, what: str) -> None:
-    """Tensors of one shape, equal up to rounding."""
-    assert found.shape == expected.shape, (what, found.shape, expected.shape)
-    scale = expected.abs().max().clamp(min=1e-3)
-    error = (found - expected).abs().max()
-    assert error <= TOLERANCE * scale, (what, error, scale)

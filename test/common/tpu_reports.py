@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,11 @@ def reports(target: str, *arguments: str, fits: bool = True) -> list[dict[str, A
         done = run_python(*run, timeout=900)
         assert done.returncode == (0 if fits else 1), done.stderr
         return json.loads(out.read_text())
+
+
+def counts(found: dict[str, Any]) -> Counter[str]:
+    """How often collectives of each kind run."""
+    times: Counter[str] = Counter()
+    for each in found["traffic"]:
+        times[each["kind"]] += each["count"]
+    return times

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -591,7 +591,9 @@ def interrupted(rank: int, stuck: bool) -> None:
 def interrupt(stuck: bool, when: str) -> tuple[int, str]:
     """Start a launch, send SIGINT once ``when`` shows up on its stderr; exit code and stderr."""
     code = f"""if True:
+        import signal
         import xla_fsdp.distributed.launcher as launcher, test.distributed.test_launch as tests
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
         try:
             launcher.launch(tests.interrupted, ({stuck},), num_ranks=2)
         except KeyboardInterrupt:
@@ -925,6 +927,15 @@ def test_a_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("next\n", 3)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the shell that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_leaves_no_process_and_no_answer_behind(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     text = f"import os, time\nopen({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"

@@ -18,10 +18,6 @@ from test.common.ranks import run_python
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return run_python(*command, timeout=240)
-
-
 def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -43,14 +39,16 @@ def plain_losses() -> list[float]:
 
 @pytest.mark.parametrize("method", ["xla://", pytest.param("env://", marks=pytest.mark.slow)])
 def test_a_script_under_torchrun(method: str) -> None:
-    found = outcome(run(*TORCHRUN, "--nproc_per_node=1", "-m", "test.common.start_user", method))
+    found = outcome(
+        run_python(*TORCHRUN, "--nproc_per_node=1", "-m", "test.common.start_user", method)
+    )
     assert found["ranks"] == 1
     assert found["losses"] == pytest.approx(plain_losses(), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_ranks_by_torch_xla() -> None:
-    found = outcome(run("-m", "test.common.start_user", "launch"))
+    found = outcome(run_python("-m", "test.common.start_user", "launch"))
     assert found["ranks"] == 1
     assert found["losses"] == pytest.approx(plain_losses(), rel=1e-5)
 
@@ -58,7 +56,7 @@ def test_a_script_that_starts_its_ranks_by_torch_xla() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["xla://", "env://"])
 def test_processes_that_are_not_joined_are_told(method: str) -> None:
-    done = run(*TORCHRUN, "--nproc_per_node=2", "-m", "test.common.start_user", method)
+    done = run_python(*TORCHRUN, "--nproc_per_node=2", "-m", "test.common.start_user", method)
     assert done.returncode
     assert "torchrun started 2 processes, but this one is rank 0 of 1 XLA ranks" in done.stderr
     assert "python -m xla_fsdp.launch --num_ranks 2" in done.stderr

@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.models import FEATURES, WIDTH, Net
+from test.common.models import FEATURES, WIDTH, Net, TiedNet
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.saving import same_bits
 from test.common.scenarios import fsdp, make, message, nested, rows
-from test.fsdp.wrapper.test_wrapper import TiedNet
 
 ROUNDING = 1e-5
 JOBS = ("adamw", "momentum")

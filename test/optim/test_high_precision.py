@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.replicas import batch, largest_error, loss_of, on_device
+from test.common.replicas import assert_same_state, batch, largest_error, loss_of, on_device
 from test.common.scenarios import Scenarios, fsdp, make, message
-from test.optim.test_zero import assert_same_state
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result

@@ -27,7 +27,7 @@ MOMENTUM: Callable[[Any], Any] = lambda params: torch.optim.SGD(  # noqa: E731
 )
 
 
-def run(
+def train(
     model: Any, optimizer: Any, rank: int, *, micro_batches: int = 1, **no_sync: bool
 ) -> list[Tensor]:
     """Train; returns the shards."""
@@ -68,7 +68,7 @@ def train_cases(rank: int, names: Sequence[str]) -> dict[Any, Any]:
             optimizer = make_optimizer(model.parameters())
             if fused:
                 step_in_backward(model, optimizer)
-            found[name, fused] = run(model, optimizer, rank, **how)
+            found[name, fused] = train(model, optimizer, rank, **how)
             found[name, fused, "groups"] = optimizer.state_dict()["param_groups"]
             found[name, fused, "grads"] = sum(p.grad is not None for p in model.parameters())
     return found
@@ -118,7 +118,7 @@ def with_ignored(rank: int) -> dict[bool, list[Tensor]]:
         optimizer = MOMENTUM(wrapped.parameters())
         if fused:
             step_in_backward(wrapped, optimizer)
-        found[fused] = run(wrapped, optimizer, rank)
+        found[fused] = train(wrapped, optimizer, rank)
     return found
 
 
@@ -173,7 +173,7 @@ def parameters_kept(rank: int) -> dict[Any, list[Tensor]]:
             model.set_reshard_after_backward(frees)
             optimizer = MOMENTUM(model.parameters())
             step_in_backward(model, optimizer)
-            run(model, optimizer, rank)
+            train(model, optimizer, rank)
             for unit in model._fsdp_units():
                 unit.reshard()
             found[bool(options), frees] = values(model)

@@ -20,6 +20,7 @@ from test.common.replicas import (
     MakeOptimizer,
     Matrix,
     Tiny,
+    assert_same_state,
     batch,
     largest_error,
     loss_of,
@@ -94,20 +95,6 @@ def wide(rank: int) -> dict[str, Any]:
             "held": sum(v.numel() for state in states for v in state.values() if v.numel() > 1),
         }
     return found
-
-
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for number, entries in expected["state"].items():
-        assert found["state"][number].keys() == entries.keys()
-        for name, value in entries.items():
-            own = found["state"][number][name]
-            if isinstance(value, Tensor):
-                assert own.device.type == "cpu"
-                assert largest_error([own], [value]) <= tolerance
-            else:
-                assert own == value
 
 
 @pytest.mark.parametrize(("name", "clip"), [("adamw", 0.1), ("momentum", None)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.common.compare import same
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.tensor_training import Case, make_optimizer, parallelized, sharded, train_steps
 from xla_fsdp.checkpoint import CheckpointError, MergeOptions, merge_files, read_shards
@@ -87,10 +88,6 @@ def everything(model: Any, optimizer: Any) -> dict[str, Any]:
     state = optim_state_dict(model, optimizer)["state"]
     states = {f"{name}/{what}": t for name, own in state.items() for what, t in own.items()}
     return {**full_state_dict(model), **states}
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in b)
 
 
 def load_three(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, Tensor]]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from test.common.tpu_reports import reports
-from test.fsdp.engine.test_tpu import counts
+from test.common.tpu_reports import counts, reports
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow

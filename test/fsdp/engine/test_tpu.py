@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from test.common.tpu_reports import reports
+from test.common.tpu_reports import counts, reports
 from test.common.tpu_steps import VOCABULARY, WIDTH
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
@@ -33,14 +33,6 @@ def report(topology: str, depth: int) -> dict[str, Any]:
         each for each in found if (each["topology"], each["options"]["depth"]) == (topology, depth)
     ]
     return one
-
-
-def counts(found: dict[str, Any]) -> Counter[str]:
-    """How often collectives of each kind run."""
-    times: Counter[str] = Counter()
-    for each in found["traffic"]:
-        times[each["kind"]] += each["count"]
-    return times
 
 
 def added(topology: str, kind: str) -> int:

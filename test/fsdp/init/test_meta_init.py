@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from test.common.compare import same
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import Scenarios, fsdp, make, message
@@ -26,12 +27,6 @@ def full(model: Any) -> dict[str, Tensor]:
     from xla_fsdp import full_state_dict
 
     return full_state_dict(model)
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], value) for name, value in expected.items()
-    )
 
 
 class Scale(nn.Module):

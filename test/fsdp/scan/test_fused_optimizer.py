@@ -15,8 +15,8 @@ from torch import Tensor
 
 from test.common.models import FEATURES, ScanNet
 from test.common.ranks import run_on_ranks
+from test.common.scan import batch, of_kind, whole
 from test.common.scenarios import Scenarios, make, message, nested
-from test.fsdp.scan.test_stacked import batch, of_kind, whole
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result

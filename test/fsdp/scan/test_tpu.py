@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from test.common.ranks import cached_outcome, run_python
-from test.common.tpu_reports import reports
+from test.common.tpu_reports import counts, reports
 from test.common.tpu_steps import LENGTH
-from test.fsdp.engine.test_tpu import TARGET, counts
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow
 
+TARGET = "test.common.tpu_steps:build"
 DEPTHS = (4, 24, 48)
 BATCH, DEPTH, WIDTH = 2, 4, 1024
 MIB = 2**20

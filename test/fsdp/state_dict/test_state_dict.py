@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from test.common.models import FEATURES, BatchNormNet, FrozenNet
+from test.common.compare import same
+from test.common.models import FEATURES, BatchNormNet, FrozenNet, TiedNet
 from test.common.scenarios import Scenarios, fsdp, make, message, nested, rows
-from test.fsdp.wrapper.test_wrapper import TiedNet
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
@@ -19,13 +19,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flat": {"flatten_parameters": True},
     "rows": {"shard_param_on_dim_0": True},
 }
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name].cpu(), value) and found[name].dtype == value.dtype
-        for name, value in expected.items()
-    )
 
 
 class Square(nn.Module):

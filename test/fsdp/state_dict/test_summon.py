@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from test.common.models import FEATURES, WIDTH, BatchNormNet, Net
+from test.common.models import FEATURES, WIDTH, BatchNormNet, Net, TiedNet
 from test.common.scenarios import Scenarios, fsdp, make, message, nested, rows, states
-from test.fsdp.wrapper.test_wrapper import TiedNet
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from test.common.compare import same
 from test.common.models import FEATURES, BatchNormNet, Block
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows
 from xla_fsdp import (
@@ -458,10 +459,6 @@ def types(rank: int) -> dict[str, Any]:
 
 def to_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() for name, value in state.items()}
-
-
-def same(a: Any, b: Any) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in b)
 
 
 def same_moments(state: Any, moments: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.common.compare import same
 from test.common.hlo import Instruction, Program
 from test.common.in_place import in_place, loss_of
 from test.common.models import FEATURES
@@ -248,10 +249,6 @@ def full_states(model: Any, optimizer: Any) -> dict[tuple[str, ...], Tensor]:
         **{("model", name): value for name, value in full_state_dict(model).items()},
         **{(name, key): v for name, each in state.items() for key, v in each.items()},
     }
-
-
-def same(a: dict[tuple[str, ...], Tensor], b: dict[tuple[str, ...], Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[key], b[key]) for key in b)
 
 
 def test_one_replica_is_saved() -> None:

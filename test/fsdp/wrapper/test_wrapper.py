@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from test.common.models import CLASSES, FEATURES, WIDTH, Net
+from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
 
 scenarios = Scenarios(__name__)
@@ -312,17 +312,6 @@ def test_walking_by_children_finds_everything_by_its_own_name() -> None:
 
 
 # ---------------------------------------------------------------- ties across units
-
-
-class TiedNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.second = nn.Linear(FEATURES, FEATURES)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
 
 
 @scenario

@@ -1,8 +1,6 @@
-"""Show a page in headless Chromium and ask what became of it, over the devtools protocol.
+"""Show a local page in headless Chromium, driven through a pipe by the devtools protocol.
 
-``show(path)`` loads a local page and returns what it measured, asked for and complained about.
-Always true: the browser talks through a pipe, opens no port, and is ended when its time is up.
-``executable()`` finds Chromium on the machine, or where ``make browser`` puts it.
+``show(path)`` returns what the page measured, requested and complained about.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Programs in the shape of those that users of torch's FSDP2 have; only imports and device differ.
+"""Programs as users of torch's FSDP2 write them; only imports and the device differ.
 
-``tutorial`` follows the structure of PyTorch's FSDP2 tutorial (a transformer on the meta device, a
-unit for each layer, mixed precision, explicit prefetching, state dicts in two ways), ``apply_fsdp``
-the calls that torchtitan makes. ``test_fsdp2_scripts`` runs them.
+``tutorial`` follows PyTorch's FSDP2 tutorial (a transformer on the meta device, a unit for each
+layer, mixed precision, explicit prefetching, state dicts in two ways), ``apply_fsdp`` torchtitan.
 """
 
 from __future__ import annotations

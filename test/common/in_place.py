@@ -1,4 +1,4 @@
-"""Helpers of the tests of ``fully_shard``: models sharded in place, one pass and what it leaves."""
+"""Models sharded in place by ``fully_shard``, and the gradients of one pass."""
 
 from __future__ import annotations
 

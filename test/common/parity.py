@@ -1,9 +1,8 @@
 """Train the same model sharded on N ranks and unsharded on the joined batch, and compare.
 
-A ``Case`` says what to build and how to train it. ``run_cases`` runs on every rank of one launch;
-``reference`` runs in the test's own process on plain torch. Batch statistics belong to a rank, so
-the reference computes the loss of every rank's part of the batch by itself, with that rank's own
-buffers, and averages; for models without such statistics that is the loss of the joined batch.
+A ``Case`` says what to build and how to train it. ``run_cases`` runs on every rank of one launch,
+``reference`` in the test's own process on plain torch. Batch statistics belong to a rank, so the
+reference averages the losses of the ranks' parts of the batch, each with that rank's buffers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Random modules for parity tests: a plain description of a tree, and what builds it.
+"""Random modules for parity tests: a plan describes a tree of modules, a recipe how it is sharded.
 
-Words: a *plan* describes one node of the tree, with everything below it; a *recipe* is a plan with
-the options that its units get. Plans and recipes are values that print and pickle.
-Always true: every node takes and returns [ROWS, width]; everything a plan can ask for is allowed,
-so that whatever differs from the plain model, or raises, is a bug of the package.
-``recipes`` is the hypothesis strategy.
+``recipes`` is the hypothesis strategy. Every node takes and returns [ROWS, width], and every plan
+is allowed, so an error or a difference from the plain model is a bug of the package.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Run a module-level function on CPU ranks in a process of its own, as tests need it.
+"""Run functions on CPU ranks, and programs, in child processes that end when their time is up.
 
-``run_on_ranks(fn, 4, *args)`` calls ``fn(rank, *args)`` on every rank and returns the values.
-Always true: the child is killed when its time is up; a failure shows the end of its stderr.
-Arguments and results travel pickled through a temporary directory, so results must be host values.
-``test`` is a package: then pytest puts the repository's root on ``sys.path``, and a function has
-the same name (``test.distributed.test_launch:fn``) in the child as here.
+``run_on_ranks(fn, 4, *args)`` calls ``fn(rank, *args)`` on every rank and returns the values, which
+travel pickled: functions must be module-level, and results host values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Saving and loading steps without torch_xla: ranks are threads that meet at a barrier.
 
-Words: as in ``xla_fsdp.checkpoint``. A *picture* is a set of full tensors whose values follow from
-the step, so that whoever reads a step can tell whether it is whole and whose it is.
-Always true: expected shards are cut here, by slicing padded vectors; no code under test does that.
+The values of a ``Picture`` follow from the step, so a reader can tell whether a step is complete.
+Expected shards are cut here by slicing padded vectors, without the code under test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Scenarios: functions that run on ranks, all those of a test file in one launch.
 
-A test file makes ``scenarios = Scenarios(__name__)``, marks functions of a rank with
-``@scenarios.add`` and reads what they returned by ``scenarios.result("name")``. Below are the
-helpers that such functions share.
+A file makes ``scenarios = Scenarios(__name__)``, marks functions of a rank with ``@scenarios.add``
+and reads their values by ``scenarios.result("name")``. Helpers of such functions follow.
 """
 
 from __future__ import annotations

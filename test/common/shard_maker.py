@@ -1,7 +1,6 @@
-"""Shards in our format, made by hand from full tensors: what training would have saved.
+"""Shard files made by hand from the full tensors of a ``FullModel``, as training would save them.
 
-Words: as in ``xla_fsdp.checkpoint.format``. ``FullModel`` says what is saved how.
-Always true: no code of ``xla_fsdp.checkpoint.merge`` takes part, only the layout's arithmetic.
+Only the arithmetic of the shard layout is shared with the code under test.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Train any task for a few steps, sharded on N ranks and unsharded, for ``parity.join`` and
-``parity.assert_same``.
+"""Train any ``Task`` for a few steps, sharded on N ranks and unsharded, for ``parity.assert_same``.
 
-A *task* says what to build, how to shard it, what every rank is fed and which optimizer steps.
-``train_sharded`` runs on a rank; ``train_plain`` in the test's own process, on plain torch: there
-the loss is the mean of the losses of the ranks' parts of a batch, each with that rank's buffers.
-``parity`` has a loop of its own, for cases that differ in how they train, not in what.
+``train_sharded`` runs on a rank, ``train_plain`` in the test's own process on plain torch, where
+the loss is the mean over the ranks' parts of a batch. ``parity`` has a loop of its own, for cases
+that differ in how they train and not in what.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Pythons that have imported torch and torch_xla already, for tests that start many.
+"""Python processes that have imported torch and torch_xla already, for tests that start many.
 
-Importing the two takes most of the time of a small test on ranks. A *server* process imports them
-once, before any device or thread of XLA exists, and forks a *child* for each program to run.
-Always true: a child has the environment, the working directory and the streams of a process of its
-own, and ends as one, with its own exit code, traceback and handlers at exit. It does not share the
-states of global random generators with others, but the seed of ``hash(str)``. Server and child end
-with the process that started them, and with a call that is interrupted.
-Not for tests of what happens when these packages are imported, nor with other variables of
-``READ_ONCE`` than the server's: see ``fits``.
+Importing the two takes most of the time of a small test on ranks. A server process imports them
+once, before any device or thread of XLA exists, and forks a child for each program. A child has its
+own environment, working directory, streams, exit code and random state, as a new process would, but
+not its own seed of ``hash(str)``. Server and children end with the process that started them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """``launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
 
-Ranks are started once per number of ranks; every case of that launch returns host values, which
-the tests then compare with numpy. The functions that run in a child are module-level, as
-``run_on_ranks`` needs them. Failures that a launch survives share one child, which also shows that
-the next launch of the process still works. At the end, the processes that tests start (``ranks``).
+Ranks are started once for each number of ranks, and their host values compared with numpy. Failures
+that a launch survives share one child, so the next launch of the process is tested, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A reduction around rings gives what a reduce-scatter gives.
 
-That the TPU compiler hides the sends is shown in ``test_scan_tpu``. On CPU a collective-permute
-takes no channel id, so that ranks of several threads do not meet; here a gather stands in for it.
+On CPU a collective-permute takes no channel id, so that ranks of several threads do not meet; here
+a gather replaces it. That the TPU compiler hides the sends is shown in ``fsdp/scan/test_tpu``.
 """
 
 from __future__ import annotations

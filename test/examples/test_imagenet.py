@@ -1,9 +1,7 @@
-"""examples/imagenet: the whole job on 2 CPU ranks and folders of JPEG files, some of them damaged.
+"""examples/imagenet: the whole job on 2 CPU ranks, uninterrupted and resumed after a SIGTERM.
 
-Words: the *full run* is an uninterrupted one; the *ended run* got SIGTERM in the middle of an
-epoch, and the *resumed run* went on from there.
-Always true: pictures show a class by their colour, so a small transformer learns them in two
-epochs; what can be tested without ranks is. Real photographs are in the slow part, and fetched.
+Pictures show a class by their colour, so a small transformer learns them in two epochs; some files
+are damaged. The slow tests fetch real photographs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """examples/mnist/train.py: the whole job as a subprocess, on synthetic digits and 2 or 3 CPU ranks.
 
-Words: the *full run* is an uninterrupted one, whose files and losses several tests look at; a
-*module* here is one of the example's own files, imported as the script imports it.
-Always true: every launch takes few steps; what can be tested without ranks is. Real MNIST is
-trained by ``make mnist``, its files are tested in ``test_mnist_data``.
+Every launch takes few steps; several tests look at the files and losses of one full run.
 """
 
 from __future__ import annotations

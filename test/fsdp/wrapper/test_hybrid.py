@@ -1,4 +1,4 @@
-"""Hybrid sharding beside training itself (see ``test_parity``): what is sent, saved and shown."""
+"""Hybrid sharding: what is sent, saved and shown. Training itself is in ``test_parity``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios"}
+STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios", "Runs"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

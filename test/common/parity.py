@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from test.common import models
 from test.common.compare import assert_close
 from test.common.models import CLASSES, FEATURES, Block
+from test.common.ranks import cached_outcome, run_on_ranks
 from xla_fsdp import init_mesh, one_rank_at_a_time, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 from xla_fsdp.distributed.topology import reduction_steps
@@ -422,6 +423,32 @@ def _join_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dic
 
 
 # ---------------------------------------------------------------- comparison
+
+
+class Runs:
+    """Cases of a test file, each on a number of ranks; those of one number share a launch."""
+
+    def __init__(self, cases: dict[tuple[int, str], Case]) -> None:
+        self.cases = cases
+        self.outcomes = cached_outcome(self._launch)
+
+    def _launch(self, num_ranks: int) -> list[dict[str, Any]]:
+        cases = {name: case for (n, name), case in self.cases.items() if n == num_ranks}
+        return run_on_ranks(run_cases, num_ranks, cases, timeout=1500)
+
+    def check(self, num_ranks: int, name: str) -> list[dict[str, Any]]:
+        """Compare a case with the plain model; returns what its ranks hold."""
+        ranks = [rank[name] for rank in self.outcomes(num_ranks)]
+        assert_parity(self.cases[num_ranks, name], ranks)
+        return ranks
+
+
+def assert_parity(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """Compare what the ranks hold after training with the plain model on the joined batch."""
+    found, expected = join(ranks), reference(case, len(ranks))
+    if case.options.get("flatten_parameters"):
+        found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
+    assert_same(found, expected, case.tolerance)
 
 
 def assert_same(

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test.common.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet, WideSignsNet
-from test.common.parity import Case, assert_same, join, reference, run_cases, whole
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.parity import Case, Runs, assert_parity, run_cases, whole
+from test.common.ranks import run_on_ranks
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import StreamedEmbedding
 from xla_fsdp.fsdp.chunked.chunks import Pieces, cut_into
@@ -910,7 +910,7 @@ CASES = {
     "hybrid_2x4_bf16": Case("WideSignsNet", options=BF16, mesh=(2, 4), tolerance=0.05),
 }
 QUICK = ("adamw_no_sync", "bf16", "sends_rows")
-ALL = [(n, name) for n in (1, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
+FULL = Runs({(n, name): c for n in (1, 3, 4, 8) for name, c in CASES.items() if c.fits(n)})
 
 
 @scenarios.add
@@ -920,25 +920,13 @@ def trained(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_parity(name: str) -> None:
-    _compare(name, [result("trained", rank) for rank in range(RANKS)])
-
-
-@cached_outcome
-def sharded(num_ranks: int) -> list[dict[str, Any]]:
-    """What every rank holds after all cases that fit, out of one launch."""
-    cases = {name: CASES[name] for n, name in ALL if n == num_ranks}
-    return run_on_ranks(run_cases, num_ranks, cases, timeout=1200)
+    assert_parity(CASES[name], [result("trained", rank)[name] for rank in range(RANKS)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "name"), ALL)
+@pytest.mark.parametrize(("num_ranks", "name"), FULL.cases)
 def test_parity_in_full(num_ranks: int, name: str) -> None:
-    _compare(name, sharded(num_ranks))
-
-
-def _compare(name: str, ranks: list[dict[str, Any]]) -> None:
-    expected = reference(CASES[name], len(ranks))
-    assert_same(join([rank[name] for rank in ranks]), expected, CASES[name].tolerance)
+    FULL.check(num_ranks, name)
 
 
 # ---------------------------------------------------------------- state

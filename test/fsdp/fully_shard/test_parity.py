@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from test.common.parity import Case, assert_same, join, reference, run_cases
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.parity import Case, Runs
 from xla_fsdp import MixedPrecisionPolicy
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -91,31 +90,17 @@ def cases(num_ranks: int) -> dict[str, Case]:
     return {**CASES, **regather, **MESHES.get(num_ranks, {})}
 
 
-@cached_outcome
-def sharded(num_ranks: int, *, quick: bool) -> list[dict[str, Any]]:
-    chosen = {
-        name: each
-        for name, each in cases(num_ranks).items()
-        if (name in QUICK.get(num_ranks, ())) == quick
-    }
-    return run_on_ranks(run_cases, num_ranks, chosen, timeout=1500)
+ALL = {(n, name): each for n in (1, 2, 3, 4, 8) for name, each in cases(n).items()}
+QUICK_RUNS = Runs({(n, name): ALL[n, name] for n, names in QUICK.items() for name in names})
+OTHERS = Runs({run: each for run, each in ALL.items() if run not in QUICK_RUNS.cases})
 
 
-def compare(num_ranks: int, name: str, *, quick: bool) -> None:
-    one = cases(num_ranks)[name]
-    found = join([rank[name] for rank in sharded(num_ranks, quick=quick)])
-    assert_same(found, reference(one, num_ranks), one.tolerance)
-
-
-@pytest.mark.parametrize(("num_ranks", "name"), [(n, name) for n in QUICK for name in QUICK[n]])
+@pytest.mark.parametrize(("num_ranks", "name"), QUICK_RUNS.cases)
 def test_parity(num_ranks: int, name: str) -> None:
-    compare(num_ranks, name, quick=True)
+    QUICK_RUNS.check(num_ranks, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "name"),
-    [(n, name) for n in (1, 2, 3, 4, 8) for name in cases(n) if name not in QUICK.get(n, ())],
-)
+@pytest.mark.parametrize(("num_ranks", "name"), OTHERS.cases)
 def test_parity_in_full(num_ranks: int, name: str) -> None:
-    compare(num_ranks, name, quick=False)
+    OTHERS.check(num_ranks, name)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from test.common.parity import assert_same, join, reference, run_cases
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.parity import Runs
 from test.common.scan import CASES
 
 QUICK = (
@@ -15,31 +12,16 @@ QUICK = (
     (3, "offload_named"),
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
-OTHERS = [run for run in ALL if run not in QUICK]
+QUICK_RUNS = Runs({(n, name): CASES[name] for n, name in QUICK})
+OTHERS = Runs({(n, name): CASES[name] for n, name in ALL if (n, name) not in QUICK})
 
 
-@cached_outcome
-def sharded(num_ranks: int, *, quick: bool) -> list[dict[str, Any]]:
-    """What every rank holds after all quick cases, or all others, out of one launch."""
-    cases = {name: CASES[name] for n, name in (QUICK if quick else OTHERS) if n == num_ranks}
-    return run_on_ranks(run_cases, num_ranks, cases, timeout=1200)
-
-
-@pytest.mark.parametrize(("num_ranks", "name"), QUICK)
+@pytest.mark.parametrize(("num_ranks", "name"), QUICK_RUNS.cases)
 def test_parity(num_ranks: int, name: str) -> None:
-    _compare(num_ranks, name, quick=True)
+    QUICK_RUNS.check(num_ranks, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "name"), OTHERS)
+@pytest.mark.parametrize(("num_ranks", "name"), OTHERS.cases)
 def test_parity_in_full(num_ranks: int, name: str) -> None:
-    _compare(num_ranks, name, quick=False)
-
-
-def _compare(num_ranks: int, name: str, *, quick: bool) -> None:
-    case = CASES[name]
-    expected = reference(case, num_ranks)
-    found = join([rank[name] for rank in sharded(num_ranks, quick=quick)])
-    if case.options.get("flatten_parameters"):
-        found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
-    assert_same(found, expected, case.tolerance)
+    OTHERS.check(num_ranks, name)

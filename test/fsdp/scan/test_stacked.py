@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from test.common.compare import assert_close
-from test.common.parity import Case, assert_same, join, reference, run_cases
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.parity import Case, Runs, assert_parity, run_cases
+from test.common.ranks import run_on_ranks
 from test.common.scan import CASES as SCANNED
 from test.common.scan import DEPTH, HIDDEN, WIDTH, Block, Net, batch, of_kind, whole, wrapped
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
@@ -71,12 +71,7 @@ CASES = {
     ),
 }
 QUICK = ("clipped_adamw", "no_sync", "adapters")
-SLOW = [
-    (ranks, name)
-    for ranks in (1, 3, 4, 8)
-    for name, case in CASES.items()
-    if case.fits(ranks)
-]  # fmt: skip
+SLOW = Runs({(n, name): c for n in (1, 3, 4, 8) for name, c in CASES.items() if c.fits(n)})
 
 
 @scenarios.add
@@ -84,28 +79,23 @@ def parity(rank: int) -> dict[str, Any]:
     return run_cases(rank, {name: CASES[name] for name in QUICK})
 
 
-@cached_outcome
-def slow_parity(num_ranks: int) -> list[dict[str, Any]]:
-    cases = {name: CASES[name] for ranks, name in SLOW if ranks == num_ranks}
-    return run_on_ranks(run_cases, num_ranks, cases, timeout=1200)
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_stacks_train_like_the_plain_model(name: str) -> None:
-    _compare(name, RANKS, [result("parity", rank)[name] for rank in range(RANKS)])
+    ranks = [result("parity", rank)[name] for rank in range(RANKS)]
+    assert_parity(CASES[name], ranks)
+    assert_only_first_block_is_named(ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "name"), SLOW)
+@pytest.mark.parametrize(("num_ranks", "name"), SLOW.cases)
 def test_stacks_train_like_the_plain_model_in_full(num_ranks: int, name: str) -> None:
-    _compare(name, num_ranks, [rank[name] for rank in slow_parity(num_ranks)])
+    assert_only_first_block_is_named(SLOW.check(num_ranks, name))
 
 
-def _compare(name: str, num_ranks: int, ranks: list[dict[str, Any]]) -> None:
-    case = CASES[name]
-    assert_same(join(ranks), reference(case, num_ranks), case.tolerance)
+def assert_only_first_block_is_named(ranks: list[dict[str, Any]]) -> None:
+    """The optimizer sees stacks, by the names in the first block."""
     of_blocks = {each.split(".")[1] for each in ranks[0]["names"] if each.startswith("blocks.")}
-    assert of_blocks == {"0"}  # the optimizer sees stacks, by the names in the first block
+    assert of_blocks == {"0"}
 
 
 # ---------------------------------------------------------------- what an optimizer sees

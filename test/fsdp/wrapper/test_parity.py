@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from test.common.models import FEATURES
-from test.common.parity import (
-    ROWS,
-    Case,
-    Outcome,
-    assert_close,
-    assert_same,
-    build,
-    join,
-    reference,
-    run_cases,
-)
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.parity import ROWS, Case, Outcome, Runs, assert_same, build, reference
 
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 BF16 = {"compute_dtype": torch.bfloat16}
@@ -112,41 +100,24 @@ QUICK = (
     "hybrid_2x2", "hybrid_2x2_no_sync",
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
-RUNS = [(n, name) for n, name in ALL if n == 3 or name in QUICK]
-OTHERS = [run for run in ALL if run not in RUNS]
+QUICK_RUNS = Runs({(n, name): CASES[name] for n, name in ALL if n == 3 or name in QUICK})
+OTHERS = Runs({(n, name): CASES[name] for n, name in ALL if (n, name) not in QUICK_RUNS.cases})
 
 
-@cached_outcome
-def sharded(num_ranks: int, *, quick: bool) -> list[dict[str, Any]]:
-    """What every rank holds after all quick cases, or all others, out of one launch."""
-    runs = RUNS if quick else OTHERS
-    cases = {name: CASES[name] for n, name in runs if n == num_ranks}
-    return run_on_ranks(run_cases, num_ranks, cases, timeout=1200)
-
-
-@pytest.mark.parametrize(("num_ranks", "name"), RUNS)
+@pytest.mark.parametrize(("num_ranks", "name"), QUICK_RUNS.cases)
 def test_parity(num_ranks: int, name: str) -> None:
-    _compare(num_ranks, name, quick=True)
+    QUICK_RUNS.check(num_ranks, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "name"), OTHERS)
+@pytest.mark.parametrize(("num_ranks", "name"), OTHERS.cases)
 def test_parity_in_full(num_ranks: int, name: str) -> None:
-    _compare(num_ranks, name, quick=False)
-
-
-def _compare(num_ranks: int, name: str, *, quick: bool) -> None:
-    case = CASES[name]
-    expected = reference(case, num_ranks)
-    found = join([rank[name] for rank in sharded(num_ranks, quick=quick)])
-    if case.options.get("flatten_parameters"):
-        found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
-    assert_same(found, expected, case.tolerance)
+    OTHERS.check(num_ranks, name)
 
 
 @pytest.mark.parametrize("name", ["nested", "deep", "remat_deep_outside", "auto_always", "frozen"])
 def test_names_are_those_of_the_plain_model(name: str) -> None:
-    found = sharded(3, quick=True)[0][name]["names"]
+    found = QUICK_RUNS.outcomes(3)[0][name]["names"]
     plain = [name for name, _ in build(CASES[name]).named_parameters()]
     assert sorted(found) == sorted(plain)
 
@@ -157,4 +128,4 @@ def test_the_comparison_notices_an_error() -> None:
     broken = Outcome(**vars(reference(case, 2)))
     broken.state["head.weight"] = broken.state["head.weight"] * (1 + 10 * case.tolerance)
     with pytest.raises(AssertionError, match=r"state of head\.weight"):
-        assert_close(broken.state, expected.state, case.tolerance, "state")
+        assert_same(broken, expected, case.tolerance)

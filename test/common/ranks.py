@@ -28,7 +28,7 @@ STDERR_LINES = 60
 
 
 class ChildError(RuntimeError):
-    """The child ended badly; ``returncode`` is None if it was killed for taking too long."""
+    """The child failed; ``returncode`` is None if it was killed because its time was up."""
 
     def __init__(self, what: str, returncode: int | None, stderr: str) -> None:
         tail = "\n".join(stderr.splitlines()[-STDERR_LINES:])
@@ -63,7 +63,7 @@ def run_on_ranks(
 def run_warm(
     *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As ``run_python``, of a module (``-m``) or a file, with torch and torch_xla imported."""
+    """Run a module (``-m``) or a file as ``run_python`` does, with torch and torch_xla imported."""
     warm = warm_python()
     if not warm.fits(environment(env)):
         return run_python(*arguments, timeout=timeout, env=env)
@@ -73,7 +73,7 @@ def run_warm(
 
 @functools.cache
 def warm_python() -> WarmPython:
-    """The one of all tests."""
+    """Return the server that all tests of this process share."""
     return WarmPython(ROOT, environment())
 
 
@@ -102,8 +102,10 @@ def _killed_in_time(arguments: Sequence[str], timeout: float) -> Iterator[None]:
 
 
 def cached_outcome(fn: Callable[P, T]) -> Callable[P, T]:
-    """Call ``fn`` once for each set of arguments, also if it raises: a launch that failed fails
-    every test that needs it, but is not tried again for each."""
+    """Call ``fn`` once for each set of arguments, also if it raises.
+
+    A launch that failed fails every test that needs it, without another attempt for each.
+    """
 
     @functools.cache
     def attempt(*args: P.args, **kwargs: P.kwargs) -> tuple[T | None, Exception | None]:
@@ -123,7 +125,7 @@ def cached_outcome(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child: CPU, quick compilation, and whatever ``more`` says."""
+    """Return the environment of a child: CPU, quick compilation, and ``more``."""
     return {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE, **(more or {})}
 
 

@@ -43,18 +43,18 @@ class Matrix(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """One rank's inputs."""
+    """Return a rank's inputs [3, FEATURES] of a step."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(3, FEATURES, generator=generator)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss whose gradient is a mean over rows."""
+    """Return a loss whose gradient is a mean over rows."""
     return model(x).square().sum(1).mean()
 
 
 def on_device(model_class: Callable[[], nn.Module]) -> Any:
-    """The model on this rank's device."""
+    """Build the model on this rank's device."""
     import torch_xla
 
     return make(model_class).to(torch_xla.device())
@@ -69,7 +69,7 @@ def train_replica(
     clip: float | None = None,
     before_step: Callable[[Any], Any] = lambda optimizer: None,
 ) -> tuple[Any, Any, list[float]]:
-    """Model, optimizer and norms before clipping."""
+    """Train on a rank; returns the model, the optimizer and the norms before clipping."""
     import torch_xla
 
     model = on_device(model_class)
@@ -105,7 +105,7 @@ def train_plain(
     clip: float | None = None,
     prepare: Callable[[Any], Any] = lambda optimizer: None,
 ) -> tuple[Any, Any, list[float]]:
-    """The same on the batches of all ranks joined."""
+    """Train in plain torch on the joined batches of all ranks; returns the same three."""
     model = make(model_class)
     optimizer: Any = make_optimizer(model.parameters())
     prepare(optimizer)
@@ -129,12 +129,12 @@ def train_plain(
 
 
 def values(model: nn.Module) -> list[Tensor]:
-    """The parameters, on the host."""
+    """Return the parameters, on the host."""
     return [param.detach().cpu() for param in model.parameters()]
 
 
 def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference between tensors of the same shapes."""
+    """Return the largest difference between tensors of the same shapes."""
     pairs = list(zip(found, expected, strict=True))
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

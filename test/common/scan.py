@@ -96,7 +96,7 @@ def wrapped(
     seed: int = 3,
     **options: Any,
 ) -> Any:
-    """A model with each block a unit; ``change`` sees it before."""
+    """Build a model and wrap each block; ``change`` gets the model before."""
 
     def build() -> nn.Module:
         model = Net(depth)
@@ -110,7 +110,7 @@ def wrapped(
 
 
 def of_kind(kind: str, seed: int = 3, **options: Any) -> Any:
-    """The model, as this kind; ``options`` of ``wrapped``."""
+    """Build a model that runs block by block ("single"), or as a loop ("scanned", "stacked")."""
     from xla_fsdp import scan_blocks
 
     model = wrapped(seed=seed, **options)
@@ -120,6 +120,7 @@ def of_kind(kind: str, seed: int = 3, **options: Any) -> Any:
 
 
 def batch(seed: int = 1) -> Tensor:
+    """Return inputs [4, WIDTH] of this rank, on its device."""
     import torch_xla
 
     from xla_fsdp.distributed.xla import ops
@@ -129,7 +130,7 @@ def batch(seed: int = 1) -> Tensor:
 
 
 def whole(model: Any) -> dict[str, Tensor]:
-    """The full state dict, to be compared on any kind."""
+    """Return the full state dict, whose names are those of the single blocks."""
     from xla_fsdp import full_state_dict
 
     return dict(full_state_dict(model))

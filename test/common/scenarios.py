@@ -20,8 +20,11 @@ RANKS = 2
 
 
 class Scenarios:
-    """The scenarios of one test file; ``module`` is its ``__name__``, and names them ``scenarios``
-    there."""
+    """The scenarios of one test file.
+
+    Args:
+        module: ``__name__`` of the file, which holds this object as ``scenarios``.
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -33,7 +36,7 @@ class Scenarios:
         return fn
 
     def result(self, name: str, rank: int = 0) -> Any:
-        """What the scenario returned on ``rank``."""
+        """Return the value of the scenario ``name`` on a rank."""
         return _results(self._module)[rank][name]
 
 
@@ -48,14 +51,14 @@ def _run(rank: int, module: str) -> dict[str, Any]:
 
 
 def fsdp(module: nn.Module, **options: Any) -> Any:
-    """``module`` wrapped."""
+    """Wrap a module."""
     from xla_fsdp import XlaFullyShardedDataParallel
 
     return XlaFullyShardedDataParallel(module, **options)
 
 
 def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> Any:
-    """A model with the same values on every rank."""
+    """Build a model with the same values on every rank."""
     from xla_fsdp import one_rank_at_a_time
 
     with one_rank_at_a_time(), torch.random.fork_rng():
@@ -64,21 +67,21 @@ def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> Any:
 
 
 def nested(model: Any, **options: Any) -> Any:
-    """``model`` with each block a unit, and the rest the root."""
+    """Wrap each block, and then the model as the root."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = fsdp(block, **options)
     return fsdp(model, **options)
 
 
 def rows() -> Tensor:
-    """A small batch on this rank's device, the same on every rank."""
+    """Return a batch [2, FEATURES] on this rank's device, the same on every rank."""
     import torch_xla
 
     return torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES).to(torch_xla.device())
 
 
 def message(call: Callable[[], Any]) -> str:
-    """What ``call`` raises, as text."""
+    """Return the class and text of the error that ``call`` raises."""
     try:
         call()
     except Exception as error:
@@ -87,5 +90,5 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def states(model: Any) -> set[str]:
-    """The states of all units of ``model``."""
+    """Return the names of the states that the units of a model are in."""
     return {unit.state.name for unit in model._fsdp_units()}

@@ -35,16 +35,18 @@ from pathlib import Path
 import torch
 
 from xla_fsdp.checkpoint.consolidate import MergeOptions, merge_files, read_shards
-from xla_fsdp.checkpoint.copying import checksums, default_threads
+from xla_fsdp.checkpoint.copying import default_threads, read_crcs
 from xla_fsdp.checkpoint.format import (
+    GroupRecord,
     MemberRecord,
+    OptimizerRecord,
     ParamRecord,
     ShardMetadata,
+    StateRecord,
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
-from xla_fsdp.checkpoint.outputs import Fingerprints, SafetensorsOutput, WriteOptions, write_outputs
+from xla_fsdp.checkpoint.outputs import Checksums, SafetensorsOutput, WriteOptions, write_outputs
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
 from xla_fsdp.checkpoint.torch_file import read_torch_file
@@ -166,8 +168,8 @@ def _write_own(case: Case, rank: int, model: dict, states: dict) -> None:
     write_outputs([SafetensorsOutput(path, tensors, partial(_header, metadata))], WriteOptions())
 
 
-def _header(metadata: ShardMetadata, fingerprints: Fingerprints) -> dict[str, str]:
-    known = ShardMetadata(**{**vars(metadata), "fingerprints": dict(fingerprints)})
+def _header(metadata: ShardMetadata, checksums: Checksums) -> dict[str, str]:
+    known = ShardMetadata(**{**vars(metadata), "fingerprints": dict(checksums)})
     return shard_file_metadata(known, {})
 
 
@@ -282,8 +284,8 @@ def check_equal(case: Case) -> None:
 
 
 def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, int]:
-    (checksum,) = checksums([model[name].data], threads=default_threads())
-    return model[name].spec, checksum
+    (crc,) = read_crcs([model[name].data], threads=default_threads())
+    return model[name].spec, crc
 
 
 def run_case(case: Case, memory_limit: int) -> Iterator[str]:

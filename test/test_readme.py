@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from test.common.ranks import run_warm
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp.integrations import UntestedVersionError, require
 
 
 def test_the_snippets_on_moving_over_run(tmp_path: Path) -> None:

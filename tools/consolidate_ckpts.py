@@ -2,8 +2,8 @@
 
     python tools/consolidate_ckpts.py --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
 
-Needs torch and numpy only; neither torch_xla nor xla_fsdp has to be installed. It is a door to the
-``main`` of ``xla_fsdp.consolidate_sharded_ckpts``, where the flags and exit codes are described.
+Needs torch and numpy only; neither torch_xla nor xla_fsdp has to be installed. Flags and exit codes
+are those of ``python -m xla_fsdp.consolidate_sharded_ckpts``.
 """
 
 from __future__ import annotations

@@ -92,6 +92,9 @@ from .fsdp.scan import (
     BlockScan as BlockScan,
 )
 from .fsdp.scan import (
+    checkpoint_name as checkpoint_name,
+)
+from .fsdp.scan import (
     name_activation as name_activation,
 )
 from .fsdp.scan import (
@@ -125,12 +128,12 @@ from .fsdp.state_dict.model import (
     load_full_state_dict as load_full_state_dict,
 )
 from .fsdp.state_dict.model import (
-    load_optim_state_dict as load_optim_state_dict,
-)
-from .fsdp.state_dict.model import (
     load_sharded_state_dict as load_sharded_state_dict,
 )
-from .fsdp.state_dict.model import (
+from .fsdp.state_dict.optim_api import (
+    load_optim_state_dict as load_optim_state_dict,
+)
+from .fsdp.state_dict.optim_api import (
     optim_state_dict as optim_state_dict,
 )
 from .fsdp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -8,7 +8,6 @@ Also installed as ``consolidate_sharded_ckpts`` and reachable from a checkout as
 ``python tools/consolidate_ckpts.py``. ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are
 those of torch_xla's command of the same name. Exit code 0 if all is well; 2 if anything is wrong,
 with one line for each problem on stderr and nothing written.
-Only talks: the work is done by ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
 from xla_fsdp.checkpoint.consolidate import (
     MergeOptions,
     look_at_shards,
@@ -28,17 +28,13 @@ from xla_fsdp.checkpoint.consolidate import (
     read_shards,
 )
 from xla_fsdp.checkpoint.copying import Progress, default_threads
-from xla_fsdp.checkpoint.errors import CheckpointError, one_line
-from xla_fsdp.checkpoint.jobs import Job
-from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, parse_size
-from xla_fsdp.checkpoint.outputs import WriteOptions
-from xla_fsdp.checkpoint.report import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.errors import CheckpointError, one_line, raise_if
+from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.transform import DTYPES, parse_rule
+from xla_fsdp.checkpoint.shard_files import Shard, describe_found
 
 FORMATS = ("pth", "safetensors", "dcp")
-
 PROGRAM = "consolidate_sharded_ckpts"
 
 
@@ -70,7 +66,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compute all fingerprints of the shard files again, also of what is not needed, and "
+        help="compute all checksums of the shard files again, also of what is not needed, and "
         "read what was written again from disk and compare",
     )
     parser.add_argument("--threads", type=int, help="that copy at the same time")
@@ -129,9 +125,6 @@ def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument("--dry_run", action="store_true", help="say what would be written")
 
 
-# ---------------------------------------------------------------- commands
-
-
 def _inspect(args: Namespace) -> int:
     shards, problems = look_at_shards(
         args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
@@ -145,7 +138,7 @@ def _inspect(args: Namespace) -> int:
                 shards, args.threads or default_threads(), progress
             )
         problems += damage
-        print(f"verified {known} tensors; {unknown} have no fingerprint")
+        print(f"verified {known} tensors; {unknown} have no checksum")
     _complain(problems)
     return 2 if problems else 0
 
@@ -162,10 +155,10 @@ def _consolidate(args: Namespace) -> None:
         optimizer=options.optimizer,
         kind=kind,
     )
-    print(f"found {len(shards)} checkpoint files in {args.ckpt_prefix}{args.ckpt_suffix}")
+    sources = [shard.source for shard in shards]
+    print(f"found {describe_found(sources, args.ckpt_prefix, args.ckpt_suffix)}")
     job = _job(args, shards, output, options)
-    if problems := job.find_problems(overwrite=args.overwrite):
-        raise CheckpointError(problems)
+    raise_if(job.find_problems(overwrite=args.overwrite))
     if args.dry_run:
         for line in job.describe():
             print(line)
@@ -199,8 +192,7 @@ def _refuse_impossible(args: Namespace) -> None:
             for name in ("dtype", "key_map", "format", "copy_ties")
             if getattr(args, name)
         ]
-    if problems:
-        raise CheckpointError(problems)
+    raise_if(problems)
 
 
 def _options(args: Namespace, kind: Kind) -> MergeOptions:
@@ -224,9 +216,6 @@ def _kind(args: Namespace, output: str) -> Kind:
     return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
 
 
-# ---------------------------------------------------------------- talking
-
-
 def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
     if args.to_world_size is not None:
         return f"saved shards of {args.to_world_size} ranks to {output}"
@@ -236,7 +225,7 @@ def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
 
 @contextmanager
 def _progress_bar(what: str, size: int) -> Iterator[Progress]:
-    """A bar on a terminal that has tqdm to draw it, and nothing elsewhere."""
+    """Draw a bar on a terminal, if there is tqdm."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
         yield lambda _: None
@@ -246,7 +235,7 @@ def _progress_bar(what: str, size: int) -> Iterator[Progress]:
 
 
 def _tqdm() -> Any:
-    """tqdm's class; None where only torch is installed, which is all that this command needs."""
+    """Return tqdm's class; None where only torch is installed, all that this command needs."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,13 +1,9 @@
 """``python -m xla_fsdp.launch [--num_ranks N] script.py ...``: an unmodified script on CPU ranks.
 
-Words: the *program* is a script or (with ``-m``) a module, compiled once and run by every rank.
-Always true: each rank runs it as ``__main__`` in a namespace of its own; ``sys.argv`` is the
-program's, its directory comes first in ``sys.path``; the exit code is the program's.
-A program that starts ranks itself (``torch_xla.launch``, ``xmp.spawn``, ``xla_fsdp.launch``) works:
-inside a rank these call its function right there. All ranks share the process: its modules, and
-``sys.modules["__main__"]``, which is rank 0's namespace. How ranks run is left to ``launcher``.
-With ``--compat`` a program runs as torch_xla would run it: once, with ranks where it starts them;
-and ``torch_xla.distributed.fsdp`` is this package for it.
+Every rank runs the program, a script or (with ``-m``) a module, as ``__main__`` in a namespace of
+its own. Inside a rank ``torch_xla.launch``, ``xmp.spawn`` and ``xla_fsdp.launch`` call their
+function right there. The ranks share the process: its modules, and ``sys.modules["__main__"]``,
+which is rank 0's namespace.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
 from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE, RankError, launch
@@ -33,7 +29,7 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: compiled code, where it came from, and what goes in front of ``sys.path``."""
+    """Compiled code, where it came from, and what goes in front of ``sys.path``."""
 
     code: CodeType
     path: str
@@ -42,8 +38,11 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a program on CPU ranks; returns its exit code, 2 for wrong usage. SystemExit, if that is
-    how the program ends, is passed on."""
+    """Run a program on CPU ranks; return its exit code, 2 for wrong usage.
+
+    Raises:
+        SystemExit: as the program does.
+    """
     options = _parser().parse_args(argv)
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
     if device != "CPU":
@@ -55,8 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes in the source
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         return 1
-    run = _run_once if options.compat else _run_in_ranks
-    return _run(program, options.args, partial(run, num_ranks=options.num_ranks))
+    return _run(program, options)
+
+
+def _run(program: Program, options: argparse.Namespace) -> int:
+    spaces = _Namespaces(program)
+    try:
+        with _as_main(program, options.args, spaces.of_rank_0):
+            if options.compat:
+                _run_once(program, spaces, options.num_ranks)
+            else:
+                launch(_run_in_rank, (program, spaces), num_ranks=options.num_ranks)
+    except ValueError as error:
+        return _usage_error(str(error))
+    except (_ProgramError, RankError) as error:
+        _print_cause(error, program)
+        if isinstance(error, RankError):
+            print(f"xla_fsdp.launch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,25 +120,6 @@ def _load_module(name: str) -> Program:
     return Program(code, spec.origin or name, str(Path.cwd()), spec)
 
 
-def _run(program: Program, args: Sequence[str], run: Callable[[Program, _Namespaces], None]) -> int:
-    spaces = _Namespaces(program)
-    try:
-        with _as_main(program, args, spaces.of_rank_0):
-            run(program, spaces)
-    except ValueError as error:
-        return _usage_error(str(error))
-    except _ProgramError as error:
-        _print_cause(error, program)
-        return 1
-    except RankError as error:
-        _print_cause(error, program)
-        print(f"xla_fsdp.launch: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT_CODE
-    return 0
-
-
 class _Namespaces:
     """One ``__main__`` per rank; rank 0's exists first, because pickle looks names up in it."""
 
@@ -139,11 +138,12 @@ class _Namespaces:
         return module
 
 
-def _run_in_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    launch(_run_in_rank, (program, spaces), num_ranks=num_ranks)
+def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
+    exec(program.code, vars(spaces.of_rank(rank)))
 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+    """Run a program that starts ranks for itself, with this package as torch_xla's FSDP."""
     from xla_fsdp import compat
     from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 
@@ -156,11 +156,7 @@ def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> N
 
 
 class _ProgramError(Exception):
-    """What a program raised outside of ranks; the cause is its exception."""
-
-
-def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
-    exec(program.code, vars(spaces.of_rank(rank)))
+    """A program raised its cause outside of ranks."""
 
 
 @contextlib.contextmanager
@@ -176,23 +172,22 @@ def _as_main(program: Program, args: Sequence[str], module: ModuleType) -> Itera
 
 
 def _print_cause(error: Exception, program: Program) -> None:
+    """Print the cause with its traceback, without the frames that only start the program."""
     cause = error.__cause__
-    if cause is not None:
-        tb = _from_program(cause.__traceback__, program)
-        print("".join(traceback.format_exception(cause.with_traceback(tb))), file=sys.stderr)
-
-
-def _from_program(tb: TracebackType | None, program: Program) -> TracebackType | None:
-    """The traceback without the frames that only start the program."""
-    start = tb
+    if cause is None:
+        return
+    start = cause.__traceback__
     while start is not None and start.tb_frame.f_code is not program.code:
         start = start.tb_next
-    return start or tb
+    shown = cause.with_traceback(start or cause.__traceback__)
+    print("".join(traceback.format_exception(shown)), file=sys.stderr)
 
 
 class _CallableModule(ModuleType):
-    """Importing this module makes it the package's attribute ``launch``, in place of the function
-    of that name; so it does what the function does."""
+    """A module that can be called like the function ``xla_fsdp.launch``.
+
+    Importing it makes it the package's attribute ``launch``, in place of the function.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return launch(*args, **kwargs)

@@ -1,20 +1,9 @@
-"""What a unit leaves alone: parameters and modules that the user handles.
+"""Which submodules become units of their own, and what a unit ignores.
 
-Words: an *ignored* parameter stays whole, on the device where the user put it, and its gradient is
-not reduced; an ignored module is left alone with everything in it.
-Always true: a parameter of an ignored module is ignored wherever else it is used, too. What is
-ignored by a unit is ignored by the units that its policy makes inside it.
-
-Which submodules become units of their own: policies decide, a walker wraps.
-
-Words: a *policy* is called as ``policy(module, recurse, unwrapped_params)``. With ``recurse=True``
-it says whether to look inside ``module``; with ``recurse=False`` whether to wrap it, given the
-number of parameter elements in it that no unit has taken yet. Extra arguments of the policies here
-are bound with ``functools.partial``.
-Always true: children are decided before their parent, a module that appears twice in the tree is
-wrapped once, a module without a forward of its own (``nn.ModuleList``) is never wrapped, nor is
-anything inside ``nn.MultiheadAttention``.
-The walker knows nothing of sharding.
+A policy is called as ``policy(module, recurse, unwrapped_params)``. With ``recurse=True`` it tells
+whether to look inside ``module``; with ``recurse=False`` whether to wrap it, given the number of
+parameter elements in it that no unit has taken yet. Bind extra arguments of the policies here with
+``functools.partial``.
 """
 
 from __future__ import annotations
@@ -26,7 +15,10 @@ from torch import nn
 
 
 class Ignored:
-    """The parameters and modules that a unit leaves alone.
+    """Parameters and modules that a unit leaves alone.
+
+    An ignored parameter stays unsharded, on the device where the user put it, wherever it is used;
+    its gradient is not reduced. Units that a policy makes inside ignore it, too.
 
     Args:
         modules: modules to ignore with all that is in them.
@@ -51,25 +43,24 @@ class Ignored:
         own += [each for each in mixed if isinstance(each, nn.Parameter)]
         own += [param for root in roots for param in root.parameters()]
         _refuse_shards(own)
-        # The objects themselves are kept, so that their ids stay theirs.
-        self._modules = {id(inner): inner for root in roots for inner in root.modules()}
-        self._params = {id(param): param for param in own}
+        self._modules = dict.fromkeys(inner for root in roots for inner in root.modules())
+        self._params: dict[Any, None] = dict.fromkeys(own)
 
     def has_module(self, module: nn.Module) -> bool:
-        """Whether ``module`` is left alone with all that is in it."""
-        return id(module) in self._modules
+        """Return whether ``module`` is ignored with all that is in it."""
+        return module in self._modules
 
     def has_param(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` stays as it is."""
-        return id(param) in self._params
+        """Return whether ``param`` is ignored."""
+        return param in self._params
 
     def add(self, param: Any) -> None:
-        """Ignore ``param``, too: it has replaced an ignored one in the model."""
-        self._params[id(param)] = param
+        """Ignore ``param``, which has replaced an ignored one in the model."""
+        self._params[param] = None
 
     def as_keywords(self) -> dict[str, Any]:
-        """The same, as constructor keywords of the units inside; nothing where nothing is."""
-        states = [*self._modules.values(), *self._params.values()]
+        """Return constructor keywords that let units inside ignore the same."""
+        states = [*self._modules, *self._params]
         return {"ignored_states": states} if states else {}
 
 
@@ -135,7 +126,7 @@ def size_based_auto_wrap_policy(
 
     Args:
         module: the submodule in question.
-        recurse: see the module's docstring.
+        recurse: whether the question is to look inside ``module``, and not to wrap it.
         unwrapped_params: elements in ``module`` not yet taken by a unit.
         min_num_params: the threshold, in elements.
         force_leaf_modules: classes never looked into (default: attention, whose forward uses its
@@ -157,9 +148,12 @@ def wrap_children(
 ) -> int:
     """Replace every descendant of ``module`` that ``policy`` selects by ``wrap_fn(descendant)``.
 
+    Children are decided before their parent. A module that appears twice is wrapped once; a module
+    without a forward (``nn.ModuleList``) is never wrapped, nor is any in ``nn.MultiheadAttention``.
+
     Args:
         module: the root, which is not replaced.
-        policy: see the module's docstring.
+        policy: called as policies of this module are.
         wrap_fn: makes a unit of a module.
         ignored: modules that the policy is not asked about, and parameters that are not counted.
 
@@ -176,7 +170,7 @@ class _Walker:
         self._policy = policy
         self._wrap_fn = wrap_fn
         self._ignored = ignored
-        self._done: dict[int, tuple[nn.Module, nn.Module]] = {}  # the original keeps its id taken
+        self._done: dict[nn.Module, nn.Module] = {}  # what each became
 
     def visit_children(self, module: nn.Module) -> int:
         # Attention computes with its children's weights, without calling the children.
@@ -195,8 +189,8 @@ class _Walker:
         return taken
 
     def _visit(self, module: nn.Module) -> tuple[nn.Module, int]:
-        if id(module) in self._done:
-            return self._done[id(module)][1], 0
+        if module in self._done:
+            return self._done[module], 0
         total = self._numel(module)
         taken = self.visit_children(module)
         replacement = module
@@ -204,7 +198,7 @@ class _Walker:
             module=module, recurse=False, unwrapped_params=total - taken
         ):
             replacement, taken = self._wrap_fn(module), total
-        self._done[id(module)] = (module, replacement)
+        self._done[module] = replacement
         return replacement, taken
 
     def _numel(self, module: nn.Module) -> int:
@@ -213,7 +207,7 @@ class _Walker:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling ``module`` computes something (``nn.ModuleList`` has no forward)."""
+    """Return whether calling ``module`` computes something (``nn.ModuleList`` has no forward)."""
     forward = getattr(module, "forward", None)
     # nn.Module's own forward only raises; torch keeps it under this name.
     return getattr(forward, "__name__", "") != "_forward_unimplemented"

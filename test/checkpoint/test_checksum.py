@@ -7,19 +7,19 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.checkpoint.fingerprint import EMPTY, combine, fingerprint, is_fingerprint, written
+from xla_fsdp.checkpoint.checksum import EMPTY, checksum, combine, is_checksum, written
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_parts_combine_to_the_whole(parts: list[bytes]) -> None:
     whole = combine((zlib.crc32(part), len(part)) for part in parts)
-    assert written(whole) == fingerprint(b"".join(parts))
+    assert written(whole) == checksum(b"".join(parts))
 
 
 def test_large_parts_combine() -> None:
     parts = [bytes(1 << 20), b"x" * ((1 << 20) + 1)]
     whole = combine((zlib.crc32(part), len(part)) for part in parts)
-    assert written(whole) == fingerprint(b"".join(parts))
+    assert written(whole) == checksum(b"".join(parts))
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
@@ -27,12 +27,12 @@ def test_a_flipped_bit_is_found(data: bytes, choose: st.DataObject) -> None:
     at = choose.draw(st.integers(0, 8 * len(data) - 1))
     flipped = bytearray(data)
     flipped[at // 8] ^= 1 << at % 8
-    assert fingerprint(data) != fingerprint(flipped)
+    assert checksum(data) != checksum(flipped)
 
 
 def test_how_fingerprints_are_written() -> None:
-    assert fingerprint(b"") == EMPTY
-    assert fingerprint(b"123456789") == "crc32:cbf43926"  # the check value of CRC-32
+    assert checksum(b"") == EMPTY
+    assert checksum(b"123456789") == "crc32:cbf43926"  # the check value of CRC-32
     for text in ("crc32:CBF43926", "crc32:cbf4392", "cbf43926", "crc32:cbf439266", ""):
-        assert not is_fingerprint(text)
-    assert is_fingerprint(EMPTY)
+        assert not is_checksum(text)
+    assert is_checksum(EMPTY)

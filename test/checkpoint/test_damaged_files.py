@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from test.common.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, find_problems, open_shard
-from xla_fsdp.checkpoint.format import VERSION
-from xla_fsdp.checkpoint.step_directory import MARKER, Marker
+from xla_fsdp.checkpoint.format import VERSION, Marker
+from xla_fsdp.checkpoint.step_directory import MARKER
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 Damage = Callable[[Path], Any]
@@ -41,7 +41,7 @@ def edit(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Da
 
 
 def print_of(tensor: torch.Tensor) -> str:
-    """As in ``xla_fsdp.checkpoint.fingerprint``, by another way."""
+    """As in ``xla_fsdp.checkpoint.checksum``, by another way."""
     import binascii
 
     return f"crc32:{binascii.crc32(bits({'': tensor})[''][2]):08x}"
@@ -112,15 +112,15 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "flipped bit": (
         flip_a_bit("model/embed.weight"),
-        [r"BAD: embed\.weight is damaged: its fingerprint is crc32:\w+, but was crc32:\w+ when it"],
+        [r"BAD: embed\.weight is damaged: its checksum is crc32:\w+, but was crc32:\w+ when it"],
     ),
     "flipped bit of the optimizer": (
         flip_a_bit("optim/rows/v"),
-        ["BAD: optim/rows/v is damaged: its fingerprint is crc32:"],
+        ["BAD: optim/rows/v is damaged: its checksum is crc32:"],
     ),
     "forged fingerprint": (
         edit(lambda t, m: m.update(forged={"model/rows": "crc32:00000000"})),
-        [r"BAD: rows is damaged: its fingerprint is crc32:\w+, but was crc32:00000000 when"],
+        [r"BAD: rows is damaged: its checksum is crc32:\w+, but was crc32:00000000 when"],
     ),
     "duplicate": (
         edit(lambda t, m: m.update(rank=0)),
@@ -260,7 +260,7 @@ def test_a_flipped_bit_in_a_torch_file_is_found(
     path.write_bytes(data)
     assert run(tmp_path, "full.pth") == 2
     err = capsys.readouterr().err
-    assert f"{path}: embed.weight is damaged: its fingerprint is crc32:" in err
+    assert f"{path}: embed.weight is damaged: its checksum is crc32:" in err
     assert not (tmp_path / "full.pth").exists()
 
 

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from test.common.ranks import ROOT
 from test.common.shard_maker import FullModel, bits, run, snapshot
-from xla_fsdp.checkpoint import CheckpointError, dcp_export, find_problems
-from xla_fsdp.checkpoint.dcp_import import import_dcp
+from xla_fsdp.checkpoint import CheckpointError, dcp_files, find_problems
+from xla_fsdp.checkpoint.dcp_files import import_dcp
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -89,12 +89,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("dcp")
     (base / "run").mkdir()
     sharded(*trained(0)).save_safetensors(base / "run", 3)
-    item = dcp_export.ITEM
-    dcp_export.ITEM = 64  # several items for a tensor
+    item = dcp_files.ITEM
+    dcp_files.ITEM = 64  # several items for a tensor
     try:
         assert run("--ckpt_prefix", base / "run", "--save_path", base / "d", "--format", "dcp") == 0
     finally:
-        dcp_export.ITEM = item
+        dcp_files.ITEM = item
     assert {path.name for path in base.iterdir()} == {"run", "d"}
     return base / "d"
 

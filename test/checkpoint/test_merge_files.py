@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from test.common.shard_maker import FullModel, bits, run, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, outputs
-from xla_fsdp.checkpoint.byte_source import LocalFile
-from xla_fsdp.checkpoint.fingerprint import fingerprint
+from xla_fsdp.checkpoint.checksum import checksum
 from xla_fsdp.checkpoint.format import ShardMetadata
 from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.reshard import Target
+from xla_fsdp.checkpoint.reshard import LoadTarget
 from xla_fsdp.checkpoint.step_directory import Attempt, latest_step
 from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.tensor_source import LocalFile
 
 
 @pytest.fixture(params=["pth", "safetensors"])
@@ -116,7 +116,7 @@ def test_a_safetensors_file_names_ties_and_fingerprints(shards: Path, tmp_path: 
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     assert metadata["format"] == "pt"
     assert {a: metadata[a] for a in with_optimizer().ties} == with_optimizer().ties
-    prints = {n: fingerprint(data) for n, (_, _, data) in bits(tensors).items()}
+    prints = {n: checksum(data) for n, (_, _, data) in bits(tensors).items()}
     assert json.loads(metadata["xla_fsdp_fingerprints"]) == prints
     assert (tmp_path / "full.optimizer.safetensors").exists()
 
@@ -294,7 +294,7 @@ def test_inspect_reports_problems(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert "missing ranks: 2 of 3" in err
     assert f"{paths[1]}: " in err
-    assert "is damaged: its fingerprint is crc32:" in err
+    assert "is damaged: its checksum is crc32:" in err
     assert err.count("\n") == 2
     assert "rank 0 of 3: " in out
 
@@ -338,7 +338,7 @@ def test_what_is_resharded_can_be_loaded(shards: Path, tmp_path: Path, ranks: in
         assert metadata.optimizer is not None
         whole = {name: tuple(value.shape) for name, value in model.whole.items()}
         groups = [group.params for group in metadata.optimizer.groups]
-        loaded = load_step(open_storage(new), Attempt(7), Target(metadata, whole, groups))
+        loaded = load_step(open_storage(new), Attempt(7), LoadTarget(metadata, whole, groups))
         expected = {k: v for k, v in saved["model"].items() if k not in model.ties}
         for key, value in expected.items():
             value[value == 77] = 0  # padding
@@ -346,7 +346,9 @@ def test_what_is_resharded_can_be_loaded(shards: Path, tmp_path: Path, ranks: in
         for key, states in saved["optimizer"]["state"].items():
             for what, value in states.items():
                 value[value == 77] = 0
-                assert torch.equal(loaded.states[key][what].value.view(value.shape), value), key
+                assert torch.equal(
+                    loaded.optimizer.states[key][what].value.view(value.shape), value
+                ), key
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

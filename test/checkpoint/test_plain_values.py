@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.plain_values import Packed, pack, unpack
+from xla_fsdp.checkpoint.json_values import Packed, pack, unpack
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers() | st.tuples(st.integers(), st.text())
@@ -45,7 +45,7 @@ def types(value: Any) -> Any:
 
 
 @given(values)
-def test_plain_values_come_back(value: Any) -> None:
+def test_json_values_come_back(value: Any) -> None:
     again = there_and_back(value)
     assert again == value
     assert types(again) == types(value)

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from test.common.saving import Picture, differences, read, same_bits, save_step
 from xla_fsdp.checkpoint import CheckpointError, consolidate_sharded_model_checkpoints
-from xla_fsdp.checkpoint.byte_source import ByteSource
-from xla_fsdp.checkpoint.optimizer_format import StateRecord
-from xla_fsdp.checkpoint.reshard import Kind
+from xla_fsdp.checkpoint.format import StateKind, StateRecord
 from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
 from xla_fsdp.checkpoint.storage import LocalStorage, open_storage
+from xla_fsdp.checkpoint.tensor_source import ByteSource
 
 NAMES = ["a", "b.weight", "b.bias", "c", "d"]
 
@@ -158,7 +157,7 @@ def test_names_of_one_side_may_be_passed_over(tmp_path: Path) -> None:
     save_step(tmp_path, 1, 2, shown=old)
     loaded = read(open_storage(tmp_path), new, 0, 3, strict=False)
     assert loaded.model.keys() == {"same"}
-    assert loaded.states.keys() == {"same"}
+    assert loaded.optimizer.states.keys() == {"same"}
     joined = Picture(new.params, flat={"flat_param_0": ["same", "new"]})
     problems = refusal(tmp_path, old, joined, strict=False)
     assert problems == ["new (a part of flat_param_0) is in the model, but not in the checkpoint"]
@@ -171,8 +170,8 @@ def test_groups_follow_the_parameters(tmp_path: Path) -> None:
     )
     save_step(tmp_path, 1, 2, shown=old)
     loaded = read(open_storage(tmp_path), other, 0, 3)
-    assert [group.options["lr"] for group in loaded.groups] == [0.2, 0.1, 0.2, 0.1]
-    assert loaded.groups[0].params == ("d", "b.weight")
+    assert [group.options["lr"] for group in loaded.optimizer.groups] == [0.2, 0.1, 0.2, 0.1]
+    assert loaded.optimizer.groups[0].params == ("d", "b.weight")
     joined = Picture(tensors(), flat={"flat_param_0": NAMES})
     assert refusal(tmp_path, old, joined) == [
         "group 0 of the optimizer joins parameters of several groups of the checkpoint with "
@@ -225,7 +224,7 @@ def test_state_of_another_shape_needs_the_same_ranks(tmp_path: Path) -> None:
     save_step(tmp_path, 1, 2, shown=shown)
     for rank in range(2):
         loaded = read(open_storage(tmp_path), shown, rank, 2)
-        assert loaded.states["w"]["exp_avg"].value.tolist() == [[rank]] * 4
+        assert loaded.optimizer.states["w"]["exp_avg"].value.tolist() == [[rank]] * 4
     assert refusal(tmp_path, shown, shown) == [
         "optimizer state exp_avg of w has shape (4, 1), neither that of the parameter nor one "
         "number, so it cannot be cut anew. Load it with the wrapping and the 2 ranks that it was "
@@ -242,7 +241,7 @@ def test_a_model_can_be_loaded_without_its_optimizer(tmp_path: Path) -> None:
             return replace(super().target(rank, world_size), groups=None)
 
     loaded = read(open_storage(tmp_path), NoOptimizer(tensors()), 0, 3)
-    assert loaded.states == {}
+    assert loaded.optimizer is None
     assert loaded.model.keys() == set(NAMES)
 
 
@@ -273,12 +272,12 @@ def test_a_whole_parameter_may_become_a_sharded_one(tmp_path: Path, to_sharded: 
     save_step(tmp_path, 1, 2, shown=old)
     for rank in range(3):
         loaded = read(open_storage(tmp_path), new, rank, 3)
-        state = loaded.states["w"]
+        state = loaded.optimizer.states["w"]
         expected = new.shard("w", rank, 3) if to_sharded else w
         assert same_bits(loaded.model["w"], expected)
         assert same_bits(state["exp_avg"].value, expected * 2)
-        assert state["exp_avg"].kind is (Kind.SHARD if to_sharded else Kind.DEVICE)
-        assert (state["step"].value.item(), state["step"].kind) == (1.0, Kind.HOST)
+        assert state["exp_avg"].kind is (StateKind.SHARD if to_sharded else StateKind.DEVICE)
+        assert (state["step"].value.item(), state["step"].kind) == (1.0, StateKind.HOST)
 
 
 # ---------------------------------------------------------------- damaged files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -15,15 +14,14 @@ from torch import Tensor
 
 from test.common.shard_maker import bits
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.byte_source import LocalFile, SeekableFile, bytes_of
 from xla_fsdp.checkpoint.safetensors_file import (
     DTYPES,
     MAX_HEADER,
     plan_file,
     read_header,
-    read_tensor,
-    specs_of,
+    tensor_of,
 )
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSpec, bytes_of
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -38,16 +36,16 @@ def every_dtype() -> dict[str, Tensor]:
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A file as planned."""
-    header = plan_file(specs_of(tensors.items()), metadata)
+    header = plan_file({n: TensorSpec.of(t) for n, t in tensors.items()}, metadata)
     data = b"".join(bytes(bytes_of(tensors[name])) for name in header.entries)
     path.write_bytes(header.to_bytes() + data)
     assert path.stat().st_size == header.file_size
 
 
-def read(source: LocalFile | SeekableFile) -> dict[str, Tensor]:
+def read(source: LocalFile) -> dict[str, Tensor]:
     """All tensors of a file."""
     entries = read_header(source, "file").entries
-    return {name: read_tensor(source, entry) for name, entry in entries.items()}
+    return {name: tensor_of(source, entry).load() for name, entry in entries.items()}
 
 
 def test_what_is_planned_loads_with_the_safetensors_library(tmp_path: Path) -> None:
@@ -71,33 +69,32 @@ def test_a_file_without_tensors_loads_too(tmp_path: Path) -> None:
     assert read(LocalFile(str(tmp_path / "f.safetensors"))) == {}
 
 
-class CountingFile(io.BytesIO):
+class CountingFile(LocalFile):
     """Counts the bytes read."""
 
     count = 0
 
-    def read(self, size: int | None = -1) -> bytes:
-        """As usual, but never more than 100 bytes, as a file on a network may do."""
-        data = super().read(min(size if size is not None and size >= 0 else 100, 100))
-        self.count += len(data)
-        return data
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        super().read_into(start, buffer)
+        self.count += len(buffer)
 
 
 def test_only_the_elements_asked_for_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(1000), "b": torch.arange(500).to(torch.int16)}
     write(tmp_path / "f", tensors, {})
-    file = CountingFile((tmp_path / "f").read_bytes())
-    source = SeekableFile(file, "file")
-    header = read_header(source, "file")
+    file = CountingFile(str(tmp_path / "f"))
+    header = read_header(file, "file")
     assert file.count == header.data_start
-    assert torch.equal(read_tensor(source, header.entries["b"], 7, 300), tensors["b"][7:300])
+    elements = tensor_of(file, header.entries["b"]).elements(7, 300)
+    elements.read_into(0, memoryview(found := bytearray(elements.nbytes)))
+    assert found == bytes_of(tensors["b"][7:300])
     assert file.count == header.data_start + 293 * 2
-    with pytest.raises(ValueError, match="elements 7 to 501 are not in a tensor of 500"):
-        read_tensor(source, header.entries["b"], 7, 501)
+    with pytest.raises(ValueError, match="bytes 14 to 1002 are not in 1000"):
+        tensor_of(file, header.entries["b"]).elements(7, 501)
 
 
 def test_a_dtype_that_safetensors_has_not_is_refused() -> None:
-    specs = specs_of({"w": torch.ones(2, dtype=torch.complex128)}.items())
+    specs = {"w": TensorSpec.of(torch.ones(2, dtype=torch.complex128))}
     with pytest.raises(CheckpointError, match=r"^w is complex128, which safetensors does not have"):
         plan_file(specs, {})
 
@@ -171,4 +168,4 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     header = read_header(source, "f")
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"f: ends at byte \d*: truncated"):
-        read_tensor(source, header.entries["w"])
+        tensor_of(source, header.entries["w"]).load()

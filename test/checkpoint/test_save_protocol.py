@@ -26,10 +26,9 @@ from test.common.saving import (
     save_step,
 )
 from xla_fsdp.checkpoint import CheckpointError, storage
-from xla_fsdp.checkpoint import save_protocol as commit
-from xla_fsdp.checkpoint.plain_values import pack
-from xla_fsdp.checkpoint.save_protocol import Place, Ranks, Save
-from xla_fsdp.checkpoint.shard_writer import write_rank_file
+from xla_fsdp.checkpoint import save_step as commit
+from xla_fsdp.checkpoint.json_values import pack
+from xla_fsdp.checkpoint.save_step import Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
     Attempt,
@@ -141,7 +140,7 @@ def test_what_cannot_be_written_names_file_and_rank(tmp_path: Path) -> None:
 
 def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
-        save = Save(open_storage(tmp_path), ranks, Place(0, 1, ranks.rank, "pth"), 1, None)
+        save = Save(open_storage(tmp_path), ranks, ShardFile(0, 1, ranks.rank, "pth"), 1, None)
         save.begin()
         content = picture(ranks.rank).content(1, 0, 1)
         save.start(lambda sink, name: write_rank_file(sink, name, content))
@@ -159,7 +158,7 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
         return tmp_path if shared else tmp_path / str(rank)
 
     def work(ranks: Ranks) -> None:
-        place = Place(0, 1, ranks.rank, "safetensors")
+        place = ShardFile(0, 1, ranks.rank, "safetensors")
         save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
@@ -247,7 +246,7 @@ def test_damage_is_found_when_a_rank_reads(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="is damaged: its fingerprint is crc32:"):
+    with pytest.raises(CheckpointError, match="is damaged: its checksum is crc32:"):
         read(open_storage(tmp_path), picture(1), 0, 2)
     path.write_bytes(data[:-8])
     with pytest.raises(CheckpointError, match=f"has {len(data) - 8} bytes, but {len(data)} were"):
@@ -343,7 +342,9 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
     slow, marked = threading.Event(), threading.Event()
 
     def work(ranks: Ranks) -> tuple[int | None, int | None]:
-        save = Save(open_storage(tmp_path), ranks, Place(ranks.rank, 2, 0, "safetensors"), 1, None)
+        save = Save(
+            open_storage(tmp_path), ranks, ShardFile(ranks.rank, 2, 0, "safetensors"), 1, None
+        )
         save.begin()
 
         def write(sink: Any, name: str) -> Any:
@@ -353,7 +354,7 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
 
         save.start(write)
         before = latest_step(tmp_path)
-        ranks.agree([])  # both have looked
+        ranks.all_gather_or_raise([])  # both have looked
         slow.set()
         if ranks.rank == 0:
             for _ in range(6000):

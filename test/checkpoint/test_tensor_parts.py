@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xla_fsdp.checkpoint import tensor_parts
-from xla_fsdp.checkpoint.byte_source import bytes_of
+from xla_fsdp.checkpoint import tensor_source
 from xla_fsdp.checkpoint.format import MemberRecord
-from xla_fsdp.checkpoint.tensor_parts import part_of, whole_of
-from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
+from xla_fsdp.checkpoint.tensor_source import TensorSource, bytes_of, global_of, part_of, source_of
 
 SIZES = st.integers(1, 4)
 
@@ -33,7 +31,7 @@ def test_parts_join_and_whole_tensors_part(
     tensor, dim, parts = cut
     member = MemberRecord("w", tuple(tensor.shape), dim)
     slices = [part.contiguous() for part in tensor.chunk(parts, dim)]
-    joined = whole_of([source_of(part) for part in slices], member)
+    joined = global_of([source_of(part) for part in slices], member)
     assert torch.equal(joined.load(), tensor)
     for number, part in enumerate(slices):
         found = part_of(source_of(tensor), member, number, parts)
@@ -46,17 +44,17 @@ def assert_any_bytes(source: TensorSource, tensor: Tensor, data: st.DataObject) 
     """Also in blocks of a row, and from the middle of one to the middle of another."""
     start = data.draw(st.integers(0, source.spec.nbytes))
     stop = data.draw(st.integers(start, source.spec.nbytes))
-    buffer, block = bytearray(stop - start), tensor_parts.BLOCK
+    buffer, block = bytearray(stop - start), tensor_source.BLOCK
     try:
-        tensor_parts.BLOCK = data.draw(st.sampled_from([1, 16, block]))
+        tensor_source.BLOCK = data.draw(st.sampled_from([1, 16, block]))
         source.data.read_into(start, memoryview(buffer))
     finally:
-        tensor_parts.BLOCK = block
+        tensor_source.BLOCK = block
     assert bytes(buffer) == bytes(bytes_of(tensor)[start:stop])
 
 
 def test_what_every_part_has_is_taken_of_the_first() -> None:
     member = MemberRecord("w", (2,), None)
     sources = [source_of(torch.full((2,), float(n))) for n in range(3)]
-    assert whole_of(sources, member) is sources[0]
+    assert global_of(sources, member) is sources[0]
     assert part_of(sources[0], member, 1, 3) is sources[0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_fsdp.preflight import Report
-from xla_fsdp.preflight.estimate import StepTime
-from xla_fsdp.preflight.report import Buffer, Memory, Moment, Span, Timeline, Traffic
+from xla_fsdp.preflight.report import Buffer, Memory, Moment, Span, StepTime, Timeline, Traffic
 from xla_fsdp.preflight.topologies import GIB
 
 MIB = 2**20

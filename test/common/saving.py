@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.format import GroupRecord, OptimizerRecord, StateRecord
+from xla_fsdp.checkpoint.json_values import pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
-from xla_fsdp.checkpoint.plain_values import pack
-from xla_fsdp.checkpoint.reshard import Target
-from xla_fsdp.checkpoint.save_protocol import Place, Ranks, Save
-from xla_fsdp.checkpoint.shard_writer import RankContent, write_rank_file
+from xla_fsdp.checkpoint.reshard import LoadTarget
+from xla_fsdp.checkpoint.save_step import RankContent, Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import complete_attempts
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
@@ -138,10 +137,10 @@ class Picture:
         cut = padded[rank * length : (rank + 1) * length]
         return cut.reshape(-1, *self.params[key].shape[1:]) if key in self.rows else cut
 
-    def target(self, rank: int, world_size: int) -> Target:
+    def target(self, rank: int, world_size: int) -> LoadTarget:
         whole = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
         groups = [tuple(keys) for keys, _ in self.groups] or [tuple(self.keys())]
-        return Target(self.metadata(rank, world_size, optimizer=False), whole, groups)
+        return LoadTarget(self.metadata(rank, world_size, optimizer=False), whole, groups)
 
     def _multiple(self, key: str) -> int:
         return self.params[key][0].numel() if key in self.rows else self.multiple
@@ -180,8 +179,8 @@ def save_step(
 
     def work(ranks: Ranks) -> None:
         storage = open_storage(place_of(directory, ranks.rank, world_size))
-        place = Place(ranks.rank, world_size, 0, suffix)
-        save = Save(storage, ranks, place, step, keep_last)
+        file = ShardFile(ranks.rank, world_size, 0, suffix)
+        save = Save(storage, ranks, file, step, keep_last)
         save.begin()
         content = (shown or picture(step)).content(step, ranks.rank, world_size)
         save.start(lambda sink, name: write_rank_file(sink, name, content))
@@ -212,7 +211,7 @@ def differences(loaded: LoadedStep, shown: Picture, rank: int, world_size: int, 
     wrong = []
     for key in shown.keys():  # noqa: SIM118 (not a dict)
         expected = shown.shard(key, rank, world_size).reshape(-1)
-        states = loaded.states[key]
+        states = loaded.optimizer.states[key]
         if not same_bits(loaded.model[key].reshape(-1), expected):
             wrong.append(key)
         if not same_bits(states["exp_avg"].value.reshape(-1), expected * 2):

@@ -33,7 +33,7 @@ def stack_of(rank: int, size: int) -> Tensor:
 def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.collectives import RingCollectives, Rings
+    from xla_fsdp.distributed.collectives import RingCollectives, ring_reduce_scatter
     from xla_fsdp.distributed.xla import ops
 
     ops.collective_permute = by_gather  # the process is this test's own
@@ -42,7 +42,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     for name, groups in RINGS.items():
         [(place, ring)] = [(g.index(rank), g) for g in groups if rank in g]
         stack = stack_of(rank, len(ring)).to(device)
-        found[name] = Rings(groups, place).reduce_scatter(stack)
+        found[name] = ring_reduce_scatter(stack, groups, place)
     two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
     stack = stack_of(rank, RANKS).to(device)
     found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))

@@ -17,7 +17,7 @@ from test.common.compare import assert_close
 from test.common.models import Block
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import RANKS, fsdp, make, message
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp.integrations import UntestedVersionError, require
 
 try:
     require("accelerate")

@@ -11,7 +11,7 @@ import torch
 from test.common.accumulation import MAX_NORM, STEPS, train_plain
 from test.common.compare import assert_close
 from test.common.ranks import run_warm
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp.integrations import UntestedVersionError, require
 
 try:
     require("lightning-fabric")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from test.common.compare import assert_close
 from test.common.ranks import run_on_ranks, run_python
 from test.common.scenarios import RANKS, make
-from xla_fsdp.integrations import versions
-from xla_fsdp.integrations.versions import UntestedVersionError, require
+from xla_fsdp import integrations
+from xla_fsdp.integrations import UntestedVersionError, require
 
 try:
     require("transformers", "accelerate")
@@ -47,8 +47,7 @@ from test.common.hf_jobs import (
 )
 from xla_fsdp.distributed.shard_layout import LANES
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
-from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
-from xla_fsdp.integrations.transformers import install
+from xla_fsdp.integrations.transformers import install, shard_as_configured
 
 install()
 
@@ -383,7 +382,7 @@ def test_other_versions_are_told_what_to_install(
             raise PackageNotFoundError(package)
         return found[package]
 
-    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(integrations, "version", version)
     if said is None:
         require("accelerate", "transformers")
         return

@@ -90,13 +90,13 @@ def test_state_of_one_model_in_parts_is_loaded_as_a_checkpoint_has_it() -> None:
     saved = read_optimizer(optimizer, params)
     models, params, again = new()
     with state_made(again, params, {}, restore=True) as template:
-        assert set(template.entries) == set(params)
+        assert set(template.states) == set(params)
     assert not any(each.state for each in again.optimizers.values())
     write_optimizer(again, params, saved)
     assert len(again.state) == len(params)
-    for name, values in read_optimizer(again, params).entries.items():
+    for name, values in read_optimizer(again, params).states.items():
         for entry in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(values[entry].value, saved.entries[name][entry].value)
+            assert torch.equal(values[entry].value, saved.states[name][entry].value)
     with pytest.raises(ValueError, match="2 parameter groups, the parts of this optimizer have 3"):
         again.load_state_dict({"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]})
     with pytest.raises(KeyError):

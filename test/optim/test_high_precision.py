@@ -37,7 +37,7 @@ def bits(salt: int, count: int = COUNT) -> Tensor:
 
 
 def rounded(value: Tensor, salt: int) -> Tensor:
-    from xla_fsdp.optim.rounding import stochastic_round
+    from xla_fsdp.optim.high_precision import stochastic_round
 
     return stochastic_round(value, bits(salt, value.numel()).reshape(value.shape))
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.preflight.buffers import Buffers, assigned_buffers
 from xla_fsdp.preflight.compile_child import bytes_over_capacity
-from xla_fsdp.preflight.compiler import Compiled, compile_program
+from xla_fsdp.preflight.compiler import Buffers, Compiled, assigned_buffers, compile_program
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import CHIPS, MIB, find_topology
 

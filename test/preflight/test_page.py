@@ -11,10 +11,8 @@ import pytest
 
 from test.common.browser import Shown, executable, show
 from test.common.example_report import TIMELINE, report
-from xla_fsdp.preflight import charts
-from xla_fsdp.preflight.html import page
-from xla_fsdp.preflight.report import Memory
-from xla_fsdp.preflight.text import PARTS
+from xla_fsdp.preflight.html import TICKS, axis_marks, page
+from xla_fsdp.preflight.report import PARTS, Memory
 from xla_fsdp.preflight.topologies import GIB
 
 MEASURE = """
@@ -121,7 +119,7 @@ def test_moments_and_spans_are_in_the_json() -> None:
 
 @pytest.mark.parametrize("whole", [0.0007, 0.9, 17.6, 503.0, 98765.0])
 def test_axes_have_a_few_round_marks(whole: float) -> None:
-    marks = charts.round_steps(whole)
-    assert 2 <= len(marks) <= charts.TICKS + 1
+    marks = axis_marks(whole)
+    assert 2 <= len(marks) <= TICKS + 1
     assert marks[-1] <= whole < marks[-1] + marks[1]
     assert re.fullmatch("[125]e.*", f"{marks[1]:.0e}")

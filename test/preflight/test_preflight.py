@@ -10,11 +10,11 @@ import pytest
 from test.common.example_report import report
 from xla_fsdp.distributed.mesh import init_mesh
 from xla_fsdp.distributed.topology import reduction_steps
-from xla_fsdp.preflight import CompileError, preflight, text
+from xla_fsdp.preflight import CompileError, preflight
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
-from xla_fsdp.preflight.api import noted_options
+from xla_fsdp.preflight.api import describe_options
 from xla_fsdp.preflight.compiler import compile_program
-from xla_fsdp.preflight.estimate import estimate
+from xla_fsdp.preflight.estimate import estimate, timeline
 from xla_fsdp.preflight.findings import (
     about_bytes,
     about_dtypes,
@@ -24,8 +24,7 @@ from xla_fsdp.preflight.findings import (
 from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
-from xla_fsdp.preflight.report import Memory
-from xla_fsdp.preflight.timeline import timeline
+from xla_fsdp.preflight.report import Memory, full_text, table
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
@@ -351,7 +350,7 @@ def test_wrong_usage_is_told(
 
 
 def test_a_report_in_full() -> None:
-    lines = text.in_full(report())
+    lines = full_text(report())
     assert "v5e:4x4, 16 ranks batch=2" in lines
     assert "fits, with 16,339 left of 16,384" in lines
     assert "3 MB (minimum 2), 1 MB blocking" in lines
@@ -361,29 +360,29 @@ def test_a_report_in_full() -> None:
 
 def test_warnings_are_on_top_and_below_a_table() -> None:
     warned = report(warnings=("one step",))
-    assert text.in_full(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
-    assert text.table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
+    assert full_text(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
+    assert table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
 
 
 def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
     mesh = init_mesh((2, 4), ("replica", "shard"), world_size=8)
     with pytest.raises(ValueError, match="lays out 8 ranks, but v5e:4x4 has 16"):
         preflight(lambda mesh: None, topology="v5e:4x4", mesh=mesh)
-    assert noted_options({"mesh": mesh, "batch": 2}) == {
+    assert describe_options({"mesh": mesh, "batch": 2}) == {
         "mesh": "replica 2 x shard 4", "batch": 2,
     }  # fmt: skip
 
 
 def test_a_report_of_what_does_not_fit() -> None:
     small = Memory(*[GIB] * 9, capacity=8 * GIB)
-    lines = text.in_full(report(memory=small))
+    lines = full_text(report(memory=small))
     assert "does NOT fit: short of 1,024" in lines
-    assert text.table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
+    assert table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
 
 
 def test_what_the_compiler_refused_does_not_fit() -> None:
     refused = Memory(*[GIB] * 9, capacity=10 * GIB, too_large_by=GIB // 2)
-    lines = text.in_full(report(memory=refused))
+    lines = full_text(report(memory=refused))
     assert "does NOT fit: short of 512 of 10,240 (the compiler refused it" in lines
     assert refused.peak == 9 * GIB
 

@@ -64,7 +64,7 @@ def layouts(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of values and gradients of every change."""
     from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
-    from xla_fsdp.tensor_parallel.layouts import changed
+    from xla_fsdp.tensor_parallel.mappings import redistribute
 
     axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)
@@ -73,7 +73,7 @@ def layouts(rank: int) -> dict[str, tuple[float, float]]:
     for old in (*news, Partial()):
         for new in news:
             x = on_device(own(rank, whole, old)).requires_grad_()
-            y = changed(x, old, new, axis, "x")
+            y = redistribute(x, old, new, axis, "x")
             (y * on_device(own(rank, weight, new))).sum().backward()
             # The gradient of each summand of a partial tensor is that of the sum.
             expected = weight if isinstance(old, Partial) else own(rank, weight, old)
@@ -92,15 +92,15 @@ def changed_in_place(rank: int) -> tuple[float, float]:
     """Errors of the gradients of what was gathered, and of what was then added to it in place."""
     from xla_fsdp.distributed.mesh_axis import AxisComm
     from xla_fsdp.tensor_parallel import Partial, Replicate, Shard
-    from xla_fsdp.tensor_parallel.layouts import changed, for_use
+    from xla_fsdp.tensor_parallel.mappings import parallel_input, redistribute
 
     axis = AxisComm(tensor_mesh()["tensor"])
     whole, weight = given(4, 6), given(4, 6, seed=6)
     cut = on_device(own(rank, whole, Shard(1))).requires_grad_()
     shift = on_device(whole).requires_grad_()
-    x = changed(cut, Shard(1), Replicate(), axis, "x")
+    x = redistribute(cut, Shard(1), Replicate(), axis, "x")
     x.mul_(2).add_(shift)
-    y = for_use(x, Replicate(), axis, "x")
+    y = parallel_input(x, Replicate(), axis, "x")
     (y * on_device(own(rank, weight, Partial()))).sum().backward()  # as a cut layer's
     return worst(cut.grad, 2 * own(rank, weight, Shard(1))), worst(shift.grad, weight)
 

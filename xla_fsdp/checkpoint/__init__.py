@@ -1,4 +1,4 @@
-"""Shard files and what can be done with them. Works without torch_xla."""
+"""Checkpoint files, and what can be done with them. Works without torch_xla."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from xla_fsdp.checkpoint.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
     merge_files,
+    open_shard,
     read_shards,
 )
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.format import (
+    GroupRecord,
+    MemberRecord,
+    OptimizerRecord,
+    ParamRecord,
+    ShardMetadata,
+    StateRecord,
+)
 from xla_fsdp.checkpoint.model_files import Kind, Layout
-from xla_fsdp.checkpoint.optimizer_format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.outputs import WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard
-from xla_fsdp.checkpoint.shard_files import Shard, open_shard
+from xla_fsdp.checkpoint.shard_files import Shard
 
 __all__ = [
     "CheckpointError",

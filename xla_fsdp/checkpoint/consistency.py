@@ -1,40 +1,28 @@
-"""Judges whether shards are all of one model's, before anything is merged.
+"""What shards hold, whether they are all of one model's, and whether they are as they were saved.
 
-Words: the *reference* is the first shard whose metadata makes sense; the others are held against
-it.
-Always true: nothing raises for bad shards; every problem found is one line that names its source;
-an empty list means that ``merge`` will work.
-Files that cannot be opened are ``shard_files``' to report.
+Invariants: nothing raises for bad shards; every problem is one line that names its source; shards
+without problems can be merged. Nothing but headers is read, unless bytes have to be compared.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-import torch
-
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name
-from xla_fsdp.checkpoint.format import state_name
-from xla_fsdp.checkpoint.full_tensors import Plan
-from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
+from xla_fsdp.checkpoint.copying import Progress, damage, read_crcs
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed
+from xla_fsdp.checkpoint.format import OptimizerRecord, state_name
+from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, read_bytes
 
-SHOWN = 8
-
-"""How many of a long list of ranks or files a message names."""
-
-COMPARED = 1 << 24
-
-"""How many bytes of two tensors are compared at a time."""
+COMPARED = 1 << 24  # bytes of two tensors that are compared at a time
 
 
 def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[str]:
-    """Everything that is wrong with these shards, one line each; empty if they can be merged.
+    """Return everything that is wrong with these shards, one line each.
 
     Args:
         shards: in any order; all ranks of one model are expected.
@@ -53,9 +41,6 @@ def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[st
     return problems + _rank_problems(known) + _content_problems(known, optimizer)
 
 
-# ---------------------------------------------------------------- which shards are there
-
-
 def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
     problems = []
     for what, field in (("formats", "format"), ("world sizes", "world_size")):
@@ -63,7 +48,9 @@ def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
         for shard, identity in known:
             sources[getattr(identity, field)].append(shard.source)
         if len(sources) > 1:
-            groups = "; ".join(f"{value} in {_shown(names)}" for value, names in sources.items())
+            groups = "; ".join(
+                f"{v} in {listed(names, len(names))}" for v, names in sources.items()
+            )
             problems.append(
                 f"mixed {what}: {groups}. Narrow ckpt_prefix or ckpt_suffix to one run's files."
             )
@@ -77,22 +64,20 @@ def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
         holders[identity.rank].append(shard.source)
     copies = len(known[0][0].metadata.get("groups") or [None])
     problems = [
-        f"rank {rank} of {world_size} is there {len(sources)} times: {_shown(sources)}. Keep "
+        f"rank {rank} of {world_size} is there {len(sources)} times: "
+        f"{listed(sources, len(sources))}. Keep "
         + ("one." if copies == 1 else f"at most {copies}, one for each sharding group.")
         for rank, sources in sorted(holders.items())
         if len(sources) > copies
     ]
     absent = (str(rank) for rank in range(world_size) if rank not in holders)
     if len(holders) < world_size:
-        ranks = _shown(absent, world_size - len(holders))
+        ranks = listed(absent, world_size - len(holders))
         problems.append(
             f"missing ranks: {ranks} of {world_size}; {known[0][0].source} says that "
             f"{world_size} ranks were saved, and {len(holders)} are readable"
         )
     return problems
-
-
-# ---------------------------------------------------------------- what is in them
 
 
 def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) -> list[str]:
@@ -110,20 +95,20 @@ def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) 
 
 
 def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
-    """Shards of the same rank in several groups have to be the same."""
+    """Compare shards of the same rank in several groups, by their checksums."""
     if known[0][0].metadata.get("groups") is None:
         return
     first: dict[int, Shard] = {}
     for shard, identity in known:
         other = first.setdefault(identity.rank, shard)
-        prints = {name: tensor.fingerprint for name, tensor in other.tensors()}
+        expected = {name: tensor.checksum for name, tensor in other.tensors()}
         for name, tensor in shard.tensors() if other is not shard else ():
-            known_both = None not in (tensor.fingerprint, prints.get(name))
-            if known_both and tensor.fingerprint != prints[name]:
+            known_both = None not in (tensor.checksum, expected.get(name))
+            if known_both and tensor.checksum != expected[name]:
                 yield f"{shard.source}: {name} differs from that in its replica {other.source}"
 
 
-def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]:
+def _shard_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[str]:
     different = _first_difference(shared_part(reference.metadata), shared_part(shard.metadata))
     if different:
         yield f"shard_metadata differs from that of {reference.source} at {different}"
@@ -135,30 +120,33 @@ def _shard_problems(plan: Plan, shard: Shard, reference: Shard) -> Iterator[str]
     yield from (
         f"model has {key}, which {reference.source} has not" for key in found if key not in expected
     )
-    yield from _piece_problems(plan, shard.state_dict)
-    yield from _whole_problems(plan, shard.state_dict, reference)
+    yield from _sharded_problems(plan, shard.state_dict)
+    yield from _unsharded_problems(plan, shard.state_dict, reference)
     yield from _tie_problems(plan, shard.state_dict)
     if plan.optimizer is not None:
         yield from _optimizer_problems(plan, plan.optimizer, shard, reference)
 
 
-def _piece_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
-    for key, piece in plan.pieces.items():
+def _sharded_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+    for key, entry in plan.sharded.items():
         if key in state_dict:
-            found, expected = _kind(state_dict[key]), _kind_named(piece.shard_shape, piece.dtype)
+            found = _kind(state_dict[key])
+            expected = _kind(TensorSpec(entry.dtype, entry.shard_shape))
             if found != expected:
                 yield f"the shard of {key} is {found}, expected {expected}"
 
 
-def _whole_problems(plan: Plan, state_dict: Mapping[str, Any], reference: Shard) -> Iterator[str]:
-    for key in plan.whole:
+def _unsharded_problems(
+    plan: MergePlan, state_dict: Mapping[str, Any], reference: Shard
+) -> Iterator[str]:
+    for key in plan.unsharded:
         if key in state_dict:
             found, expected = _kind(state_dict[key]), _kind(reference.state_dict[key])
             if found != expected:
                 yield f"{key} is {found}, but {expected} in {reference.source}"
 
 
-def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+def _tie_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[str]:
     for alias, canonical in plan.ties.items():
         if alias in state_dict and canonical in state_dict:
             first, second = state_dict[canonical], state_dict[alias]
@@ -167,32 +155,32 @@ def _tie_problems(plan: Plan, state_dict: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimizer_problems(
-    plan: Plan, record: OptimizerRecord, shard: Shard, reference: Shard
+    plan: MergePlan, record: OptimizerRecord, shard: Shard, reference: Shard
 ) -> Iterator[str]:
-    listed = set()
+    known = set()
     for key, state in record.states.items():
         for what in state.sharded + state.whole:
-            listed.add(name := state_name(key, what))
+            known.add(name := state_name(key, what))
             found, model = shard.optimizer.get(name), reference.optimizer.get(name)
             where = f"optimizer state {what} of {key}"
             if found is None:
                 yield f"has no {where}, which shard_metadata lists"
-            elif what in state.sharded and found.shape != plan.pieces[key].shard_shape:
-                expected = plan.pieces[key].shard_shape
+            elif what in state.sharded and found.shape != plan.sharded[key].shard_shape:
+                expected = plan.sharded[key].shard_shape
                 yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
             elif model is not None and _kind(found) != _kind(model):
                 yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
             elif model is not None and what in state.whole:
                 yield from _whole_state_problems(plan, key, where, (found, model), reference)
-    strange = [name for name in shard.optimizer if name not in listed]
+    strange = [name for name in shard.optimizer if name not in known]
     if strange:
-        yield f"holds {_shown(strange)}, which shard_metadata does not list"
+        yield f"holds {listed(strange, len(strange))}, which shard_metadata does not list"
 
 
 def _whole_state_problems(
-    plan: Plan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
+    plan: MergePlan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
 ) -> Iterator[str]:
-    """Such a state becomes that of the full parameter, so there has to be one value of it."""
+    # Such a state becomes that of the full parameter, so there has to be one value of it.
     found, model = pair
     hint = "Leave optimizer state out (--model_only)."
     if found is not model and not _same_bits(found, model):
@@ -203,45 +191,24 @@ def _whole_state_problems(
 
 
 def _same_bits(first: Any, second: Any) -> bool:
-    """Equality that also holds for not-a-number."""
+    """Compare bytes, so that not-a-number equals itself."""
     if not isinstance(first, TensorSource):
         return True
     if first.identity is not None and first.identity == second.identity:
         return True
-    return all(
-        _bytes(first, start) == _bytes(second, start)
-        for start in range(0, first.spec.nbytes, COMPARED)
-    )
-
-
-def _bytes(source: TensorSource, start: int) -> bytearray:
-    buffer = bytearray(min(COMPARED, source.spec.nbytes - start))
-    source.data.read_into(start, memoryview(buffer))
-    return buffer
-
-
-# ---------------------------------------------------------------- words for messages
+    size = first.spec.nbytes
+    chunks = ((start, min(COMPARED, size - start)) for start in range(0, size, COMPARED))
+    return all(read_bytes(first.data, *c) == read_bytes(second.data, *c) for c in chunks)
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, TensorSource):
-        return _kind_named(value.shape, value.dtype)
+    if isinstance(value, TensorSource | TensorSpec):
+        return f"{dtype_name(value.dtype)} of shape {value.shape}"
     return f"a {type(value).__name__}"
 
 
-def _kind_named(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{dtype_name(dtype)} of shape {shape}"
-
-
-def _shown(names: Iterable[str], count: int | None = None) -> str:
-    first = list(islice(names, SHOWN))
-    total = count if count is not None else len(names) if isinstance(names, Sequence) else 0
-    more = f" and {total - len(first)} more" if total > len(first) else ""
-    return ", ".join(first) + more
-
-
 def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
-    """Where two plain values differ first, and how; None if they are equal."""
+    """Return where two plain values differ first, and how; None if they are equal."""
     if expected == found:
         return None
     pairs: Iterable[tuple[Any, Any, Any]]
@@ -255,3 +222,97 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
         return f"{path}: {found!r}, expected {expected!r}"
     inner = (_first_difference(a, b, f"{path}.{key}".lstrip(".")) for key, a, b in pairs)
     return next((text for text in inner if text), f"{path}: the number of entries")
+
+
+# ---------------------------------------------------------------- for people
+
+
+def size_line(shard: Shard, *, optimizer: bool) -> str:
+    """Say how much there is in full, by one rank's shard; tied tensors count once."""
+    plan = make_plan(shard.metadata, shard.state_dict, optimizer=optimizer)
+    sizes: dict[Hashable, list[int]] = {}
+    for key, entry in plan.sharded.items():
+        identity = shard.state_dict[key].identity or key
+        sizes.setdefault(identity, [member.numel for member in entry.members])
+    for key in plan.unsharded:
+        if isinstance(value := shard.state_dict[key], TensorSource):
+            sizes.setdefault(value.identity or key, [value.spec.nbytes // value.dtype.itemsize])
+    numels = [numel for each in sizes.values() for numel in each]
+    text = f"{len(numels)} parameters and buffers, {sum(numels):,} elements"
+    if plan.optimizer is None:
+        return text
+    states = sum(len(plan.names_of(key)) for key in plan.optimizer.states)
+    return f"{text}, optimizer state of {states}"
+
+
+def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
+    """List ranks, names, shapes and optimizer state of shards that may have problems."""
+    readable = []
+    for shard in shards:
+        try:
+            identity = identify(shard.metadata)
+        except CheckpointError:
+            continue  # find_problems says why
+        readable.append(shard)
+        size = sum(tensor.spec.nbytes for _, tensor in shard.tensors())
+        yield (
+            f"rank {identity.rank} of {identity.world_size}: {shard.source} "
+            f"({identity.format}, {size:,} bytes of tensors)"
+        )
+    if readable:
+        yield from _contents(readable[0])
+
+
+def verify_shards(
+    shards: Sequence[Shard], threads: int, progress: Progress
+) -> tuple[list[str], int, int]:
+    """Compute all checksums again.
+
+    Returns:
+        One line for each tensor that is damaged; how many have a checksum, and how many none.
+    """
+    known = [
+        (f"{shard.source}: {name}", tensor)
+        for shard in shards
+        for name, tensor in shard.tensors()
+        if tensor.checksum is not None
+    ]
+    crcs = read_crcs([t.data for _, t in known], threads=threads, progress=progress)
+    found = (damage(*tensor, crc) for tensor, crc in zip(known, crcs, strict=True))
+    problems = [problem for problem in found if problem]
+    total = sum(1 for shard in shards for _ in shard.tensors())
+    return problems, len(known), total - len(known)
+
+
+def _contents(shard: Shard) -> Iterator[str]:
+    try:
+        plan = make_plan(shard.metadata, shard.state_dict)
+    except CheckpointError:
+        return
+    for key, entry in plan.sharded.items():
+        for member in entry.members:
+            where = f" in {key}" if member.name != key else ""
+            yield f"sharded  {member.name}  {dtype_name(entry.dtype)} {_shape(member.shape)}{where}"
+    for key, name in plan.unsharded.items():
+        value = shard.state_dict[key]
+        if isinstance(value, TensorSource):
+            yield f"whole    {name}  {dtype_name(value.dtype)} {_shape(value.shape)}"
+        else:
+            yield f"whole    {name}  a {type(value).__name__}"
+    for alias, canonical in plan.ties.items():
+        yield f"tied     {alias} = {canonical}"
+    yield from _optimizer_contents(plan)
+
+
+def _optimizer_contents(plan: MergePlan) -> Iterator[str]:
+    if plan.optimizer is None:
+        return
+    for i, group in enumerate(plan.optimizer.groups):
+        yield f"group    {i}: {len(group.params)} parameters, {group.options}"
+    for key, state in plan.optimizer.states.items():
+        names = [*state.sharded, *(f"{name} (whole)" for name in state.whole), *state.values]
+        yield f"state    {key}: {', '.join(names)}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,12 +1,12 @@
-"""Merges the shard files of all ranks into ordinary model files.
+"""Merging the shard files of all ranks into ordinary model files. No XLA device is needed.
 
-Words: to *consolidate* is to check, merge and save. The two functions with upstream's names have
-upstream's arguments and results, a state dict in memory; ``merge_files`` never has the model in
-memory and takes what the two do not: optimizer state, other kinds of files, names and dtypes.
-Always true: everything is checked before anything is written, and everything found is reported at
-once, as one ``CheckpointError``; an existing file is replaced only on request; damage is found
-while tensors are read, and nothing has got its final name then.
-Runs anywhere: no XLA device and no torch_xla is needed.
+The two functions with torch_xla's names have torch_xla's arguments and results, a state dict in
+memory; ``merge_files`` never has the model in memory and takes what the two do not: optimizer
+state, other kinds of files, names and dtypes.
+
+Invariants: everything is checked before anything is written, and all problems are reported at once,
+as one ``CheckpointError``; an existing file is replaced only on request; damage is found while
+tensors are read, and nothing has got its final name then.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_problems
-from xla_fsdp.checkpoint.copying import Watched, find_damage
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.copying import ChecksumVerifier, find_damage
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
-from xla_fsdp.checkpoint.jobs import DcpJob, FilesJob, Job
-from xla_fsdp.checkpoint.model_files import Kind, Layout, kind_of, model_outputs
+from xla_fsdp.checkpoint.model_files import (
+    Kind,
+    Layout,
+    Rule,
+    in_dtype,
+    kind_of,
+    model_outputs,
+    renamed,
+)
 from xla_fsdp.checkpoint.outputs import (
     BytesOutput,
+    FilesJob,
+    Job,
     TorchOutput,
     WriteOptions,
     find_output_problems,
@@ -35,15 +44,18 @@ from xla_fsdp.checkpoint.outputs import (
 )
 from xla_fsdp.checkpoint.plan import identify, make_plan
 from xla_fsdp.checkpoint.shard_files import (
-    OUTPUT_MARK,
+    DCP_METADATA,
+    SAFETENSORS,
     Shard,
     find_files,
     nothing_found,
-    open_shards,
-    watch_shards,
+    open_safetensors,
+    open_torch,
+    verifying_shards,
 )
-from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
-from xla_fsdp.checkpoint.transform import Rule, in_dtype, renamed
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, source_of
+
+OUTPUT_MARK = "_consolidated"
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class MergeOptions:
     Args:
         optimizer: whether to merge optimizer state too, if the shards hold any.
         dtype: of the model's floating-point tensors; None for those they are saved in.
-        rules: for names; see ``transform``.
+        rules: for names.
         kind: what is written; None for what ``save_path`` asks for.
         layout: of files.
         write: how they are written.
@@ -93,7 +105,7 @@ def consolidate_sharded_state_dicts(
         Shard(f"state_dict_list[{rank}]", _sources(state_dict), {**shard_metadata, "rank": rank})
         for rank, state_dict in enumerate(state_dict_list)
     ]
-    _raise_if(find_problems(shards, optimizer=False))
+    raise_if(find_problems(shards, optimizer=False))
     full, _ = merge_shards(shards, optimizer=False)
     return load_model(full)
 
@@ -130,9 +142,9 @@ def consolidate_sharded_model_checkpoints(
         optimizer=False,
         kind=Kind.TORCH,
     )
-    full, watched = merge_shards(shards, optimizer=False)
+    full, verifiers = merge_shards(shards, optimizer=False)
     model = load_model(full)
-    _raise_if(find_damage(watched))
+    raise_if(find_damage(verifiers))
     if output is not None:
         content = {"model": OrderedDict(_sources(model))}
         write_outputs([TorchOutput(output, content)], WriteOptions(overwrite=overwrite))
@@ -144,8 +156,8 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
     Args:
         shards: from ``read_shards``.
-        save_path: what kind of files this makes: see ``model_files``.
-        options: see there.
+        save_path: of a file or directory, whose name says which kind of files to make.
+        options: what is merged, and into what.
 
     Raises:
         CheckpointError: with every problem found; nothing has been written then.
@@ -153,11 +165,8 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
     plan_merge(shards, save_path, options).run(options.write)
 
 
-# ---------------------------------------------------------------- phases
-
-
 def output_path(ckpt_prefix: str, save_path: str) -> str:
-    """Where the merged model goes."""
+    """Return where the merged model goes."""
     return save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth"
 
 
@@ -170,7 +179,7 @@ def read_shards(
     optimizer: bool = True,
     kind: Kind | None = None,
 ) -> list[Shard]:
-    """The shards of all ranks, in rank order, checked. ``output`` is None to save nothing.
+    """Return the shards of all ranks, in rank order, checked. ``output`` is None to save nothing.
 
     Raises:
         CheckpointError: with every problem of the files and of the output.
@@ -178,14 +187,14 @@ def read_shards(
     shards, problems = look_at_shards(ckpt_prefix, ckpt_suffix, output, optimizer=optimizer)
     if output is not None:
         problems += find_path_problems(output, shards, kind or kind_of(output), overwrite=overwrite)
-    _raise_if(problems)
+    raise_if(problems)
     return one_per_rank(shards)
 
 
 def look_at_shards(
     ckpt_prefix: str, ckpt_suffix: str, output: str | None, *, optimizer: bool
 ) -> tuple[list[Shard], list[str]]:
-    """All shards that can be opened, and all problems of the files."""
+    """Return all shards that can be opened, and all problems of the files."""
     try:
         paths = find_files(ckpt_prefix, ckpt_suffix)
     except CheckpointError as error:
@@ -196,8 +205,46 @@ def look_at_shards(
     return shards, problems + find_problems(shards, optimizer=optimizer)
 
 
+def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
+    """Return the shards in these files, and one line for each file that is none.
+
+    An earlier output among the files is passed over.
+
+    Args:
+        paths: files to open.
+        output: where the merged model is going to be: passed over, unless it is a shard.
+    """
+    shards: list[Shard] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            shards.append(open_shard(path))
+        except CheckpointError as error:
+            same = os.path.realpath(path) == os.path.realpath(output)
+            if not same and OUTPUT_MARK not in os.path.basename(path):
+                problems += error.problems
+    return shards, problems
+
+
+def open_shard(path: str) -> Shard:
+    """Open one rank's shard; its tensors are read from the file when they are used.
+
+    Raises:
+        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
+            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
+            lacks the model or the metadata.
+    """
+    if os.path.exists(os.path.join(path, DCP_METADATA)):
+        from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
+
+        return import_dcp(path)
+    if path.endswith(SAFETENSORS):
+        return open_safetensors(LocalFile(path), path)
+    return open_torch(path)
+
+
 def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
-    """Checked shards in rank order; of those that several sharding groups saved, the first."""
+    """Return shards in rank order; of those that several sharding groups saved, the first."""
     by_rank: dict[int, Shard] = {}
     for shard in shards:
         by_rank.setdefault(identify(shard.metadata).rank, shard)
@@ -206,34 +253,39 @@ def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
 
 def merge_shards(
     shards: Sequence[Shard], *, optimizer: bool
-) -> tuple[FullCheckpoint, list[Watched]]:
-    """The full checkpoint of shards that are checked and in rank order, and what to look at for
-    damage after it was read."""
-    same, all_watched = watch_shards(shards)
+) -> tuple[FullCheckpoint, list[ChecksumVerifier]]:
+    """Return the full checkpoint of checked shards in rank order, and verifiers of what is read."""
+    same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
-    return full_checkpoint(plan, same), all_watched
+    return full_checkpoint(plan, same), verifiers
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
-    """What ``merge_files`` would do.
+    """Return what ``merge_files`` would do.
 
     Raises:
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
     """
-    full, watched = merge_shards(shards, optimizer=options.optimizer)
+    full, verifiers = merge_shards(shards, optimizer=options.optimizer)
     if options.rules:
         full = renamed(full, options.rules)
     if options.dtype is not None:
         full = in_dtype(full, options.dtype)
     kind = options.kind or kind_of(save_path)
     if kind is Kind.DCP:
-        return DcpJob(full, save_path, watched)
+        return _dcp_job(full, save_path, verifiers)
     outputs = model_outputs(full, save_path, kind, options.layout)
-    return FilesJob(outputs, watched, make_directories=kind is Kind.DIRECTORY)
+    return FilesJob(outputs, verifiers, make_directories=kind is Kind.DIRECTORY)
+
+
+def _dcp_job(full: FullCheckpoint, path: str, verifiers: Sequence[ChecksumVerifier]) -> Job:
+    from xla_fsdp.checkpoint.dcp_files import DcpJob  # imports much of torch.distributed
+
+    return DcpJob(full, path, verifiers)
 
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
-    """The full state dict, in memory of its own; tied names share it."""
+    """Read the full state dict into memory of its own; tied names share it."""
     loaded: dict[int, Tensor] = {}
 
     def load(value: Any) -> Any:
@@ -247,7 +299,7 @@ def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
 
 
 def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with sources; tied tensors, which are one object, become one source."""
+    """Return a state dict of sources; tied tensors, which are one object, become one source."""
     known: dict[int, TensorSource] = {}
 
     def source(value: Any) -> Any:
@@ -263,18 +315,14 @@ def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def find_path_problems(
     output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
 ) -> list[str]:
-    """Why nothing could be written at a path, as far as that can be told without a plan."""
+    """Return why nothing could be written at a path, as far as that can be told without a plan."""
     if os.path.realpath(output) in {os.path.realpath(shard.source) for shard in shards}:
         return [f"{output}: is one of the shard files; choose another save_path"]
     if kind is Kind.DCP:
-        return DcpJob(FullCheckpoint({}, {}, None), output, ()).find_problems(overwrite=overwrite)
+        job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
+        return job.find_problems(overwrite=overwrite)
     if kind is Kind.DIRECTORY:  # whose files are not known yet
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)
     file = BytesOutput(output, b"")
     return find_output_problems([file], overwrite=overwrite, make_directories=False)
-
-
-def _raise_if(problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(problems)

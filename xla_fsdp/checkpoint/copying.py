@@ -1,41 +1,35 @@
-"""Copies tensors from where they are to their places in files: in parallel, a chunk at a time.
+"""Copying tensors from where they are into files: in parallel, a chunk at a time.
 
-Words: a *placement* is a tensor source and the place in a file where its bytes belong; a *chunk* is
-what one thread reads and writes at once; a *watched* tensor remembers the CRC-32 of everything
-that was read of it.
-Always true: memory is bounded by threads times ``CHUNK`` (twice that where a dtype changes),
-whatever the size of the tensors; the first error ends all threads and is raised; after a copy the
-CRC-32 of every placement is known, as are those of the watched tensors, without another pass.
+Invariants: memory is bounded by threads times ``CHUNK`` (twice that where a dtype changes); the
+first error ends all threads and is raised; after a copy the CRC-32 of
+all that was read is known without another pass.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from threading import Lock
 
-from xla_fsdp.checkpoint.atomic_files import writing
-from xla_fsdp.checkpoint.byte_source import ByteSource
-from xla_fsdp.checkpoint.fingerprint import combine, written
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.checksum import combine, written
+from xla_fsdp.checkpoint.storage import failing
+from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
 
-CHUNK = 1 << 24
-
-"""Bytes. Larger ones are not faster; smaller ones cost a Python call more often."""
+CHUNK = 1 << 24  # bytes; larger ones are not faster, smaller ones cost more Python calls
 
 Progress = Callable[[int], None]
 
 
 def default_threads() -> int:
-    """Enough to read, compute checksums and write at once, on this machine's cores."""
+    """Return how many threads read, checksum and write at once on this machine's cores."""
     return min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
-class Placement:
+class CopyTask:
     """A tensor, and the offset in the file at ``path`` where its bytes belong."""
 
     source: TensorSource
@@ -45,101 +39,71 @@ class Placement:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes ``start`` to ``start + length`` of a placement's tensor."""
+    """Bytes ``start`` to ``start + length`` of the source with this index."""
 
-    placement: int
+    index: int
     start: int
     length: int
 
 
 def copy(
-    placements: Sequence[Placement], *, threads: int, progress: Progress = lambda _: None
+    tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
 ) -> list[int]:
-    """Fill the places, in files that exist and are as long as needed; the CRC-32 of each.
+    """Copy tensors into files that exist and are as long as needed.
 
     Args:
-        placements: in any number of files.
+        tasks: in any number of files.
         threads: that read and write at the same time.
         progress: called with the bytes of every chunk that is done, from several threads.
+
+    Returns:
+        The CRC-32 of each tensor.
     """
 
-    def do(chunk: Chunk, buffer: memoryview) -> int:
-        placement = placements[chunk.placement]
-        placement.source.data.read_into(chunk.start, buffer)
-        with writing(placement.path):
-            _write(placement.path, placement.start + chunk.start, buffer)
-        return zlib.crc32(buffer)
+    def write(chunk: Chunk, buffer: memoryview) -> None:
+        task = tasks[chunk.index]
+        with failing(task.path):
+            _write(task.path, task.start + chunk.start, buffer)
 
-    sizes = [placement.source.spec.nbytes for placement in placements]
-    return _for_all_chunks(sizes, do, threads, progress)
+    return _read_all([task.source.data for task in tasks], write, threads, progress)
 
 
-def checksums(
+def read_crcs(
     sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
 ) -> list[int]:
-    """The CRC-32 of each source. Arguments as for ``copy``."""
-
-    def do(chunk: Chunk, buffer: memoryview) -> int:
-        sources[chunk.placement].read_into(chunk.start, buffer)
-        return zlib.crc32(buffer)
-
-    return _for_all_chunks([source.nbytes for source in sources], do, threads, progress)
+    """Return the CRC-32 of each source. Arguments as for ``copy``."""
+    return _read_all(sources, lambda chunk, buffer: None, threads, progress)
 
 
-def _for_all_chunks(
-    sizes: Sequence[int],
-    do: Callable[[Chunk, memoryview], int],
+def _read_all(
+    sources: Sequence[ByteSource],
+    use: Callable[[Chunk, memoryview], None],
     threads: int,
     progress: Progress,
 ) -> list[int]:
-    """``do`` every chunk of things of these sizes; the CRC-32 of each thing, from its chunks'."""
-    results: dict[Chunk, int] = {}
-    chunks = _Shared(_chunks(sizes))
+    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each source."""
+    chunks = [
+        Chunk(index, start, min(CHUNK, source.nbytes - start))
+        for index, source in enumerate(sources)
+        for start in range(0, source.nbytes, CHUNK)
+    ]
+    longest = max((chunk.length for chunk in chunks), default=0)
+    own = threading.local()
 
-    def work() -> None:
-        buffer = memoryview(bytearray(min(CHUNK, max(sizes, default=0))))
-        try:
-            for chunk in chunks:
-                results[chunk] = do(chunk, buffer[: chunk.length])
-                progress(chunk.length)
-        except BaseException:
-            chunks.stop()
-            raise
+    def work(chunk: Chunk) -> int:
+        if not hasattr(own, "buffer"):  # one of each thread: making them takes as long as copying
+            own.buffer = memoryview(bytearray(longest))
+        buffer = own.buffer[: chunk.length]
+        sources[chunk.index].read_into(chunk.start, buffer)
+        use(chunk, buffer)
+        progress(chunk.length)
+        return zlib.crc32(buffer)
 
+    parts: list[list[tuple[int, int]]] = [[] for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work) for _ in range(threads)]:
-            done.result()
-    parts: list[list[tuple[int, int]]] = [[] for _ in sizes]
-    for chunk in sorted(results, key=lambda chunk: chunk.start):
-        parts[chunk.placement].append((results[chunk], chunk.length))
+        for chunk, crc in zip(chunks, pool.map(work, chunks), strict=True):
+            parts[chunk.index].append((crc, chunk.length))
     return [combine(each) for each in parts]
-
-
-def _chunks(sizes: Sequence[int]) -> Iterator[Chunk]:
-    for index, size in enumerate(sizes):
-        for start in range(0, size, CHUNK):
-            yield Chunk(index, start, min(CHUNK, size - start))
-
-
-class _Shared:
-    """An iterator that several threads take from, until it ends or is stopped."""
-
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
-        self._chunks = chunks
-        self._lock = Lock()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        while True:
-            with self._lock:
-                chunk = next(self._chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-
-    def stop(self) -> None:
-        """No more for anybody."""
-        with self._lock:
-            self._chunks = iter(())
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:
@@ -155,79 +119,84 @@ def _write(path: str, start: int, buffer: memoryview) -> None:
 # ---------------------------------------------------------------- damage
 
 
-class Watched:
-    """A byte source that remembers the CRC-32 of what was read; see ``ByteSource``."""
+class ChecksumVerifier:
+    """A tensor's byte source that remembers the CRC-32 of what was read of it."""
 
     def __init__(self, name: str, source: TensorSource) -> None:
         self.name = name
         self.nbytes = source.spec.nbytes
         self._source = source
-        self._read: dict[tuple[int, int], int] = {}  # by first and last byte
+        self._read: dict[tuple[int, int], int] = {}  # CRC-32 by first byte and the one behind
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """See ``ByteSource``."""
         self._source.data.read_into(start, buffer)
         self._read[start, start + len(buffer)] = zlib.crc32(buffer)
 
     def problem(self, *, unread: bool) -> str | None:
-        """What is wrong with the bytes; of a tensor of which nothing was read, only if ``unread``
-        (padding alone, or another rank's copy of what is the same on all)."""
+        """Say what is wrong with the bytes, if anything is.
+
+        Args:
+            unread: whether to look at a tensor of which nothing was read, too (padding alone, or
+                another rank's copy of what is the same on all).
+        """
         if not self._read and not unread:
             return None
-        found = written(self._checksum())
-        if found == self._source.fingerprint:
-            return None
-        return (
-            f"{self.name} is damaged: its fingerprint is {found}, but was "
-            f"{self._source.fingerprint} when it was saved. Take this file from another copy."
-        )
+        return damage(self.name, self._source, self._crc())
 
-    def _checksum(self) -> int:
-        """From what was read, and a look at what was not (the padding of a shard)."""
+    def _crc(self) -> int:
+        """Combine what was read, and read the rest (the padding of a shard)."""
         parts, at = [], 0
-        for (start, stop), checksum in sorted(self._read.items()):
-            if start < at:  # read by two ways of cutting it
-                return self._fresh(0, self.nbytes)
+        for (start, stop), crc in sorted(self._read.items()):
+            if start < at:  # it was read in chunks of several sizes
+                return self._crc_of(0, self.nbytes)
             if start > at:
-                parts.append((self._fresh(at, start), start - at))
-            parts.append((checksum, stop - start))
+                parts.append((self._crc_of(at, start), start - at))
+            parts.append((crc, stop - start))
             at = stop
-        parts.append((self._fresh(at, self.nbytes), self.nbytes - at))
+        parts.append((self._crc_of(at, self.nbytes), self.nbytes - at))
         return combine(parts)
 
-    def _fresh(self, start: int, stop: int) -> int:
-        checksum = 0
+    def _crc_of(self, start: int, stop: int) -> int:
+        crc = 0
         for at in range(start, stop, CHUNK):
-            buffer = bytearray(min(CHUNK, stop - at))
-            self._source.data.read_into(at, memoryview(buffer))
-            checksum = zlib.crc32(buffer, checksum)
-        return checksum
+            crc = zlib.crc32(read_bytes(self._source.data, at, min(CHUNK, stop - at)), crc)
+        return crc
 
 
-def watch(
+def damage(name: str, source: TensorSource, crc: int) -> str | None:
+    """Say that a tensor with this CRC-32 is damaged, if its file says another."""
+    if written(crc) == source.checksum:
+        return None
+    return (
+        f"{name} is damaged: its checksum is {written(crc)}, but was {source.checksum} when it was "
+        f"saved. Take this file from another copy."
+    )
+
+
+def verifying(
     name: str, tensors: Mapping[str, TensorSource]
-) -> tuple[dict[str, TensorSource], list[Watched]]:
-    """The same tensors, and those that can be watched because they have a fingerprint.
+) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
+    """Return the same tensors, and verifiers of those that have a checksum.
 
     Args:
         name: of the file that they are in.
         tensors: by name.
     """
-    all_watched, same = [], {}
+    verifiers, same = [], {}
     for key, tensor in tensors.items():
-        if tensor.fingerprint is not None and tensor.spec.nbytes:
-            watched = Watched(f"{name}: {key}", tensor)
-            all_watched.append(watched)
-            tensor = replace(tensor, data=watched)
+        if tensor.checksum is not None and tensor.spec.nbytes:
+            verifier = ChecksumVerifier(f"{name}: {key}", tensor)
+            verifiers.append(verifier)
+            tensor = replace(tensor, data=verifier)
         same[key] = tensor
-    return same, all_watched
+    return same, verifiers
 
 
-def find_damage(watched: Iterable[Watched], *, unread: bool = False) -> list[str]:
-    """One line for every watched tensor of which something else was read than was saved.
+def find_damage(verifiers: Iterable[ChecksumVerifier], *, unread: bool = False) -> list[str]:
+    """Return one line for every tensor of which something else was read than was saved.
 
     Args:
-        watched: from ``watch``.
+        verifiers: from ``verifying``.
         unread: whether to read those now that nobody needed.
     """
-    return [problem for each in watched if (problem := each.problem(unread=unread))]
+    return [problem for each in verifiers if (problem := each.problem(unread=unread))]

@@ -1,21 +1,25 @@
-"""What a shard file says about itself: names, shapes and a version. No I/O.
+"""What checkpoint files say about themselves: names, shapes, versions. No I/O.
 
-Words: a *record* describes one entry of a rank's state dict that holds a shard; its *members* are
-the original parameters joined in it, in order (one, unless parameters were flattened together); an
-*alias* is a second name of a tied parameter, the *canonical* name is the one that has a record.
-Tensor parallelism makes several *parts* of a model, each of which ranks of its own share: rank r of
-files of p parts and n shards is shard r % n of part r // n.
-Always true: an object of these classes is consistent, however it was made; ``to_dict`` gives
-``str``, ``int``, ``list`` and ``dict`` only, so ``torch.load(weights_only=True)`` reads it back.
-Where the elements of a shard lie is ``layout``'s business; files are ``shard_files``'.
+Invariants: an object of these classes is consistent, however it was made; ``to_dict`` gives only
+what JSON has, so that ``torch.load(weights_only=True)`` reads it back, too.
+
+A shard file's metadata is a ``ShardMetadata``: a ``ParamRecord`` for each entry of the state dict
+that holds a shard, with a ``MemberRecord`` for each original parameter in it (one, unless
+parameters were flattened together), and an ``OptimizerRecord``. Tensor parallelism makes several
+*parts* of a model, each of which ranks of its own share: in files of p parts and n shards of each,
+rank r has shard r % n of part r // n.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     check_rank,
@@ -24,27 +28,252 @@ from xla_fsdp.checkpoint.errors import (
     refuse_repeated,
     typed,
 )
-from xla_fsdp.checkpoint.fingerprint import is_fingerprint
-from xla_fsdp.checkpoint.optimizer_format import OptimizerRecord
 from xla_fsdp.distributed.placement import local_shape
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 FORMAT = "xla_fsdp"
-
 VERSION = 3
-
+# Version 2 added groups, global_rank, optimizer and fingerprints, version 3 tensor_parts and
+# tensor_dim; all else is as in version 1.
 READABLE_VERSIONS = (1, 2, 3)
 
-"""Version 2 added groups, global_rank, optimizer and fingerprints, version 3 tensor_parts and
-tensor_dim; all else is as in version 1."""
+MARKER_FORMAT = "xla_fsdp checkpoint"
+MARKER_VERSION = 1
+
+# How deep hyperparameters may be nested: a file's author must not make us run out of stack.
+MAX_DEPTH = 20
+
+# What a rank's file holds beside shards: in a .safetensors header under this key, with tensors
+# under this prefix.
+VALUES_KEY = "xla_fsdp.values"
+VALUE_PREFIX = "values/"
+SUFFIXES = ("safetensors", "pth")
 
 Groups = tuple[tuple[int, ...], ...]
 
 
+def model_name(key: str) -> str:
+    """Return the name in a file of the state dict's ``key``."""
+    return f"model/{key}"
+
+
+def state_name(key: str, state: str) -> str:
+    """Return the name in a file of one optimizer state of ``key``.
+
+    A slash in ``key`` or ``state`` is written as ``%2F``, so that two names never meet.
+    """
+    return f"optim/{_escaped(key)}/{_escaped(state)}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+class StateKind(Enum):
+    """What one optimizer state of one parameter is."""
+
+    SHARD = "shard"  # a tensor of the shard's shape, cut like the parameter
+    DEVICE = "device"  # any other tensor, on the parameter's device
+    HOST = "host"  # any other tensor, in host memory
+    VALUE = "value"  # a number or another value that JSON has
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One optimizer state of one parameter: a tensor, a ``TensorSource`` or a plain value."""
+
+    kind: StateKind
+    value: Any
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A parameter group: the keys in it, in order, and its hyperparameters (``lr``, ...)."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state: of a running job, of what a rank loads, or of a full checkpoint.
+
+    Args:
+        groups: in the optimizer's order.
+        states: by key of the parameter, then by name (``exp_avg``). Parameters without state, as
+            all are before the first step, are left out.
+    """
+
+    groups: tuple[GroupRecord, ...]
+    states: dict[str, dict[str, StateEntry]]
+
+    def record(self) -> OptimizerRecord:
+        """Return what a file's metadata says about it."""
+        states = {key: StateRecord.of(entries) for key, entries in self.states.items()}
+        return OptimizerRecord(self.groups, states)
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return the states that are tensors, by key and name."""
+        return {
+            key: {n: e.value for n, e in entries.items() if e.kind is not StateKind.VALUE}
+            for key, entries in self.states.items()
+        }
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """The states of one key in a file: names of tensors, and plain values as they are.
+
+    Args:
+        sharded: tensors of the shard's shape, cut as the parameter is.
+        whole: any other tensors, such as a step counter.
+        values: what is written here and not as a tensor.
+        host: those of ``whole`` that the optimizer keeps in host memory, beside a parameter on a
+            device.
+    """
+
+    sharded: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+    host: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Mapping[str, StateEntry]) -> StateRecord:
+        """Return the record of these states, by name."""
+
+        def names(*kinds: StateKind) -> tuple[str, ...]:
+            return tuple(name for name, entry in entries.items() if entry.kind in kinds)
+
+        return cls(
+            sharded=names(StateKind.SHARD),
+            whole=names(StateKind.DEVICE, StateKind.HOST),
+            values={name: entries[name].value for name in names(StateKind.VALUE)},
+            host=names(StateKind.HOST),
+        )
+
+    def entries(self, tensor: Callable[[str], Any]) -> dict[str, StateEntry]:
+        """Return the states, whose tensors ``tensor`` gives by name. The inverse of ``of``."""
+        kinds = dict.fromkeys(self.sharded, StateKind.SHARD)
+        kinds |= {n: StateKind.HOST if n in self.host else StateKind.DEVICE for n in self.whole}
+        states = {name: StateEntry(kind, tensor(name)) for name, kind in kinds.items()}
+        return states | {n: StateEntry(StateKind.VALUE, v) for n, v in self.values.items()}
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer's parameter groups in a file, and the states of every key that has any."""
+
+    groups: tuple[GroupRecord, ...]
+    states: dict[str, StateRecord]
+
+    def __post_init__(self) -> None:
+        refuse_repeated("optimizer key", (key for group in self.groups for key in group.params))
+        for key, state in self.states.items():
+            refuse_repeated(f"optimizer state of {key}:", state.sharded + state.whole)
+            if strange := set(state.host) - set(state.whole):
+                raise CheckpointError(
+                    f"optimizer state of {key}: {min(strange)} is in host, but not in whole"
+                )
+            for name in state.values:
+                if name in state.sharded or name in state.whole:
+                    raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values.
+
+        Raises:
+            CheckpointError: if a hyperparameter or a value is not a JSON value.
+        """
+        return {
+            "groups": [
+                {
+                    "params": list(group.params),
+                    "options": json_value(group.options, f"optimizer.groups.{i}.options"),
+                }
+                for i, group in enumerate(self.groups)
+            ],
+            "states": {
+                key: {
+                    "sharded": list(state.sharded),
+                    "whole": list(state.whole),
+                    "host": list(state.host),
+                    "values": json_value(state.values, f"optimizer.states.{key}.values"),
+                }
+                for key, state in self.states.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> OptimizerRecord:
+        """Read what ``to_dict`` returned; ``CheckpointError`` if it is not as written there."""
+        groups = enumerate(item(typed(data, dict, "optimizer"), "groups", list, "optimizer"))
+        states = item(data, "states", dict, "optimizer").items()
+        return cls(
+            groups=tuple(_group_from_dict(group, f"optimizer.groups.{i}") for i, group in groups),
+            states={
+                typed(key, str, "optimizer.states"): _state_from_dict(
+                    state, f"optimizer.states.{key}"
+                )
+                for key, state in states
+            },
+        )
+
+
+def json_value(value: Any, where: str, depth: int = 0) -> Any:
+    """Return ``value`` with tuples as lists, if it is a JSON value; else ``CheckpointError``."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [json_value(each, f"{where}.{i}", depth + 1) for i, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            typed(key, str, where): json_value(each, f"{where}.{key}", depth + 1)
+            for key, each in value.items()
+        }
+    raise CheckpointError(
+        f"{where} is {type(value).__name__}; expected a number, string, list or dict. Take it out, "
+        f"or turn it into one of these"
+    )
+
+
+def _group_from_dict(data: Any, where: str) -> GroupRecord:
+    params = item(typed(data, dict, where), "params", list, where)
+    options = json_value(item(data, "options", dict, where), f"{where}.options")
+    return GroupRecord(_names(params, f"{where}.params"), options)
+
+
+def _state_from_dict(data: Any, where: str) -> StateRecord:
+    typed(data, dict, where)
+    return StateRecord(
+        sharded=_names(item(data, "sharded", list, where), f"{where}.sharded"),
+        whole=_names(item(data, "whole", list, where), f"{where}.whole"),
+        host=_names(item({"host": [], **data}, "host", list, where), f"{where}.host"),
+        values=json_value(item(data, "values", dict, where), f"{where}.values"),
+    )
+
+
+def _names(data: list[Any], where: str) -> tuple[str, ...]:
+    return tuple(typed(name, str, f"{where}.{i}") for i, name in enumerate(data))
+
+
+# ---------------------------------------------------------------- model
+
+
 @dataclass(frozen=True)
 class MemberRecord:
-    """One original parameter: its fully qualified name and full shape, and the dim along which
-    every part of the model has a slice of it; None if each part has all of it."""
+    """One original parameter.
+
+    Args:
+        name: its fully qualified name in the model before wrapping.
+        shape: of the full parameter.
+        tensor_dim: the dim along which every part of the model has a slice of it; None if each
+            part has all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -64,11 +293,11 @@ class MemberRecord:
         return math.prod(self.shape)
 
     def local_shape(self, parts: int) -> tuple[int, ...]:
-        """Shape of what each of so many parts has."""
+        """Return the shape of what each of so many parts has."""
         return tuple(local_shape(self.shape, self.tensor_dim, parts))
 
     def local_numel(self, parts: int) -> int:
-        """Number of elements of that."""
+        """Return the number of elements of that."""
         return math.prod(self.local_shape(parts))
 
 
@@ -79,7 +308,7 @@ class ParamRecord:
     Args:
         key: its name in the state dict.
         dtype: of the shard, such as ``"float32"``.
-        multiple: the shard's length is a multiple of this; see ``ShardLayout``.
+        multiple: the shard's length is a multiple of this, as in ``ShardLayout``.
         members: the original parameters joined in it, in order; at least one.
         by_rows: whether a shard has the shape of whole rows of its one member's dim 0, instead of
             being a vector.
@@ -98,12 +327,60 @@ class ParamRecord:
         if not self.members:
             raise CheckpointError(f"{self.key}: has no members, must have at least one")
         if self.by_rows:
-            _check_rows(self)
+            self._check_rows()
 
     def layout(self, world_size: int, parts: int = 1) -> ShardLayout:
-        """How the joined members are cut for ``world_size`` ranks, those of all parts together."""
+        """Return how the joined members are cut for ``world_size`` ranks, those of all parts."""
         numel = sum(member.local_numel(parts) for member in self.members)
         return ShardLayout((numel,), world_size // parts, self.multiple)
+
+    def to_dict(self, version: int) -> dict[str, Any]:
+        """Return plain values, as that version of the format has them."""
+        return {
+            "key": self.key,
+            "dtype": self.dtype,
+            "multiple": self.multiple,
+            "members": [
+                {"name": m.name, "shape": list(m.shape)}
+                | ({"tensor_dim": m.tensor_dim} if version > 2 else {})
+                for m in self.members
+            ],
+            "by_rows": self.by_rows,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str, version: int) -> ParamRecord:
+        """Read what ``to_dict`` returned; ``CheckpointError`` if it is not as written there."""
+        members = enumerate(item(typed(data, dict, where), "members", list, where))
+        return cls(
+            key=item(data, "key", str, where),
+            dtype=item(data, "dtype", str, where),
+            multiple=item(data, "multiple", int, where),
+            members=tuple(
+                _member_from_dict(member, f"{where}.members.{i}", version) for i, member in members
+            ),
+            by_rows=item(data, "by_rows", bool, where),
+        )
+
+    def _check_rows(self) -> None:
+        member = self.members[0]
+        row = max(1, math.prod(member.shape[1:]))
+        is_row = self.multiple == row or (member.tensor_dim and row % self.multiple == 0)
+        if len(self.members) > 1 or not member.shape or not is_row:
+            raise CheckpointError(
+                f"{self.key}: is sharded by rows, so it must have one member of at least one dim, "
+                f"and a row's number of elements as its multiple"
+            )
+
+
+def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
+    name = item(typed(data, dict, where), "name", str, where)
+    sizes = enumerate(item(data, "shape", list, where))
+    shape = tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes)
+    dim = item(data, "tensor_dim", object, where) if version > 2 else None
+    return MemberRecord(
+        name, shape, None if dim is None else typed(dim, int, f"{where}.tensor_dim")
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +391,8 @@ class ShardMetadata:
         rank: of the saving process among those that share the model, its parts one after the other.
         world_size: how many they are.
         params: one record for each sharded entry of the state dict.
-        ties: alias to canonical name. An alias of a parameter that is not flattened is a key of
-            the state dict too, with the same shard.
+        ties: alias to canonical name, which is the one that has a record. An alias of a parameter
+            that is not flattened is a key of the state dict too, with the same shard.
         buffers: original dtype of each buffer that is saved in another one.
         version: of this format.
         groups: the sharding groups, if the ranks are divided into several: each group shares a
@@ -123,9 +400,9 @@ class ShardMetadata:
             ranks share one.
         global_rank: of the saving process among all groups; None if there is one group.
         optimizer: what is saved of the optimizer; None for nothing.
-        tensor_parts: how many parts tensor parallelism has made of the model.
-        fingerprints: of tensors in the file, by their names in it (``model_name``,
+        fingerprints: checksums of tensors in the file, by their names in it (``model_name``,
             ``state_name``); those that are not listed cannot be verified.
+        tensor_parts: how many parts tensor parallelism has made of the model.
     """
 
     rank: int
@@ -158,36 +435,34 @@ class ShardMetadata:
         _check_parts(self)
         _check_states(self)
         for name, text in self.fingerprints.items():
-            if not is_fingerprint(text):
+            if not is_checksum(text):
                 raise CheckpointError(
                     f"fingerprints: {name} {text!r} is not 'crc32:' and 8 digits of 0-9, a-f"
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, to be saved under the key ``shard_metadata``."""
-        own = {
-            "groups": None if self.groups is None else [list(group) for group in self.groups],
-            "global_rank": self.global_rank,
-            "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
-            "fingerprints": dict(self.fingerprints),
-        }
-        parts = {"tensor_parts": self.tensor_parts} if self.version > 2 else {}
-        return {**self._first_version(), **(own if self.version > 1 else {}), **parts}
-
-    def _first_version(self) -> dict[str, Any]:
-        return {
+        """Return plain values, to be saved under the key ``shard_metadata``."""
+        content = {
             "format": FORMAT,
             "version": self.version,
             "rank": self.rank,
             "world_size": self.world_size,
-            "params": [_record_to_dict(record, self.version) for record in self.params],
+            "params": [record.to_dict(self.version) for record in self.params],
             "ties": dict(self.ties),
             "buffers": dict(self.buffers),
         }
+        if self.version > 1:
+            content |= {
+                "groups": None if self.groups is None else [list(group) for group in self.groups],
+                "global_rank": self.global_rank,
+                "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
+                "fingerprints": dict(self.fingerprints),
+            }
+        return content | ({"tensor_parts": self.tensor_parts} if self.version > 2 else {})
 
     @classmethod
     def from_dict(cls, data: Any) -> ShardMetadata:
-        """The inverse of ``to_dict``.
+        """Read what ``to_dict`` returned.
 
         Raises:
             CheckpointError: if anything is missing, of the wrong type, out of range or
@@ -198,48 +473,25 @@ class ShardMetadata:
         # The version decides what the other keys mean: nothing else is looked at before it.
         version = item(data, "version", int, "")
         _check_version(version)
-        own = _second_version(data) if version > 1 else {}
+        later = _second_version(data) if version > 1 else {}
         if version > 2:
-            own["tensor_parts"] = item(data, "tensor_parts", int, "")
+            later["tensor_parts"] = item(data, "tensor_parts", int, "")
         return cls(
             rank=item(data, "rank", int, ""),
             world_size=item(data, "world_size", int, ""),
             params=tuple(
-                _record_from_dict(record, f"params.{i}", version)
+                ParamRecord.from_dict(record, f"params.{i}", version)
                 for i, record in enumerate(item(data, "params", list, ""))
             ),
             ties=_strings(item(data, "ties", dict, ""), "ties"),
             buffers=_strings(item(data, "buffers", dict, ""), "buffers"),
             version=version,
-            **own,
+            **later,
         )
 
 
-# ---------------------------------------------------------------- names in a file
-
-
-def model_name(key: str) -> str:
-    """Where the state dict's ``key`` lies among a file's tensors."""
-    return f"model/{key}"
-
-
-def state_name(key: str, state: str) -> str:
-    """Where one optimizer state of ``key`` lies among a file's tensors.
-
-    A slash in ``key`` or ``state`` is written as ``%2F``, so that two names never meet.
-    """
-    return f"optim/{_escaped(key)}/{_escaped(state)}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("%", "%25").replace("/", "%2F")
-
-
-# ---------------------------------------------------------------- plain values
-
-
 def _second_version(data: dict[str, Any]) -> dict[str, Any]:
-    """What version 2 has more than version 1."""
+    """Return what version 2 has more than version 1."""
     groups, global_rank, optimizer = (
         item(data, key, object, "") for key in ("groups", "global_rank", "optimizer")
     )
@@ -258,69 +510,16 @@ def _groups(data: Any) -> Groups:
     )
 
 
-def _record_to_dict(record: ParamRecord, version: int) -> dict[str, Any]:
-    members: list[dict[str, Any]] = [
-        {"name": m.name, "shape": list(m.shape)} for m in record.members
-    ]
-    if version > 2:
-        for member, m in zip(members, record.members, strict=True):
-            member["tensor_dim"] = m.tensor_dim
-    return {
-        "key": record.key,
-        "dtype": record.dtype,
-        "multiple": record.multiple,
-        "members": members,
-        "by_rows": record.by_rows,
-    }
-
-
-def _record_from_dict(data: Any, where: str, version: int) -> ParamRecord:
-    typed(data, dict, where)
-    members = enumerate(item(data, "members", list, where))
-    return ParamRecord(
-        key=item(data, "key", str, where),
-        dtype=item(data, "dtype", str, where),
-        multiple=item(data, "multiple", int, where),
-        members=tuple(_member_from_dict(m, f"{where}.members.{i}", version) for i, m in members),
-        by_rows=item(data, "by_rows", bool, where),
-    )
-
-
-def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
-    name = item(typed(data, dict, where), "name", str, where)
-    sizes = enumerate(item(data, "shape", list, where))
-    shape = tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes)
-    dim = item(data, "tensor_dim", object, where) if version > 2 else None
-    return MemberRecord(
-        name, shape, None if dim is None else typed(dim, int, f"{where}.tensor_dim")
-    )
-
-
 def _strings(data: dict[Any, Any], where: str) -> dict[str, str]:
     return {typed(k, str, where): typed(v, str, f"{where}.{k}") for k, v in data.items()}
 
 
-# ---------------------------------------------------------------- checks
-
-
 def _check_version(version: int) -> None:
-    """Raise ``CheckpointError`` unless this library reads ``version``."""
     if version not in READABLE_VERSIONS:
         readable = ", ".join(str(v) for v in READABLE_VERSIONS)
         raise CheckpointError(
             f"format version {version} is not known; this xla_fsdp reads version {readable}. "
             f"Upgrade xla_fsdp to read this file."
-        )
-
-
-def _check_rows(record: ParamRecord) -> None:
-    member = record.members[0]
-    row = max(1, math.prod(member.shape[1:]))
-    is_row = record.multiple == row or (member.tensor_dim and row % record.multiple == 0)
-    if len(record.members) > 1 or not member.shape or not is_row:
-        raise CheckpointError(
-            f"{record.key}: is sharded by rows, so it must have one member of at least one dim, "
-            f"and a row's number of elements as its multiple"
         )
 
 
@@ -341,7 +540,7 @@ def _check_groups(metadata: ShardMetadata) -> None:
 
 
 def _check_parts(metadata: ShardMetadata) -> None:
-    """Parts are shared by equally many ranks, and have equal slices."""
+    """Refuse parts that are not shared by equally many ranks, or have unequal slices."""
     parts = metadata.tensor_parts
     if parts < 1 or metadata.world_size % parts:
         raise CheckpointError(
@@ -363,7 +562,7 @@ def _check_parts(metadata: ShardMetadata) -> None:
 
 
 def _check_states(metadata: ShardMetadata) -> None:
-    """A state that is sharded has to be like a shard."""
+    """Refuse sharded states of what is no shard."""
     if metadata.optimizer is None:
         return
     keys = {record.key for record in metadata.params}
@@ -372,3 +571,56 @@ def _check_states(metadata: ShardMetadata) -> None:
             raise CheckpointError(
                 f"optimizer.states.{key}: {state.sharded[0]} is sharded, but params has no {key}"
             )
+
+
+# ---------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The file ``complete.json``, which says that a step is complete.
+
+    Args:
+        step: that was saved.
+        world_size: number of ranks that share the model.
+        files: name of every rank's file to its number of bytes.
+    """
+
+    step: int
+    world_size: int
+    files: dict[str, int]
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file."""
+        head = {"format": MARKER_FORMAT, "version": MARKER_VERSION}
+        content = {"step": self.step, "world_size": self.world_size, "files": self.files}
+        return json.dumps({**head, **content}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Marker:
+        """Read what ``to_bytes`` returned; ``name`` is the file's, for messages.
+
+        Raises:
+            CheckpointError: if it is not a marker, or of a later version.
+        """
+        try:
+            content = typed(json.loads(data), dict, "marker")
+            found = (content.get("format"), content.get("version"))
+            if found != (MARKER_FORMAT, MARKER_VERSION):
+                raise CheckpointError(
+                    f"is {found[0]!r} version {found[1]!r}, expected {MARKER_FORMAT!r} version "
+                    f"{MARKER_VERSION}"
+                )
+            files = item(content, "files", dict, "")
+            return cls(
+                item(content, "step", int, ""),
+                item(content, "world_size", int, ""),
+                {name: typed(size, int, f"files.{name}") for name, size in files.items()},
+            )
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{name}: {error}") from error
+
+
+def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
+    """Return the name of one rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"

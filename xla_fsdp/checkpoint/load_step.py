@@ -1,41 +1,45 @@
-"""Reads from one complete step what one rank of a new job needs, and nothing else.
+"""Loading one complete step: what one rank of a new job needs, and nothing else.
 
-Words: see ``reshard``. Always true: a rank reads one file's header and those of the files that hold
-elements it needs, and of these files only these elements; a tensor that is read as it was written
-is compared with its fingerprint; everything that is wrong is raised at once, before anybody has
-changed a model.
-Which step is read is decided by the caller, for all ranks together.
+Invariants: a rank reads one file's header and those of the files that hold elements it needs, and
+of these files only these elements; a file that has another length than the marker says, or other
+tensors than the rank's first, is refused; a tensor that is read as it was written is held against
+its checksum; everything that is wrong is raised at once, before anybody has changed a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from xla_fsdp.checkpoint.byte_source import bytes_of
-from xla_fsdp.checkpoint.errors import CheckpointError, typed
-from xla_fsdp.checkpoint.fingerprint import fingerprint
-from xla_fsdp.checkpoint.format import state_name
-from xla_fsdp.checkpoint.full_tensors import Plan
-from xla_fsdp.checkpoint.optimizer_format import GroupRecord
+from xla_fsdp.checkpoint.checksum import checksum
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if, typed
+from xla_fsdp.checkpoint.format import (
+    SUFFIXES,
+    VALUE_PREFIX,
+    VALUES_KEY,
+    Marker,
+    OptimizerState,
+    StateEntry,
+    rank_file_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.full_tensors import MergePlan
+from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.plan import make_plan
-from xla_fsdp.checkpoint.reshard import Cut, CutState, Saved, Target, cut_model
-from xla_fsdp.checkpoint.reshard_optimizer import cut_optimizer
-from xla_fsdp.checkpoint.safetensors_file import TensorSpec
-from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.shard_reader import RankFiles, TorchRankFiles
-from xla_fsdp.checkpoint.shard_writer import SUFFIXES
-from xla_fsdp.checkpoint.step_directory import Attempt, Marker, rank_file_name, read_marker
+from xla_fsdp.checkpoint.reshard import LoadTarget, ReadPlan, SourceCheckpoint, plan_read
+from xla_fsdp.checkpoint.shard_files import MODEL_PREFIX, Shard, open_safetensors, open_torch
+from xla_fsdp.checkpoint.step_directory import Attempt, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec, bytes_of
+from xla_fsdp.checkpoint.torch_file import read_torch_file
 
-REMOTE_REQUESTS = 16
-
-"""At a time: a request to an object store takes some 50 ms, whatever its size."""
+REMOTE_REQUESTS = 16  # at a time: one to an object store takes some 50 ms, whatever its size
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,20 @@ class LoadedStep:
 
     Args:
         model: by key of the state dict; shards are vectors.
-        groups: of the optimizer.
-        states: by key and name; tensors of kind ``SHARD`` are vectors.
+        optimizer: tensors of kind ``SHARD`` are vectors; None if it was not asked for.
         values: what was saved beside the tensors, by topic.
         same_ranks: whether as many ranks share the model as when it was saved, in as many
-            tensor-parallel parts: ranks then have the places that they had.
+            tensor-parallel parts: each rank then has the shard that it had.
     """
 
     model: dict[str, Tensor]
-    groups: tuple[GroupRecord, ...]
-    states: dict[str, dict[str, CutState]]
+    optimizer: OptimizerState | None
     values: dict[str, Any]
     same_ranks: bool
 
 
 def load_step(
-    storage: Storage, attempt: Attempt, target: Target, *, strict: bool = True
+    storage: Storage, attempt: Attempt, target: LoadTarget, *, strict: bool = True
 ) -> LoadedStep:
     """Read what ``target`` needs of a complete attempt.
 
@@ -79,12 +81,8 @@ def load_step(
     shards = files.shards()
     plan = make_plan(shards[own].metadata, shards[own].state_dict)
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
-    saved, found = Saved(plan, shards, own), Cut()
-    cut_model(saved, target, found, strict=strict)
-    if target.groups is not None:
-        cut_optimizer(saved, target, target.groups, found, strict=strict)
-    if found.problems:
-        raise CheckpointError([f"{storage.where}/{attempt.folder}: {p}" for p in found.problems])
+    found = plan_read(SourceCheckpoint(plan, shards, own), target, strict=strict)
+    raise_if([f"{storage.where}/{attempt.folder}: {problem}" for problem in found.problems])
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
@@ -108,17 +106,13 @@ def _open(
     return RankFiles(storage, sizes, first=own)
 
 
-def _check(plan: Plan, shards: Iterable[Shard]) -> None:
-    """That the shards have the tensors that the plan speaks of; nothing of them is read."""
-    problems = [
-        f"{shard.source}: {problem}" for shard in shards for problem in _shard_problems(plan, shard)
-    ]
-    if problems:
-        raise CheckpointError(problems)
+def _check(plan: MergePlan, shards: Iterable[Shard]) -> None:
+    """Refuse shards without the tensors that the plan speaks of; nothing of them is read."""
+    raise_if([f"{each.source}: {problem}" for each in shards for problem in _problems(plan, each)])
 
 
-def _shard_problems(plan: Plan, shard: Shard) -> Iterator[str]:
-    specs = {key: TensorSpec(p.dtype, p.shard_shape) for key, p in plan.pieces.items()}
+def _problems(plan: MergePlan, shard: Shard) -> Iterator[str]:
+    specs = {key: TensorSpec(e.dtype, e.shard_shape) for key, e in plan.sharded.items()}
     for key, expected in specs.items():
         source = shard.state_dict.get(key)
         if not isinstance(source, TensorSource) or source.spec != expected:
@@ -126,7 +120,7 @@ def _shard_problems(plan: Plan, shard: Shard) -> Iterator[str]:
     if plan.optimizer is None:
         return
     for key in (*plan.optimizer.states, *(k for g in plan.optimizer.groups for k in g.params)):
-        if key not in specs and key not in plan.whole:
+        if key not in specs and key not in plan.unsharded:
             yield f"the optimizer has {key}, which the model has not"
     for key, state in plan.optimizer.states.items():
         for name in (*state.sharded, *state.whole):
@@ -137,35 +131,200 @@ def _shard_problems(plan: Plan, shard: Shard) -> Iterator[str]:
                 yield f"optimizer state {name} of {key} is {found}"
 
 
-# ---------------------------------------------------------------- reading
-
-
-def _read(found: Cut, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
-    states = [
-        (key, name, state) for key, each in found.states.items() for name, state in each.items()
-    ]
-    wanted = [(f"model {key}", source) for key, source in found.model.items()]
-    wanted += [
-        (f"optimizer state {name} of {key}", state.value)
-        for key, name, state in states
-        if isinstance(state.value, TensorSource)
-    ]
+def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
+    wanted = {f"model {key}": source for key, source in found.model.items()}
+    states = {} if found.optimizer is None else found.optimizer.tensors()
+    for key, sources in states.items():
+        wanted |= {f"optimizer state {name} of {key}": each for name, each in sources.items()}
     with ThreadPoolExecutor(threads) as pool:
-        tensors = dict(zip([what for what, _ in wanted], pool.map(_load, wanted), strict=True))
-    loaded: dict[str, dict[str, CutState]] = {key: {} for key in found.states}
-    for key, name, state in states:
-        value = tensors.get(f"optimizer state {name} of {key}", state.value)
-        loaded[key][name] = replace(state, value=value)
+        tensors = dict(zip(wanted, pool.map(_load, wanted.items()), strict=True))
     model = {key: tensors[f"model {key}"] for key in found.model}
-    return LoadedStep(model, tuple(found.groups), loaded, values, same_ranks)
+    optimizer = None
+    if found.optimizer is not None:
+        loaded = {
+            key: {
+                name: StateEntry(e.kind, tensors.get(f"optimizer state {name} of {key}", e.value))
+                for name, e in entries.items()
+            }
+            for key, entries in found.optimizer.states.items()
+        }
+        optimizer = replace(found.optimizer, states=loaded)
+    return LoadedStep(model, optimizer, values, same_ranks)
 
 
 def _load(wanted: tuple[str, TensorSource]) -> Tensor:
     what, source = wanted
     tensor = source.load()
-    if source.fingerprint not in (None, fingerprint(bytes_of(tensor))):
+    if source.checksum is None:
+        return tensor
+    if (found := checksum(bytes_of(tensor))) != source.checksum:
         raise CheckpointError(
-            f"{what} is damaged: its fingerprint is {fingerprint(bytes_of(tensor))}, but was "
-            f"{source.fingerprint} when it was saved. Load an earlier step, or a copy of this one"
+            f"{what} is damaged: its checksum is {found}, but was {source.checksum} when it was "
+            f"saved. Load an earlier step, or a copy of this one"
         )
     return tensor
+
+
+# ---------------------------------------------------------------- the files of all ranks
+
+
+class RankFiles:
+    """The ``.safetensors`` files of all ranks of one job, opened when they are first read.
+
+    Args:
+        storage: where they are.
+        sizes: name to number of bytes of every rank's file, in rank order.
+        first: the rank whose file is opened at once: the others must hold the same tensors.
+
+    Raises:
+        CheckpointError: if that file cannot be opened.
+    """
+
+    def __init__(self, storage: Storage, sizes: Mapping[str, int], first: int) -> None:
+        self._storage, self._sizes, self._first = storage, sizes, first
+        self._names = list(sizes)
+        self._lock = threading.Lock()
+        self._opened: dict[int, Shard] = {}
+        self._tensors: dict[int, dict[str, TensorSource]] = {}
+        self.tensors(first)
+
+    def shards(self) -> list[Shard]:
+        """Return every rank's shard; the files other than the first stay closed."""
+        names = list(self._tensors[self._first])
+        model = {n.removeprefix(MODEL_PREFIX): n for n in names if n.startswith(MODEL_PREFIX)}
+        others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
+        return [self._shard(rank, model, others) for rank in range(len(self._names))]
+
+    def values(self, rank: int) -> Any:
+        """Read what a rank saved beside its tensors."""
+        tensors, shard = self.tensors(rank), self._opened[rank]
+        try:
+            packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{shard.source}: {VALUES_KEY} is not JSON: {error}") from error
+        count = sum(name.startswith(VALUE_PREFIX) for name in tensors)
+        names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
+        if absent := [name for name in names if name not in tensors]:
+            raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
+        return unpack(packed, [tensors[name].load() for name in names])
+
+    def tensors(self, rank: int) -> dict[str, TensorSource]:
+        """Return the tensors of a rank's file, which is opened if it was not yet."""
+        with self._lock:
+            if rank not in self._tensors:
+                name = self._names[rank]
+                source = checked_source(self._storage, name, self._sizes[name])
+                self._opened[rank] = open_safetensors(source, self.source(rank))
+                self._tensors[rank] = dict(self._opened[rank].tensors())
+            return self._tensors[rank]
+
+    def tensor(self, rank: int, name: str) -> TensorSource:
+        """Return a tensor of a rank's file, which is taken to be as in the first one."""
+        first = self._tensors[self._first][name]
+        data = _TensorOfRank(self, rank, name, first.spec)
+        return TensorSource(
+            first.spec, data, checksum=first.checksum if rank == self._first else None
+        )
+
+    def source(self, rank: int) -> str:
+        """Return the name of a rank's file, for messages."""
+        return path_of(self._storage, self._names[rank])
+
+    def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
+        return Shard(
+            source=self.source(rank),
+            state_dict=_TensorsOfRank(self, rank, model),
+            metadata={**self._opened[self._first].metadata, "rank": rank, "global_rank": None},
+            optimizer=_TensorsOfRank(self, rank, others),
+        )
+
+
+class _TensorsOfRank(Mapping[str, TensorSource]):
+    """Tensors of a rank's file, made when they are asked for: of most ranks, none ever is."""
+
+    def __init__(self, files: RankFiles, rank: int, names: Mapping[str, str]) -> None:
+        self._files, self._rank, self._names = files, rank, names
+
+    def __getitem__(self, key: str) -> TensorSource:
+        return self._files.tensor(self._rank, self._names[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _TensorOfRank:
+    """The bytes of one tensor in a rank's file, which is opened when they are read."""
+
+    def __init__(self, files: RankFiles, rank: int, name: str, spec: TensorSpec) -> None:
+        self.nbytes = spec.nbytes
+        self._files, self._rank, self._name, self._spec = files, rank, name, spec
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        tensor = self._files.tensors(self._rank).get(self._name)
+        if tensor is None or tensor.spec != self._spec:
+            raise CheckpointError(
+                f"{self._files.source(self._rank)}: {self._name} is "
+                f"{tensor.spec if tensor else 'missing'}, expected {self._spec}"
+            )
+        tensor.data.read_into(start, buffer)
+
+
+class TorchRankFiles:
+    """As ``RankFiles``, for ``.pth`` files, which must be on this machine; all are opened."""
+
+    def __init__(self, storage: Storage, sizes: Mapping[str, int]) -> None:
+        self._paths = [path_of(storage, name) for name in sizes]
+        if not isinstance(storage, LocalStorage):
+            raise CheckpointError(
+                f"{self._paths[0]}: .pth files can only be loaded from a local directory"
+            )
+        for name, size in sizes.items():
+            checked_source(storage, name, size)
+
+    def shards(self) -> list[Shard]:
+        """Return every rank's shard."""
+        return [open_torch(path) for path in self._paths]
+
+    def values(self, rank: int) -> Any:
+        """Read what a rank saved beside its tensors."""
+        path = self._paths[rank]
+        saved = typed(read_torch_file(path), dict, path).get("values")
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"{path}: has no 'values'; it was not written by save_checkpoint")
+        try:
+            packed = json.loads(saved["json"])
+            return unpack(packed, [source.load() for source in saved["tensors"]])
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its 'values' are damaged: {error!r}") from error
+
+
+def path_of(storage: Storage, name: str) -> str:
+    """Return a file's name for messages."""
+    return f"{storage.where.rstrip('/')}/{name}"
+
+
+def checked_source(storage: Storage, name: str, size: int) -> ByteSource:
+    """Return a file that is known to exist and to have ``size`` bytes.
+
+    Raises:
+        CheckpointError: if that is not so.
+    """
+    try:
+        source = storage.source(name)
+    except CheckpointError as error:
+        folder, _, base = name.rpartition("/")
+        if base in storage.names(folder):
+            raise
+        raise CheckpointError(
+            f"{path_of(storage, name)}: is not here. Hosts that do not share a file system have "
+            f"only the files of their own ranks: load with the same ranks on the same hosts, or "
+            f"bring all files to a place that all hosts see"
+        ) from error
+    if source.nbytes != size:
+        raise CheckpointError(
+            f"{path_of(storage, name)}: has {source.nbytes} bytes, but {size} were written"
+        )
+    return source

@@ -1,12 +1,14 @@
-"""The files that a full checkpoint is written to: names, and what goes into which.
+"""What a full checkpoint is written as: names, dtypes, files, and what goes into which.
 
-Words: the *kinds* of output are one torch file; one safetensors file ``x.safetensors``, with the
-optimizer beside it in ``x.optimizer.safetensors``; and a directory as Hugging Face's
-``from_pretrained`` reads it: ``model.safetensors``, or parts of it with
-``model.safetensors.index.json``, and ``optimizer.safetensors`` likewise.
-Always true: a safetensors file holds a tied tensor once, under its canonical name, and says in its
+One torch file; one safetensors file ``x.safetensors``, with the optimizer beside it in
+``x.optimizer.safetensors``; or a directory as Hugging Face's ``from_pretrained`` reads it:
+``model.safetensors``, or parts of it with ``model.safetensors.index.json``, and
+``optimizer.safetensors`` likewise.
+
+Invariants: a safetensors file holds a tied tensor once, under its canonical name, and says in its
 metadata what else it is called (``alias: canonical``, as the safetensors library writes it), unless
-copies are asked for; optimizer state goes by FSDP2's names, ``state.<parameter>.<state>``.
+copies are asked for; optimizer state goes by FSDP2's names, ``state.<parameter>.<state>``. Renaming
+gives model and optimizer the same names, and never makes one name of two.
 """
 
 from __future__ import annotations
@@ -14,34 +16,43 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, FullOptimizer
+import torch
+
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateKind
+from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.outputs import (
     BytesOutput,
-    Fingerprints,
+    Checksums,
     Output,
     SafetensorsOutput,
     TorchOutput,
 )
+from xla_fsdp.checkpoint.shard_files import SAFETENSORS
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 
-SAFETENSORS = ".safetensors"
-
-FINGERPRINTS = "xla_fsdp_fingerprints"
-
+# Keys of a merged file's metadata; their values are JSON.
+CHECKSUMS = "xla_fsdp_fingerprints"
 OPTIMIZER = "xla_fsdp_optimizer"
-
-"""Keys of a merged file's metadata; their values are JSON."""
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 class Kind(Enum):
@@ -68,7 +79,7 @@ class Layout:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from ``"5GB"``, ``"200 MiB"`` or ``"1000"``.
+    """Return the bytes that ``"5GB"``, ``"200 MiB"`` or ``"1000"`` means.
 
     Raises:
         CheckpointError: if it is not of this form, or zero.
@@ -81,28 +92,29 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: str) -> Kind:
-    """What a path asks for: ``x.safetensors``; a directory, if there is one or it ends in a slash;
-    else a torch file, whatever its name."""
+    """Return what a path asks for: ``x.safetensors``; a directory, if there is one or it ends in a
+    slash; else a torch file, whatever its name."""
     if path.endswith(SAFETENSORS):
         return Kind.SAFETENSORS
     return Kind.DIRECTORY if path.endswith(os.sep) or os.path.isdir(path) else Kind.TORCH
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
-    """The files for ``full`` at ``path``, in the order in which they should appear.
+    """Return the files for ``full`` at ``path``, in the order in which they should appear.
 
     Raises:
         CheckpointError: if the kind of file cannot hold something of it.
     """
     if kind is Kind.TORCH:
-        return [TorchOutput(path, torch_content(full))]
-    problems = [
-        f"{name} is a {type(value).__name__}, no tensor: safetensors cannot hold it. Write a .pth"
-        for name, value in full.model.items()
-        if not isinstance(value, TensorSource)
-    ]
-    if problems:
-        raise CheckpointError(problems)
+        return [TorchOutput(path, _torch_content(full))]
+    raise_if(
+        [
+            f"{name} is a {type(value).__name__}, no tensor: safetensors cannot hold it. Write a "
+            f".pth"
+            for name, value in full.model.items()
+            if not isinstance(value, TensorSource)
+        ]
+    )
     if kind is Kind.SAFETENSORS:
         base, parts = path.removesuffix(SAFETENSORS), Layout(1 << 62, layout.copy_ties)
         return list(_all_parts(full, base, f"{base}.optimizer", parts))
@@ -110,25 +122,25 @@ def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -
     return list(_all_parts(full, names[0], names[1], layout))
 
 
-def torch_content(full: FullCheckpoint) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}``, the latter as FSDP2's ``get_optimizer_state_dict``."""
+def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
     content: dict[str, Any] = {"model": dict(full.model)}
     if full.optimizer is not None:
         content["optimizer"] = optimizer_content(full.optimizer)
     return content
 
 
-def optimizer_content(optimizer: FullOptimizer) -> dict[str, Any]:
-    """An optimizer's state dict with names of parameters in place of numbers."""
+def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
+    """Return an optimizer's state dict as FSDP2's ``get_optimizer_state_dict`` does: with names of
+    parameters in place of numbers."""
     return {
-        "state": {name: dict(state) for name, state in optimizer.states.items()},
+        "state": {
+            name: {what: entry.value for what, entry in state.items()}
+            for name, state in optimizer.states.items()
+        },
         "param_groups": [
             {**group.options, "params": list(group.params)} for group in optimizer.groups
         ],
     }
-
-
-# ---------------------------------------------------------------- safetensors
 
 
 def _all_parts(
@@ -140,29 +152,28 @@ def _all_parts(
     yield from _parts(model, stored, aliases, layout.max_shard_size)
     if full.optimizer is not None:
         tensors = {
-            f"state.{name}.{what}": value
-            for name, state in full.optimizer.states.items()
-            for what, value in state.items()
-            if isinstance(value, TensorSource)
+            f"state.{name}.{what}": tensor
+            for name, tensors in full.optimizer.tensors().items()
+            for what, tensor in tensors.items()
         }
         own = {OPTIMIZER: json.dumps(_described(full.optimizer))}
         yield from _parts(optimizer, tensors, own, layout.max_shard_size)
 
 
 def _aliases(full: FullCheckpoint) -> dict[str, str]:
-    """Alias to canonical name, except for names that are the metadata's own."""
-    own = ("format", FINGERPRINTS, OPTIMIZER)
+    own = ("format", CHECKSUMS, OPTIMIZER)  # keys of the metadata, which no alias may take
     return {alias: name for alias, name in full.ties.items() if alias not in own}
 
 
-def _described(optimizer: FullOptimizer) -> dict[str, Any]:
-    """All but the tensors, of which the names are given."""
+def _described(optimizer: OptimizerState) -> dict[str, Any]:
+    """Return all but the tensors, of which the names are given."""
+    record = optimizer.record()
     return {
         "param_groups": optimizer_content(optimizer)["param_groups"],
         "state": {
             name: {
-                "tensors": [w for w, v in state.items() if isinstance(v, TensorSource)],
-                "values": {w: v for w, v in state.items() if not isinstance(v, TensorSource)},
+                "tensors": [w for w, e in state.items() if e.kind is not StateKind.VALUE],
+                "values": record.states[name].values,
             }
             for name, state in optimizer.states.items()
         },
@@ -172,7 +183,7 @@ def _described(optimizer: FullOptimizer) -> dict[str, Any]:
 def _parts(
     base: str, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str], limit: int
 ) -> Iterator[Output]:
-    """One file, or several and their index, as ``huggingface_hub`` names them."""
+    """Return one file, or several and their index, as ``huggingface_hub`` names them."""
     groups = list(_grouped(tensors, limit))
     paths = [_part_path(base, i, len(groups)) for i in range(len(groups))]
     for path, group in zip(paths, groups, strict=True):
@@ -208,5 +219,80 @@ def _part_path(base: str, index: int, count: int) -> str:
     )
 
 
-def _metadata(own: Mapping[str, str], fingerprints: Fingerprints) -> dict[str, str]:
-    return {**own, "format": "pt", FINGERPRINTS: json.dumps(dict(fingerprints))}
+def _metadata(own: Mapping[str, str], checksums: Checksums) -> dict[str, str]:
+    return {**own, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
+
+
+# ---------------------------------------------------------------- other names and dtypes
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Names that begin with ``old`` begin with ``new`` instead."""
+
+    old: str
+    new: str
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule that ``"OLD=NEW"`` means; NEW may be empty.
+
+    Raises:
+        CheckpointError: if it is not of this form.
+    """
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise CheckpointError(f"--key_map {text!r} must be OLD=NEW, such as module.= or a.=b.")
+    return Rule(old, new)
+
+
+def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
+    """Return the same checkpoint under other names; of the rules, the first that fits is used.
+
+    Raises:
+        CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
+    """
+    names = {name: _renamed(name, rules) for name in full.model}
+    problems = [
+        f"key_map: {rule.old}={rule.new} fits no name of the model"
+        for rule in rules
+        if not any(name.startswith(rule.old) for name in names)
+    ]
+    problems += [
+        f"key_map: {count} names become {name!r}" if name else "key_map: a name becomes empty"
+        for name, count in Counter(names.values()).items()
+        if count > 1 or not name
+    ]
+    raise_if(problems)
+    return FullCheckpoint(
+        model={names[name]: value for name, value in full.model.items()},
+        ties={names[alias]: names[canonical] for alias, canonical in full.ties.items()},
+        optimizer=full.optimizer and _renamed_optimizer(full.optimizer, names),
+    )
+
+
+def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
+    """Cast the model's floating-point tensors; the optimizer's stay as they are."""
+    known: dict[int, TensorSource] = {}  # a tied tensor stays one object
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, TensorSource) or not value.dtype.is_floating_point:
+            return value
+        return known.setdefault(id(value), value.cast(dtype))
+
+    return replace(full, model={name: cast(value) for name, value in full.model.items()})
+
+
+def _renamed(name: str, rules: Sequence[Rule]) -> str:
+    rule = next((rule for rule in rules if name.startswith(rule.old)), None)
+    return name if rule is None else rule.new + name.removeprefix(rule.old)
+
+
+def _renamed_optimizer(optimizer: OptimizerState, names: Mapping[str, str]) -> OptimizerState:
+    return OptimizerState(
+        groups=tuple(
+            GroupRecord(tuple(names[name] for name in group.params), group.options)
+            for group in optimizer.groups
+        ),
+        states={names[name]: state for name, state in optimizer.states.items()},
+    )

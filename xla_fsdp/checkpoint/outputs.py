@@ -1,10 +1,8 @@
 """Files made of tensor sources, written in parallel, all of them or none.
 
-Words: an *output* is one file to be: where it goes, and what it is made of.
-Always true: no tensor is ever whole in memory; everything read is held against its fingerprint, and
-what is written gets one (in a safetensors header, as ``FINGERPRINTS`` or in the shard's metadata;
-in a torch file, as the record's checksum); nothing gets its name before all of this is done.
-What goes into which file is decided by ``model_files`` and ``reshard``.
+Invariants: no tensor is ever whole in memory; everything read is held against its checksum, and
+what is written gets one (in a safetensors file in the header; in a torch file as the record's
+CRC-32); nothing gets its name before all of this is done.
 """
 
 from __future__ import annotations
@@ -14,27 +12,26 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.atomic_files import EXISTS, PendingFiles, sync, writing
-from xla_fsdp.checkpoint.byte_source import LocalFile
+from xla_fsdp.checkpoint.checksum import EMPTY, written
 from xla_fsdp.checkpoint.copying import (
-    Placement,
+    ChecksumVerifier,
+    CopyTask,
     Progress,
-    Watched,
-    checksums,
     copy,
     default_threads,
     find_damage,
+    read_crcs,
 )
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.fingerprint import EMPTY, written
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.tensor_source import Part, TensorSource
-from xla_fsdp.checkpoint.torch_file import write_checksums, write_skeleton
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing, sync
+from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
+from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 
-Fingerprints = Mapping[str, str]
+Checksums = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -56,22 +53,21 @@ class WriteOptions:
 
 
 class Output(ABC):
-    """One file to be."""
+    """One file to be written."""
 
     path: str
-
-    @abstractmethod
-    def begin(self, temporary: str) -> list[Placement]:
-        """Make the file, with room for its tensors; where these go."""
-
-    @abstractmethod
-    def finish(self, temporary: str, checksums: Mapping[int, int]) -> None:
-        """Write what depends on the tensors: their CRC-32, by their offsets in the file."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """About how long the file gets."""
+
+    @abstractmethod
+    def begin(self, temporary: str) -> list[CopyTask]:
+        """Make the file, with room for its tensors; return what to copy into it."""
+
+    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:  # noqa: B027
+        """Write what depends on the tensors: their CRC-32, by their offsets in the file."""
 
 
 @dataclass(frozen=True)
@@ -81,42 +77,39 @@ class SafetensorsOutput(Output):
     Args:
         path: of the file.
         tensors: by name.
-        metadata: of the header, from the tensors' fingerprints; as long for any fingerprints.
+        metadata: of the header, from the tensors' checksums; as long for any checksums.
     """
 
     path: str
     tensors: Mapping[str, TensorSource]
-    metadata: Callable[[Fingerprints], Mapping[str, str]]
+    metadata: Callable[[Checksums], Mapping[str, str]]
 
-    def header(self, fingerprints: Fingerprints | None = None) -> Header:
-        """The file's header; without fingerprints, one of the same length."""
-        known = dict.fromkeys(self.tensors, EMPTY) if fingerprints is None else fingerprints
+    def header(self, checksums: Checksums | None = None) -> Header:
+        """Return the file's header; without checksums, one of the same length."""
+        known = dict.fromkeys(self.tensors, EMPTY) if checksums is None else checksums
         specs = {name: source.spec for name, source in self.tensors.items()}
         return plan_file(specs, self.metadata(known))
 
     @property
     def nbytes(self) -> int:
-        """See ``Output``."""
         return self.header().file_size
 
-    def begin(self, temporary: str) -> list[Placement]:
-        """See ``Output``."""
+    def begin(self, temporary: str) -> list[CopyTask]:
         header = self.header()
         _reserve(temporary, header.file_size)
         return [
-            Placement(self.tensors[name], temporary, entry.start)
+            CopyTask(self.tensors[name], temporary, entry.start)
             for name, entry in header.entries.items()
         ]
 
-    def finish(self, temporary: str, checksums: Mapping[int, int]) -> None:
-        """See ``Output``."""
+    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:
         entries = self.header().entries
-        fingerprints = {
-            name: written(checksums[entry.start]) if entry.spec.nbytes else EMPTY
+        checksums = {
+            name: written(crcs[entry.start]) if entry.spec.nbytes else EMPTY
             for name, entry in entries.items()
         }
         with open(temporary, "r+b") as file:
-            file.write(self.header(fingerprints).to_bytes())
+            file.write(self.header(checksums).to_bytes())
 
 
 @dataclass(frozen=True)
@@ -128,20 +121,18 @@ class TorchOutput(Output):
 
     @property
     def nbytes(self) -> int:
-        """See ``Output``."""
-        sources = {id(source): source for source in _sources(self.content)}
+        sources: dict[int, TensorSource] = {}
+        convert_tensors(self.content, lambda source: sources.setdefault(id(source), source))
         return sum(source.spec.nbytes for source in sources.values())
 
-    def begin(self, temporary: str) -> list[Placement]:
-        """See ``Output``."""
+    def begin(self, temporary: str) -> list[CopyTask]:
         return [
-            Placement(source, temporary, start)
+            CopyTask(source, temporary, start)
             for source, start in write_skeleton(self.content, temporary)
         ]
 
-    def finish(self, temporary: str, checksums: Mapping[int, int]) -> None:
-        """See ``Output``."""
-        write_checksums(temporary, checksums)
+    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:
+        write_crcs(temporary, crcs)
 
 
 @dataclass(frozen=True)
@@ -153,51 +144,48 @@ class BytesOutput(Output):
 
     @property
     def nbytes(self) -> int:
-        """See ``Output``."""
         return len(self.content)
 
-    def begin(self, temporary: str) -> list[Placement]:
-        """See ``Output``."""
+    def begin(self, temporary: str) -> list[CopyTask]:
         with open(temporary, "xb") as file:
             file.write(self.content)
         return []
 
-    def finish(self, temporary: str, checksums: Mapping[int, int]) -> None:
-        """See ``Output``."""
-
 
 def write_outputs(
-    outputs: Sequence[Output], options: WriteOptions, watched: Sequence[Watched] = ()
+    outputs: Sequence[Output],
+    options: WriteOptions,
+    verifiers: Sequence[ChecksumVerifier] = (),
 ) -> None:
     """Write all files, then give them their names, in this order.
 
     Args:
         outputs: whose directories exist, or can be made in one that does.
-        options: see there.
-        watched: tensors among what the outputs are made of, to hold against their fingerprints.
+        options: how.
+        verifiers: of tensors among what the outputs are made of.
 
     Raises:
         CheckpointError: if anything cannot be read or written, is damaged, or exists already;
             nothing has been changed then.
     """
-    with PendingFiles(overwrite=options.overwrite) as files:
+    with AtomicFiles(overwrite=options.overwrite) as files:
         begun = [(output, files.add(output.path)) for output in outputs]
-        placements: list[Placement] = []
+        tasks: list[CopyTask] = []
         for output, temporary in begun:
-            with writing(output.path):
-                placements += output.begin(temporary)
-        with _named(begun):
-            found = _copy(placements, options, watched)
+            with failing(output.path):
+                tasks += output.begin(temporary)
+        with _final_names(begun):
+            crcs = _copy(tasks, options, verifiers)
         for output, temporary in begun:
-            with writing(output.path):
-                output.finish(temporary, found.get(temporary, {}))
+            with failing(output.path):
+                output.finish(temporary, crcs.get(temporary, {}))
         files.commit()
 
 
 def find_output_problems(
     outputs: Sequence[Output], *, overwrite: bool, make_directories: bool
 ) -> list[str]:
-    """Why these files could not be written, one line each. Nothing is changed to find out.
+    """Return why these files could not be written, one line each. Nothing is changed.
 
     Args:
         outputs: all that will be written together.
@@ -228,41 +216,39 @@ def find_output_problems(
 
 
 def _copy(
-    placements: Sequence[Placement], options: WriteOptions, watched: Sequence[Watched]
+    tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[ChecksumVerifier]
 ) -> dict[str, dict[int, int]]:
-    """The CRC-32 of everything that was copied, by file and offset."""
+    """Copy everything; return the CRC-32 of each tensor by file and offset."""
     threads = options.threads or default_threads()
-    copied = copy(placements, threads=threads, progress=options.progress)
-    if damage := find_damage(watched, unread=options.verify):
-        raise CheckpointError(damage)
+    crcs = copy(tasks, threads=threads, progress=options.progress)
+    raise_if(find_damage(verifiers, unread=options.verify))
     if options.verify:
-        _verify(placements, copied, threads)
+        _verify(tasks, crcs, threads)
     by_file: dict[str, dict[int, int]] = {}
-    for placement, checksum in zip(placements, copied, strict=True):
-        by_file.setdefault(placement.path, {})[placement.start] = checksum
+    for task, crc in zip(tasks, crcs, strict=True):
+        by_file.setdefault(task.path, {})[task.start] = crc
     return by_file
 
 
-def _verify(placements: Sequence[Placement], copied: Sequence[int], threads: int) -> None:
-    """Read all of it again."""
-    for path in dict.fromkeys(placement.path for placement in placements):
+def _verify(tasks: Sequence[CopyTask], crcs: Sequence[int], threads: int) -> None:
+    """Read all that was written again, and compare."""
+    for path in dict.fromkeys(task.path for task in tasks):
         sync(path)
         _forget(path)
-    sources = [Part(LocalFile(p.path), p.start, p.source.spec.nbytes) for p in placements]
-    problems = [
-        f"{placement.path}: bytes from {placement.start} on are not what was written there; "
-        f"the disk is failing"
-        for placement, old, new in zip(
-            placements, copied, checksums(sources, threads=threads), strict=True
-        )
-        if old != new
-    ]
-    if problems:
-        raise CheckpointError(problems)
+    sources = [Part(LocalFile(t.path), t.start, t.source.spec.nbytes) for t in tasks]
+    found = read_crcs(sources, threads=threads)
+    raise_if(
+        [
+            f"{task.path}: bytes from {task.start} on are not what was written there; "
+            f"the disk is failing"
+            for task, old, new in zip(tasks, crcs, found, strict=True)
+            if old != new
+        ]
+    )
 
 
 def _forget(path: str) -> None:
-    """Let what is read next come from the disk, where the system allows to ask for that."""
+    # What is read next then comes from the disk, where the system allows to ask for that.
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -272,8 +258,8 @@ def _forget(path: str) -> None:
 
 
 @contextmanager
-def _named(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
-    """Users know the files by their final names."""
+def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
+    """Put the files' final names, which users know, in place of temporary ones in errors."""
     try:
         yield
     except CheckpointError as error:
@@ -284,7 +270,7 @@ def _named(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
 
 
 def _reserve(path: str, size: int) -> None:
-    """A new file of this size, all zeros."""
+    """Make a new file of this size, all zeros."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.ftruncate(descriptor, size)
@@ -292,12 +278,68 @@ def _reserve(path: str, size: int) -> None:
         os.close(descriptor)
 
 
-def _sources(content: Any) -> Iterator[TensorSource]:
-    if isinstance(content, TensorSource):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from _sources(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _sources(value)
+# ---------------------------------------------------------------- jobs
+
+
+class Job(ABC):
+    """Something to write, which can be described and checked before: neither changes anything."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """About how much."""
+
+    @abstractmethod
+    def find_problems(self, *, overwrite: bool) -> list[str]:
+        """Return why it could not be written, one line each."""
+
+    @abstractmethod
+    def describe(self) -> Iterator[str]:
+        """Say what would be written, in lines for people."""
+
+    @abstractmethod
+    def write(self, options: WriteOptions) -> None:
+        """Write it; ``CheckpointError`` if that fails or something read is damaged."""
+
+    def run(self, options: WriteOptions) -> None:
+        """Check and write.
+
+        Raises:
+            CheckpointError: with every problem found; nothing has been changed then.
+        """
+        raise_if(self.find_problems(overwrite=options.overwrite))
+        self.write(options)
+
+
+@dataclass(frozen=True)
+class FilesJob(Job):
+    """Files.
+
+    Args:
+        outputs: in the order in which they get their names.
+        verifiers: of what they are made of.
+        make_directories: whether directories that are not there are made.
+    """
+
+    outputs: Sequence[Output]
+    verifiers: Sequence[ChecksumVerifier] = field(repr=False)
+    make_directories: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(output.nbytes for output in self.outputs)
+
+    def find_problems(self, *, overwrite: bool) -> list[str]:
+        return find_output_problems(
+            self.outputs, overwrite=overwrite, make_directories=self.make_directories
+        )
+
+    def describe(self) -> Iterator[str]:
+        for output in self.outputs:
+            tensors = (
+                f", {len(output.tensors)} tensors" if isinstance(output, SafetensorsOutput) else ""
+            )
+            yield f"would write {output.path} (about {output.nbytes:,} bytes{tensors})"
+
+    def write(self, options: WriteOptions) -> None:
+        write_outputs(self.outputs, options, self.verifiers)

@@ -1,28 +1,41 @@
-"""From a shard's metadata and state dict to a merge plan, whichever format they are in.
+"""Plans for merging shards, from their metadata and state dicts, whichever format they are in.
 
-Words: the *format* is ours (``format``) or upstream's (``upstream_format``); a shard's *identity*
-is its format, rank and world size.
-Always true: this is the only place where the two formats are told apart; metadata that is neither,
-or contradicts its state dict, raises ``CheckpointError``.
-Whether shards of several ranks fit together is judged by ``checks``.
+Shards are in our format (``format``) or in that of ``torch_xla.distributed.fsdp``, which is only
+read here. Its wrappers put their attribute names into every key: ``_fsdp_wrapped_module.`` for a
+unit, ``_fpw_module.`` for the flattening below it.
+
+Invariants: names in a plan are those of the model before it was wrapped; metadata that is of
+neither format, or contradicts its state dict, raises ``CheckpointError``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_named, refuse_bad_names, typed
-from xla_fsdp.checkpoint.format import FORMAT, ParamRecord, ShardMetadata
-from xla_fsdp.checkpoint.full_tensors import Piece, Plan
-from xla_fsdp.checkpoint.torch_xla_format import is_upstream, upstream_identity, upstream_plan
-from xla_fsdp.distributed.shard_layout import ShardLayout
+import torch
+
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    check_rank,
+    dtype_named,
+    find_bad_names,
+    item,
+    raise_if,
+    typed,
+)
+from xla_fsdp.checkpoint.format import FORMAT, MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.full_tensors import MergePlan, ShardedEntry
+from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
 
 OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer", "tensor_parts")
+TORCH_XLA_KEYS = ("shard_info", "flatten_info", "buffer_info")
 
-UPSTREAM_KEYS = ("shard_info", "flatten_info", "buffer_info")
+WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+SHARD_PREFIX = "_fsdp_shard"
 
 
 class Identity(NamedTuple):
@@ -34,13 +47,13 @@ class Identity(NamedTuple):
 
 
 def identify(metadata: Any) -> Identity:
-    """Who wrote a shard.
+    """Return who wrote a shard.
 
     Raises:
         CheckpointError: if the metadata is of neither format or is broken.
     """
-    if is_upstream(typed(metadata, dict, "shard_metadata")):
-        return Identity("torch_xla", *upstream_identity(metadata))
+    if _is_torch_xla(typed(metadata, dict, "shard_metadata")):
+        return Identity("torch_xla", *_torch_xla_identity(metadata))
     if metadata.get("format") == FORMAT:
         own = ShardMetadata.from_dict(metadata)
         return Identity(FORMAT, own.rank, own.world_size)
@@ -51,19 +64,19 @@ def identify(metadata: Any) -> Identity:
 
 
 def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the metadata of all ranks of one model have in common: all we read but the rank."""
-    keys = UPSTREAM_KEYS if is_upstream(metadata) else OWN_KEYS
+    """Return what the metadata of all ranks of one model have in common: all but the rank."""
+    keys = TORCH_XLA_KEYS if _is_torch_xla(metadata) else OWN_KEYS
     return {key: metadata[key] for key in keys if key in metadata}
 
 
 def make_plan(
     metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
-) -> Plan:
-    """How to merge this shard with those of the other ranks.
+) -> MergePlan:
+    """Return how to merge this shard with those of the other ranks.
 
     Args:
         metadata: what ``model.get_shard_metadata()`` returned, of either format.
-        state_dict: of the same rank. Upstream's metadata leaves lengths and dtypes to it.
+        state_dict: of the same rank. torch_xla's metadata leaves lengths and dtypes to it.
         optimizer: whether to merge optimizer state, too.
 
     Raises:
@@ -71,46 +84,46 @@ def make_plan(
     """
     identify(metadata)
     plan = (
-        upstream_plan(metadata, state_dict)
-        if is_upstream(metadata)
+        _torch_xla_plan(metadata, state_dict)
+        if _is_torch_xla(metadata)
         else _own_plan(ShardMetadata.from_dict(metadata), state_dict)
     )
     if not optimizer:
         plan = replace(plan, optimizer=None)
-    problems = _name_problems(plan)
-    if problems:
-        raise CheckpointError(problems)
+    raise_if(_name_problems(plan))
     return plan
 
 
-def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> Plan:
+def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> MergePlan:
     size, parts = metadata.world_size, metadata.tensor_parts
-    pieces = {record.key: _own_piece(record, size, parts) for record in metadata.params}
-    missing = [key for key in pieces if key not in state_dict]
-    if missing:
-        raise CheckpointError(
-            [f"model has no {key}, which shard_metadata lists" for key in missing]
-        )
-    whole = {key: key for key in state_dict if key not in pieces and key not in metadata.ties}
-    dtypes = {key: dtype_named(name) for key, name in metadata.buffers.items() if key in whole}
-    return Plan(size, pieces, whole, dtypes, metadata.ties, metadata.optimizer)
+    sharded = {record.key: _own_entry(record, size, parts) for record in metadata.params}
+    raise_if(
+        [
+            f"model has no {key}, which shard_metadata lists"
+            for key in sharded
+            if key not in state_dict
+        ]
+    )
+    unsharded = {k: k for k in state_dict if k not in sharded and k not in metadata.ties}
+    dtypes = {k: dtype_named(name) for k, name in metadata.buffers.items() if k in unsharded}
+    return MergePlan(size, sharded, unsharded, dtypes, metadata.ties, metadata.optimizer)
 
 
-def _own_piece(record: ParamRecord, world_size: int, parts: int) -> Piece:
+def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry:
     dtype = dtype_named(record.dtype)
     if not record.by_rows:
-        return Piece(record.members, record.layout(world_size, parts), (), dtype, parts)
+        return ShardedEntry(record.members, record.layout(world_size, parts), (), dtype, parts)
     size, *row_shape = record.members[0].local_shape(parts)
     rows = ShardLayout((size,), world_size // parts, multiple=1)
-    return Piece(record.members, rows, tuple(row_shape), dtype, parts)
+    return ShardedEntry(record.members, rows, tuple(row_shape), dtype, parts)
 
 
-def _name_problems(plan: Plan) -> list[str]:
-    names = [member.name for piece in plan.pieces.values() for member in piece.members]
-    names += plan.whole.values()
+def _name_problems(plan: MergePlan) -> list[str]:
+    names = [member.name for entry in plan.sharded.values() for member in entry.members]
+    names += plan.unsharded.values()
     known = Counter(names)
     return [
-        *refuse_bad_names([*plan.pieces, *known, *plan.ties]),
+        *find_bad_names([*plan.sharded, *known, *plan.ties]),
         *(f"{name} would be in the merged model twice" for name in known if known[name] > 1),
         *(
             f"ties: {alias} is tied to {canonical}, which is not in the model"
@@ -120,13 +133,136 @@ def _name_problems(plan: Plan) -> list[str]:
         *(
             f"optimizer: {key} is not in the model"
             for key in _optimizer_keys(plan)
-            if key not in plan.pieces and key not in plan.whole
+            if key not in plan.sharded and key not in plan.unsharded
         ),
     ]
 
 
-def _optimizer_keys(plan: Plan) -> list[str]:
+def _optimizer_keys(plan: MergePlan) -> list[str]:
     if plan.optimizer is None:
         return []
     in_groups = [key for group in plan.optimizer.groups for key in group.params]
     return list(dict.fromkeys([*in_groups, *plan.optimizer.states]))
+
+
+# ---------------------------------------------------------------- torch_xla's format
+
+
+def original_name(name: str) -> str:
+    """Return a name without the parts that torch_xla's wrappers add."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_torch_xla(metadata: dict[str, Any]) -> bool:
+    return "format" not in metadata and "shard_info" in metadata
+
+
+def _torch_xla_identity(metadata: dict[str, Any]) -> tuple[int, int]:
+    """Return rank and world size."""
+    rank = item(metadata, "rank", int, "")
+    world_size = item(metadata, "world_size", int, "")
+    check_rank(rank, world_size)
+    return rank, world_size
+
+
+def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> MergePlan:
+    # torch_xla does not write aliases of weights tied inside one unit: they are absent from the
+    # result and have to be tied again by the model that loads it.
+    _, world_size = _torch_xla_identity(metadata)
+    members = dict(_members_of_keys(metadata))
+    raise_if(
+        [
+            f"model has no tensor {key}, which shard_metadata lists"
+            for key in members
+            if not isinstance(state_dict.get(key), TensorSource)
+        ]
+        + [
+            f"model has {key}, which shard_metadata does not list"
+            for key in state_dict
+            if key not in members and _names_a_shard(key)
+        ]
+    )
+    unsharded = {key: original_name(key) for key in state_dict if key not in members}
+    dtypes = _buffer_dtypes(metadata)
+    return MergePlan(
+        world_size,
+        {key: _torch_xla_entry(m, state_dict[key], world_size) for key, m in members.items()},
+        unsharded,
+        {key: dtypes[name] for key, name in unsharded.items() if name in dtypes},
+    )
+
+
+def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[MemberRecord, ...]]]:
+    """Yield state dict key and the parameters in it, for every entry of ``shard_info``."""
+    flatten_info = metadata.get("flatten_info", {})
+    typed(flatten_info, dict, "flatten_info")
+    for unit, infos in item(metadata, "shard_info", dict, "").items():
+        for suffix, info in typed(infos, dict, f"shard_info.{unit}").items():
+            key = join_name(unit, suffix)
+            where = f"shard_info.{key}"
+            name = join_name(unit, item(typed(info, dict, where), "_orig_name", str, where))
+            shape = _shape(info.get("_orig_size"), f"{where}._orig_size")
+            flat = flatten_info.get(name)
+            own = (MemberRecord(original_name(name), shape),)
+            yield key, own if flat is None else _flat_members(flat, name)
+
+
+def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
+    where = f"flatten_info.{flat_name}"
+    if not (isinstance(info, Sequence) and len(info) == 3):
+        raise CheckpointError(f"{where} is {info!r}, expected (names, shapes, sizes)")
+    names, shapes = typed(info[0], list, f"{where}.0"), typed(info[1], list, f"{where}.1")
+    if len(names) != len(shapes):
+        raise CheckpointError(f"{where} has {len(names)} names and {len(shapes)} shapes")
+    unit = flat_name.rpartition(".")[0]
+    return tuple(
+        MemberRecord(original_name(join_name(unit, typed(name, str, where))), _shape(shape, where))
+        for name, shape in zip(names, shapes, strict=True)
+    )
+
+
+def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Return original dtypes by original names.
+
+    The names in ``buffer_info`` differ from the state dict's by a wrapper, so torch_xla itself
+    never finds them and leaves such buffers in the wrong dtype.
+    """
+    infos = typed(metadata.get("buffer_info", {}), dict, "buffer_info")
+    return {
+        original_name(name): item(
+            typed(info, dict, f"buffer_info.{name}"),
+            "_orig_dtype",
+            torch.dtype,
+            f"buffer_info.{name}",
+        )
+        for name, info in infos.items()
+    }
+
+
+def _shape(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise CheckpointError(f"{where} is {type(value).__name__}, expected a shape")
+    return tuple(typed(size, int, where) for size in value)
+
+
+def _names_a_shard(key: str) -> bool:
+    return any(part.startswith(SHARD_PREFIX) for part in key.split("."))
+
+
+def _torch_xla_entry(
+    members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int
+) -> ShardedEntry:
+    # How shards are padded is not written, nor their dtype. The shard's own length, taken as the
+    # multiple, gives the same slices as the unknown one. A shard of more than one dim was made with
+    # ``shard_param_on_dim_0``.
+    by_rows = len(shard.shape) > 1 and len(members) == 1
+    size = members[0].shape[0] if by_rows and members[0].shape else sum(m.numel for m in members)
+    multiple = max(shard.shape[0] if shard.shape else 1, 1)
+    return ShardedEntry(
+        members=members,
+        layout=ShardLayout((size,), world_size, multiple),
+        row_shape=members[0].shape[1:] if by_rows else (),
+        dtype=shard.dtype,
+    )

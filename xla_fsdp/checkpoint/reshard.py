@@ -1,14 +1,12 @@
 """What one rank of a new job takes from the files of an old one. Reads next to nothing.
 
-Words: the *saved* side is the old job's files, by the names that parameters had before they were
-wrapped; the *target* is the new rank: its records, its whole tensors, its optimizer's groups. To
-*cut* is to say which elements of which saved tensors make up one of the target's.
-Always true: a tensor cut here has exactly the elements that merging the files and slicing the
-result would give, and its source reads no others; what cannot be had is reported, all at once.
-Number of ranks, tensor-parallel parts, units, flattening, rows and sharding groups may all differ
-between the two sides.
-How full tensors come out of shards is ``full_tensors``', where a shard begins ``layout``'s; the
-optimizer is cut by ``reshard_optimizer``.
+The two jobs may differ in their numbers of ranks and tensor-parallel parts, units, flattening, rows
+and sharding groups. An optimizer state is cut like its parameter if it has the parameter's shape;
+one number (a step counter) is the same for all parameters that are joined; a state of any other
+shape belongs to one rank's shard, and fits only that.
+
+Invariants: a shard cut here has exactly the elements that merging the files and slicing the result
+would give, and its source reads no others; what cannot be had is reported, all at once.
 """
 
 from __future__ import annotations
@@ -16,154 +14,170 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
-from xla_fsdp.checkpoint.byte_source import ByteSource
-from xla_fsdp.checkpoint.errors import dtype_named
-from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata, state_name
-from xla_fsdp.checkpoint.full_tensors import Plan, joined_members
-from xla_fsdp.checkpoint.optimizer_format import GroupRecord, StateRecord
-from xla_fsdp.checkpoint.safetensors_file import TensorSpec
+import torch
+
+from xla_fsdp.checkpoint.errors import dtype_named, listed
+from xla_fsdp.checkpoint.format import (
+    GroupRecord,
+    MemberRecord,
+    OptimizerRecord,
+    OptimizerState,
+    ParamRecord,
+    ShardMetadata,
+    StateEntry,
+    StateKind,
+    StateRecord,
+    state_name,
+)
+from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
 from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.tensor_parts import part_of
-from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource, Zeros
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    Joined,
+    TensorSource,
+    TensorSpec,
+    Zeros,
+    part_of,
+)
 from xla_fsdp.distributed.shard_layout import offsets
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """What a rank of the new job holds.
 
     Args:
         metadata: of its model.
-        whole: name to shape of every other tensor in its state dict.
+        unsharded: name to shape of every other tensor in its state dict.
         groups: keys of the parameters in each of the optimizer's groups; None without optimizer.
     """
 
     metadata: ShardMetadata
-    whole: Mapping[str, tuple[int, ...]]
+    unsharded: Mapping[str, tuple[int, ...]]
     groups: Sequence[Sequence[str]] | None = None
 
 
-class Kind(Enum):
-    """What an optimizer state is to the target; see ``optim_state.Place``."""
-
-    SHARD = "shard"
-    DEVICE = "device"
-    HOST = "host"
-
-
-@dataclass(frozen=True)
-class CutState:
-    """One optimizer state of one key: a source for a tensor, any other value as it is."""
-
-    kind: Kind
-    value: Any
-
-
 @dataclass
-class Cut:
+class ReadPlan:
     """All that a target takes, and why it cannot have the rest.
 
     Args:
         model: by key of the target's state dict. Sharded ones are vectors.
-        groups: of the optimizer, in the target's order.
-        states: by key, then name.
+        optimizer: in the target's groups and by its keys; None if it has none.
         problems: one line each. With any, the rest is of no use.
     """
 
     model: dict[str, TensorSource] = field(default_factory=dict)
-    groups: list[GroupRecord] = field(default_factory=list)
-    states: dict[str, dict[str, CutState]] = field(default_factory=dict)
+    optimizer: OptimizerState | None = None
     problems: list[str] = field(default_factory=list)
 
 
-class Saved:
+class SourceCheckpoint:
     """The files of all ranks of the old job, by original names.
 
     Args:
         plan: of the shards.
         shards: of every rank, in rank order; their tensors are not read.
-        own: the rank whose whole tensors are taken.
+        own: the rank whose unsharded tensors are taken.
     """
 
-    def __init__(self, plan: Plan, shards: Sequence[Shard], own: int) -> None:
+    def __init__(self, plan: MergePlan, shards: Sequence[Shard], own: int) -> None:
         self.plan = plan
         self.rank = own
         self.own = shards[own]
         self._shards = shards
         self.key_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for key, piece in plan.pieces.items():
-            for member in piece.members:
+        for key, entry in plan.sharded.items():
+            for member in entry.members:
                 self.key_of[member.name], self.shapes[member.name] = key, member.shape
-        for key, name in plan.whole.items():
+        for key, name in plan.unsharded.items():
             if isinstance(value := self.own.state_dict[key], TensorSource):
                 self.key_of[name], self.shapes[name] = key, value.shape
-        # Joined when they are asked for: a full tensor is as many parts as there are ranks.
+        # Made when they are asked for: a full tensor is as many parts as there are ranks.
         self._full: dict[str, dict[str, TensorSource]] = {}
         self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
 
     def full(self, name: str) -> TensorSource:
-        """The tensor saved as ``name``."""
+        """Return the tensor saved as ``name``, in full."""
         key = self.key_of[name]
-        if key not in self.plan.pieces:
+        if key not in self.plan.sharded:
             return self.own.state_dict[key]
         if key not in self._full:
             sources = [shard.state_dict[key] for shard in self._shards]
-            self._full[key] = dict(joined_members(self.plan.pieces[key], sources))
+            self._full[key] = dict(full_members(self.plan.sharded[key], sources))
         return self._full[key][name]
 
     def resolve(self, name: str) -> str:
-        """The name under which the tensor ``name`` is saved; other tied names are aliases."""
+        """Return the name under which a tensor is saved; other tied names are aliases."""
         return name if name in self.key_of else self.plan.ties.get(name, name)
 
     def same_shard(self, record: ParamRecord, target: ShardMetadata) -> str | None:
-        """The key under which ``own`` holds the very shard that the target's rank has of
-        ``record``; None if it was cut differently."""
+        """Return the key under which ``own`` holds the very shard of ``record`` that the target's
+        rank has; None if it was cut differently."""
         key = self.key_of.get(self.resolve(record.members[0].name))
-        piece = self.plan.pieces.get(key or "")
-        if piece is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
+        entry = self.plan.sharded.get(key or "")
+        if entry is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
             return None
         own = [replace(m, name=self.resolve(m.name)) for m in record.members]
-        same_members = own == list(piece.members) and piece.parts == target.tensor_parts
+        same_members = own == list(entry.members) and entry.parts == target.tensor_parts
         layout = record.layout(target.world_size, target.tensor_parts)
-        same_length = math.prod(piece.shard_shape) == layout.shard_numel
+        same_length = math.prod(entry.shard_shape) == layout.shard_numel
         return key if same_members and same_length else None
 
     def record(self, key: str) -> StateRecord | None:
-        """What is saved of the optimizer under a key."""
+        """Return what is saved of the optimizer under a key."""
         return None if self.plan.optimizer is None else self.plan.optimizer.states.get(key)
 
-    def cut_states(self, name: str) -> dict[str, TensorSource]:
-        """The optimizer states of a parameter that have its shape, in full."""
+    def full_states(self, name: str) -> dict[str, TensorSource]:
+        """Return the optimizer states of a parameter that have its shape, in full."""
         key = self.key_of[name]
         if key not in self._states:
-            self._states[key] = dict(self._joined_states(key))
+            self._states[key] = dict(self._full_states_of_key(key))
         return {state: by_name[name] for state, by_name in self._states[key].items()}
 
-    def _joined_states(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
+    def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
         record = self.record(key)
         for state in record.sharded if record else ():
             sources = [shard.optimizer[state_name(key, state)] for shard in self._shards]
-            yield state, dict(joined_members(self.plan.pieces[key], sources))
-        if record and key in self.plan.whole:
-            name = self.plan.whole[key]
+            yield state, dict(full_members(self.plan.sharded[key], sources))
+        if record and key in self.plan.unsharded:
+            name = self.plan.unsharded[key]
             for state in record.whole:
                 source = self.own.optimizer[state_name(key, state)]
                 if source.shape == self.shapes[name] and source.shape not in ((), (1,)):
                     yield state, {name: source}
 
 
-def slice_of(
+def plan_read(source: SourceCheckpoint, target: LoadTarget, *, strict: bool) -> ReadPlan:
+    """Return what a rank of the new job takes.
+
+    Args:
+        source: the old job's files.
+        target: a rank of the new job.
+        strict: whether names that only one side has are problems.
+    """
+    plan = _ModelReader(source, target, strict).read()
+    if target.groups is None:
+        return plan
+    if source.plan.optimizer is None:
+        plan.problems.append("the checkpoint holds no optimizer state; load without one")
+        return plan
+    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, strict)
+    plan.optimizer = reader.read(target.groups)
+    return plan
+
+
+def shard_of(
     record: ParamRecord,
     sources: Sequence[TensorSource | None],
     rank: int,
     world_size: int,
     parts: int = 1,
 ) -> TensorSource:
-    """A rank's shard, as a vector with zeros as padding.
+    """Return a rank's shard, as a vector with zeros as padding.
 
     Args:
         record: the entry that the shard is of.
@@ -174,82 +188,241 @@ def slice_of(
         parts: that tensor parallelism makes of the model.
     """
     layout = record.layout(world_size, parts)
-    part, place = divmod(rank, layout.num_shards)
-    wanted = layout.slice_for(place)
+    part, local_rank = divmod(rank, layout.num_shards)
+    wanted = layout.slice_for(local_rank)
     dtype = next(source.dtype for source in sources if source is not None)
     numels = [member.local_numel(parts) for member in record.members]
-    pieces: list[ByteSource] = []
-    for member, source, start in zip(record.members, sources, offsets(numels), strict=True):
-        numel = member.local_numel(parts)
+    ranges: list[ByteSource] = []
+    for member, source, start, numel in zip(
+        record.members, sources, offsets(numels), numels, strict=True
+    ):
         low, high = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if low < high and source is not None:
-            pieces.append(part_of(source, member, part, parts).elements(low, high))
+            ranges.append(part_of(source, member, part, parts).elements(low, high))
         elif low < high:
-            pieces.append(Zeros((high - low) * dtype.itemsize))
-    pieces.append(Zeros((layout.shard_numel - wanted.stop + wanted.start) * dtype.itemsize))
-    return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(pieces))
+            ranges.append(Zeros((high - low) * dtype.itemsize))
+    ranges.append(Zeros((layout.shard_numel - wanted.stop + wanted.start) * dtype.itemsize))
+    return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(ranges))
 
 
-def cut_model(saved: Saved, target: Target, result: Cut, *, strict: bool) -> None:
-    """Fill in the model of ``result``.
+class _ModelReader:
+    """Makes the model's part of a ``ReadPlan``."""
 
-    Args:
-        saved: the old job's files.
-        target: a rank of the new job.
-        result: gets the tensors, and a line for each that cannot be had.
-        strict: whether names that only one side has are problems.
-    """
-    used: set[str] = set()
-    metadata = target.metadata
-    for record in metadata.params:
-        names = _names(saved, record.key, record.members, used, result, strict)
-        if not names:
-            continue
-        if old := saved.same_shard(record, metadata):
-            result.model[record.key] = saved.own.state_dict[old]
-            continue
-        dtype = dtype_named(record.dtype)
-        full = [saved.full(name).cast(dtype) for name in names]
-        at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
-        result.model[record.key] = slice_of(record, full, *at)
-    for name, shape in target.whole.items():
-        for found in _names(saved, name, (MemberRecord(name, shape),), used, result, strict):
-            result.model[name] = saved.full(found)
-    if strict:
-        result.problems += [
-            f"{name} is in the checkpoint, but not in the model"
-            for name in saved.key_of
-            if name not in used
-        ]
+    def __init__(self, source: SourceCheckpoint, target: LoadTarget, strict: bool) -> None:
+        self._source, self._target, self._strict = source, target, strict
+        self._plan = ReadPlan()
+        self._used: set[str] = set()
+
+    def read(self) -> ReadPlan:
+        source, metadata, model = self._source, self._target.metadata, self._plan.model
+        for record in metadata.params:
+            names = self._names(record.key, record.members)
+            if not names:
+                continue
+            if same := source.same_shard(record, metadata):
+                model[record.key] = source.own.state_dict[same]
+                continue
+            full = [source.full(name).cast(dtype_named(record.dtype)) for name in names]
+            at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
+            model[record.key] = shard_of(record, full, *at)
+        for name, shape in self._target.unsharded.items():
+            for found in self._names(name, (MemberRecord(name, shape),)):
+                model[name] = source.full(found)
+        if self._strict:
+            self._plan.problems += [
+                f"{name} is in the checkpoint, but not in the model"
+                for name in source.key_of
+                if name not in self._used
+            ]
+        return self._plan
+
+    def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
+        """Return the names under which these members are saved; [] if not all can be had."""
+        found, missing = [], []
+        for member in members:
+            name = self._source.resolve(member.name)
+            shape = self._source.shapes.get(name)
+            if shape is None:
+                missing.append(member.name)
+                continue
+            self._used.add(name)
+            if shape == member.shape:
+                found.append(name)
+            else:
+                self._plan.problems.append(
+                    f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
+                    f"model"
+                )
+        if self._strict or found:  # a part of a flat parameter cannot be left as it is
+            part = f" (a part of {key})" if len(members) > 1 else ""
+            self._plan.problems += [
+                f"{name}{part} is in the model, but not in the checkpoint" for name in missing
+            ]
+        return found if len(found) == len(members) else []
 
 
-def _names(
-    saved: Saved,
-    key: str,
-    members: Sequence[MemberRecord],
-    used: set[str],
-    result: Cut,
-    strict: bool,
-) -> list[str]:
-    """Under which names these members are saved; [] if not all can be had."""
-    found, missing = [], []
-    for member in members:
-        name = saved.resolve(member.name)
-        shape = saved.shapes.get(name)
-        if shape is None:
-            missing.append(member.name)
-            continue
-        used.add(name)
-        if shape == member.shape:
-            found.append(name)
-        else:
-            result.problems.append(
-                f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
-                f"model"
+class _OptimizerReader:
+    """Makes the optimizer's part of a ``ReadPlan``, whose model is there."""
+
+    def __init__(
+        self,
+        source: SourceCheckpoint,
+        metadata: ShardMetadata,
+        old: OptimizerRecord,
+        plan: ReadPlan,
+        strict: bool,
+    ) -> None:
+        self._source, self._metadata, self._strict = source, metadata, strict
+        self._records = {record.key: record for record in metadata.params}
+        self._plan = plan
+        self._problems = plan.problems
+        self._old_groups = old.groups
+        self._group_of = {
+            name: index
+            for index, group in enumerate(self._old_groups)
+            for key in group.params
+            for name in source.plan.names_of(key)
+        }
+
+    def read(self, target_groups: Sequence[Sequence[str]]) -> OptimizerState:
+        used: set[str] = set()
+        groups: list[GroupRecord] = []
+        states: dict[str, dict[str, StateEntry]] = {}
+        for index, keys in enumerate(target_groups):
+            names = [name for key in keys for name in self._names(key)]
+            used.update(names)
+            groups.append(GroupRecord(tuple(keys), self._options(index, names)))
+            for key in keys:
+                if key in self._plan.model:  # else it has been reported, or is passed over
+                    states |= self._states(key)
+        if self._strict:
+            self._problems += [
+                f"the checkpoint has optimizer state of {name}, which is in no group of the "
+                f"optimizer"
+                for name in self._group_of
+                if name not in used and self._source.record(self._source.key_of[name])
+            ]
+        return OptimizerState(tuple(groups), states)
+
+    def _names(self, key: str) -> list[str]:
+        """Return the names under which the members of a target's key are saved."""
+        record = self._records.get(key)
+        members = [member.name for member in record.members] if record else [key]
+        return [self._source.resolve(name) for name in members]
+
+    def _options(self, index: int, names: Sequence[str]) -> dict[str, Any]:
+        """Return the hyperparameters that all parameters of a group had."""
+        if self._strict:
+            self._problems += [
+                f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
+                for name in names
+                if name not in self._group_of
+            ]
+        by_group: dict[int, str] = {}
+        for name in names:
+            if name in self._group_of:
+                by_group.setdefault(self._group_of[name], name)
+        found = [self._old_groups[each].options for each in by_group]
+        if not found:
+            return {}
+        if any(options != found[0] for options in found):
+            self._problems.append(
+                f"group {index} of the optimizer joins parameters of several groups of the "
+                f"checkpoint with different settings: "
+                f"{listed(by_group.values(), len(by_group), 5)}. Create the "
+                f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
-    if strict or found:  # a part of a flat parameter cannot be left as it is
-        part = f" (a part of {key})" if len(members) > 1 else ""
-        result.problems += [
-            f"{name}{part} is in the model, but not in the checkpoint" for name in missing
-        ]
-    return found if len(found) == len(members) else []
+        return found[0]
+
+    def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
+        """Return the states of one of the target's keys, by key; {} if none are saved."""
+        names = self._names(key)
+        old_keys = list(dict.fromkeys(self._source.key_of[name] for name in names))
+        if not any(self._source.record(old) for old in old_keys):
+            return {}
+        states = dict(self._sharded_states(key, names))
+        for old in old_keys:
+            for state, entry in self._other_states(key, old):
+                self._add_common(key, state, entry, states)
+        return {key: states}
+
+    def _sharded_states(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
+        record, source = self._records.get(key), self._source
+        old = None if record is None else source.same_shard(record, self._metadata)
+        state_record = None if old is None else source.record(old)
+        if old is not None and state_record is not None:
+            for state in state_record.sharded:
+                same = source.own.optimizer[state_name(old, state)]
+                yield state, StateEntry(StateKind.SHARD, same)
+            return
+        full = [source.full_states(name) for name in names]
+        for state in dict.fromkeys(state for states in full for state in states):
+            # Parameters without state, joined with ones that have some, get zeros, which is what
+            # theirs would have been with gradients of zero.
+            sources = [states.get(state) for states in full]
+            if record is None:
+                yield state, StateEntry(StateKind.DEVICE, sources[0])
+            else:
+                yield state, StateEntry(StateKind.SHARD, self._shard_of(record, sources))
+
+    def _shard_of(
+        self, record: ParamRecord, sources: Sequence[TensorSource | None]
+    ) -> TensorSource:
+        dtype = next(source.dtype for source in sources if source is not None)
+        alike = [source and source.cast(dtype) for source in sources]
+        own = self._metadata
+        return shard_of(record, alike, own.rank, own.world_size, own.tensor_parts)
+
+    def _other_states(self, key: str, old: str) -> Iterator[tuple[str, StateEntry]]:
+        """Yield the states of an old key that are not cut like its parameter."""
+        record = self._source.record(old)
+        if record is None:
+            return
+        in_full = self._source.full_states(self._source.plan.names_of(old)[0])
+        for state, entry in self._source.own.states(old, record).items():
+            if state in in_full:
+                continue
+            if (
+                entry.kind is StateKind.VALUE
+                or _is_number(entry.value.spec)
+                or self._fits_as_it_is(key, old)
+            ):
+                yield state, entry
+            else:
+                self._problems.append(
+                    f"optimizer state {state} of {old} has shape {entry.value.shape}, neither that "
+                    f"of the parameter nor one number, so it cannot be cut anew. Load it with the "
+                    f"wrapping and the {self._source.plan.world_size} ranks that it was saved "
+                    f"with, or load without optimizer"
+                )
+
+    def _fits_as_it_is(self, key: str, old: str) -> bool:
+        record = self._records.get(key)
+        if record is None:
+            return old in self._source.plan.unsharded
+        return self._source.same_shard(record, self._metadata) == old
+
+    def _add_common(
+        self, key: str, state: str, new: StateEntry, states: dict[str, StateEntry]
+    ) -> None:
+        """Add a value that all parameters joined in ``key`` must have in common."""
+        known = states.setdefault(state, new)
+        if known is new or _equal(known.value, new.value):
+            return
+        problem = (
+            f"{key} joins parameters whose optimizer state {state} differs. Load with the wrapping "
+            f"that was used for saving"
+        )
+        if problem not in self._problems:
+            self._problems.append(problem)
+
+
+def _is_number(spec: TensorSpec) -> bool:
+    # Also the empty tensor that torch_xla's optimizers keep for what they do not use.
+    return spec.shape in ((), (0,), (1,))
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, TensorSource) and isinstance(second, TensorSource):
+        return first.spec == second.spec and torch.equal(first.load(), second.load())
+    return type(first) is type(second) and first == second

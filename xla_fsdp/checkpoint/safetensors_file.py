@@ -1,41 +1,44 @@
 """Safetensors files: where in a file each tensor lies, read and planned without the tensors.
 
-Words: a *header* is a file's first part: names, dtypes, shapes and places of its tensors, and
-*metadata*, a dict of strings; an *entry* is one tensor's line in it. In a shard file the metadata
-holds the ``ShardMetadata`` as JSON.
-Always true: a header that was read has entries that fill the rest of the file exactly, without
-holes or overlaps; nothing is allocated on a file's word alone (``MAX_HEADER`` bounds the header,
-the file's own size all else); nothing is executed. Every file planned here loads with
-``safetensors.torch.load_file``.
-Bytes are read through ``byte_source``; what is written in which order is the caller's business.
+The format is read here and not by ``safetensors.safe_open``, which gives no byte ranges: these are
+needed to read from an object store, to copy in bounded memory by several threads, to cut shards of
+any length out of any tensor, and to hold what is read against checksums. It also maps a file into
+memory, where one that shrinks ends the process, and it cannot say what is wrong with a file.
+
+Invariants: a header that was read has entries that fill the rest of the file exactly; nothing is
+allocated on a file's word alone (``MAX_HEADER`` bounds the header, the file's own size all else).
+Every file planned here loads with ``safetensors.torch.load_file``.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from xla_fsdp.checkpoint.byte_source import ByteSource, bytes_of
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, refuse_repeated
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    dtype_name,
+    prefixed,
+    refuse_repeated,
+    shown,
+)
 from xla_fsdp.checkpoint.format import ShardMetadata
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    Part,
+    TensorSource,
+    TensorSpec,
+    read_bytes,
+)
 
-METADATA_KEY = "xla_fsdp"
-
-"""Where in a shard file's metadata the ``ShardMetadata`` is."""
-
+METADATA_KEY = "xla_fsdp"  # where in a shard file's metadata the ``ShardMetadata`` is, as JSON
 OWN_METADATA = ("format", METADATA_KEY)
 
-MAX_HEADER = 100_000_000
-
-"""Bytes; the limit of the safetensors library itself."""
-
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 MAX_DIMS = 64
 
 DTYPES: dict[str, torch.dtype] = {
@@ -61,19 +64,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """A tensor without its elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Entry:
     """A tensor in a file: what it is, and the offset of its first byte in the file."""
 
@@ -88,7 +78,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """A file without its tensors.
+    """The first part of a file: all but its tensors.
 
     Args:
         entries: by name, in the order in which they lie in the file.
@@ -106,12 +96,12 @@ class Header:
         return max((entry.stop for entry in self.entries.values()), default=self.data_start)
 
     def to_bytes(self) -> bytes:
-        """The first ``data_start`` bytes of the file."""
+        """Return the first ``data_start`` bytes of the file."""
         return _encoded(self.metadata, {name: e.spec for name, e in self.entries.items()})
 
 
 def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Header:
-    """Where tensors come to lie in a file that holds them.
+    """Return the header of a file that holds these tensors.
 
     Raises:
         CheckpointError: if safetensors has no such dtype, or the header gets too long.
@@ -139,7 +129,7 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(source: ByteSource, name: str) -> Header:
-    """The header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Args:
         source: the file's bytes; only the header's are read.
@@ -151,12 +141,16 @@ def read_header(source: ByteSource, name: str) -> Header:
     try:
         return _parsed(source)
     except CheckpointError as error:
-        lines = (problem.removeprefix(f"{name}: ") for problem in error.problems)
-        raise CheckpointError([f"{name}: {line}" for line in lines]) from error
+        raise prefixed(error, name) from error
+
+
+def tensor_of(source: ByteSource, entry: Entry) -> TensorSource:
+    """Return a file's tensor, which is read when it is used."""
+    return TensorSource(entry.spec, Part(source, entry.start, entry.spec.nbytes))
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:
-    """The plain dict in a shard file's header; see ``ShardMetadata.from_dict``.
+    """Return the metadata in a shard file's header as the dict that ``ShardMetadata`` reads.
 
     Raises:
         CheckpointError: if this is not a shard file.
@@ -171,31 +165,11 @@ def shard_metadata_of(header: Header) -> dict[str, Any]:
 
 
 def shard_file_metadata(metadata: ShardMetadata, extra: Mapping[str, str]) -> dict[str, str]:
-    """What a shard file's header holds beside its tensors; ``extra`` may not be our own keys."""
+    """Return the metadata of a shard file's header; ``extra`` may not be the format's own keys."""
     own = {"format": "pt", METADATA_KEY: json.dumps(metadata.to_dict(), separators=(",", ":"))}
     if both := own.keys() & extra.keys():
         raise ValueError(f"extra metadata may not be called {sorted(both)}: these are the format's")
     return {**own, **extra}
-
-
-def read_tensor(
-    source: ByteSource, entry: Entry, start: int = 0, stop: int | None = None
-) -> Tensor:
-    """Elements ``start`` to ``stop`` of the flattened tensor (all of it by default, in its shape).
-
-    Only these elements are read.
-    """
-    numel = math.prod(entry.spec.shape)
-    last = numel if stop is None else stop
-    if not 0 <= start <= last <= numel:
-        raise ValueError(f"elements {start} to {last} are not in a tensor of {numel}")
-    elements = torch.empty(last - start, dtype=entry.spec.dtype)
-    if last > start:
-        source.read_into(entry.start + start * entry.spec.dtype.itemsize, bytes_of(elements))
-    return elements.view(entry.spec.shape) if stop is None and start == 0 else elements
-
-
-# ---------------------------------------------------------------- writing
 
 
 def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes:
@@ -220,7 +194,7 @@ def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes
 def _parsed(source: ByteSource) -> Header:
     if source.nbytes < 8:
         raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
-    length = int.from_bytes(_read(source, 0, 8), "little")
+    length = int.from_bytes(read_bytes(source, 0, 8), "little")
     if length > MAX_HEADER:
         raise CheckpointError(
             f"not a safetensors file: its header would be {length:,} bytes long, and at most "
@@ -230,18 +204,12 @@ def _parsed(source: ByteSource) -> Header:
         raise CheckpointError(
             f"truncated: its header ends at byte {8 + length:,} of {source.nbytes:,}"
         )
-    lines = _json_dict(_text(_read(source, 8, length)), "header")
+    lines = _json_dict(_text(read_bytes(source, 8, length)), "header")
     metadata = _metadata(lines.pop("__metadata__", {}))
     entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
     header = Header(_in_file_order(entries), metadata, 8 + length)
     _check_filled(header, source.nbytes)
     return header
-
-
-def _read(source: ByteSource, start: int, length: int) -> bytes:
-    buffer = bytearray(length)
-    source.read_into(start, memoryview(buffer))
-    return bytes(buffer)
 
 
 def _text(data: bytes) -> str:
@@ -300,7 +268,7 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether these are integers that fit a file."""
+    """Return whether these are integers that fit a file."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
@@ -321,14 +289,3 @@ def _check_filled(header: Header, file_size: int) -> None:
         )
     if at < file_size:
         raise CheckpointError(f"{file_size - at:,} bytes follow its last tensor: not as written")
-
-
-def shown(value: Any) -> str:
-    """A value of a file's for a message: on one line, and short whatever it is."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def specs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorSpec]:
-    """What ``plan_file`` wants to know of these tensors."""
-    return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}

@@ -1,11 +1,6 @@
-"""Finds and opens the files that the ranks saved. Reads, never writes.
+"""Finding and opening the files that the ranks saved.
 
-Words: a *shard* is one rank's model, metadata and (if it was saved in our form) optimizer state,
-with a *source* to name it by in messages; a file is *foreign* if it lacks the model or the
-metadata.
-Always true: nothing in a file is ever executed; tensors stay in the file until they are used; an
-earlier output among the matches is passed over.
-Whether the shards belong together is judged by ``checks``.
+Invariants: nothing in a file is ever executed; tensors stay in the file until they are used.
 """
 
 from __future__ import annotations
@@ -16,28 +11,27 @@ from dataclasses import dataclass, field, replace
 from glob import escape, glob
 from typing import Any
 
-from xla_fsdp.checkpoint.byte_source import LocalFile
-from xla_fsdp.checkpoint.copying import Watched, watch
+from xla_fsdp.checkpoint.checksum import is_checksum
+from xla_fsdp.checkpoint.copying import ChecksumVerifier, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.fingerprint import is_fingerprint
-from xla_fsdp.checkpoint.format import model_name, state_name
-from xla_fsdp.checkpoint.safetensors_file import OWN_METADATA, read_header, shard_metadata_of
-from xla_fsdp.checkpoint.step_directory import MARKER, Marker, complete_attempts
+from xla_fsdp.checkpoint.format import Marker, StateEntry, StateRecord, model_name, state_name
+from xla_fsdp.checkpoint.safetensors_file import (
+    OWN_METADATA,
+    read_header,
+    shard_metadata_of,
+    tensor_of,
+)
+from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
 from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import Part, TensorSource
+from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, TensorSource, read_bytes
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
-OUTPUT_MARK = "_consolidated"
-
 DEFAULT_SUFFIX = "*.pth"
-
 SAFETENSORS = ".safetensors"
+DCP_METADATA = ".metadata"  # the file that tells a directory of torch.distributed.checkpoint
 
-DCP_METADATA = ".metadata"
-
-"""The file that tells a directory of torch.distributed.checkpoint."""
-
-_MODEL, _OPTIMIZER = model_name(""), state_name("", "").rstrip("/") + "/"
+MODEL_PREFIX = model_name("")
+_OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
 
 
 @dataclass(frozen=True)
@@ -61,29 +55,26 @@ class Shard:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
-        """Every tensor of the shard by its name in a file."""
+        """Yield every tensor of the shard by its name in a file."""
         for key, value in self.state_dict.items():
             if isinstance(value, TensorSource):
                 yield model_name(key), value
         yield from self.optimizer.items()
         yield from self.others.items()
 
-
-def matching_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
-    """Files named ``ckpt_prefix`` followed by the pattern ``ckpt_suffix``, sorted.
-
-    The prefix is taken literally; only if that matches nothing, as a pattern like the suffix.
-    """
-    return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
+    def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
+        """Return the optimizer states of ``key``, of which ``record`` is."""
+        return record.entries(lambda name: self.optimizer[state_name(key, name)])
 
 
 def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
-    """The shard files of one checkpoint.
+    """Return the shard files of one checkpoint, sorted.
 
     Args:
-        ckpt_prefix: what their paths start with; or a directory: one that ``save_checkpoint`` wrote
-            (its newest complete step is taken), a step's, one of torch.distributed.checkpoint
-            (which counts as one file), or any other.
+        ckpt_prefix: what their paths start with, literally (only if that matches nothing, as a
+            pattern); or a directory: one that ``save_checkpoint`` wrote (its newest complete step
+            is taken), a step's, one of torch.distributed.checkpoint (which counts as one file), or
+            any other.
         ckpt_suffix: pattern for the rest of their paths; in a directory, only one that is not
             ``DEFAULT_SUFFIX`` counts, and otherwise files of both kinds do.
 
@@ -91,7 +82,7 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
         CheckpointError: if a step is not complete.
     """
     if not _is_directory(ckpt_prefix, ckpt_suffix):
-        return matching_files(ckpt_prefix, ckpt_suffix)
+        return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
     if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
         return [ckpt_prefix]
     if attempts := complete_attempts(open_storage(ckpt_prefix)):
@@ -102,8 +93,29 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
 
 
+def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
+    """Say which files ``find_files`` has found, in words for people.
+
+    Args:
+        paths: of the shard files among them.
+        ckpt_prefix: as given to ``find_files``.
+        ckpt_suffix: as given to ``find_files``.
+    """
+    count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
+    if not _is_directory(ckpt_prefix, ckpt_suffix):
+        return f"{count} in {ckpt_prefix}{ckpt_suffix}"
+    if list(paths) == [ckpt_prefix]:
+        return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
+    folder = os.path.dirname(paths[0])
+    kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
+    found = f"{count} ({' and '.join(kinds)}) in {folder}"
+    if not os.path.exists(os.path.join(folder, MARKER)):
+        return found
+    return f"{found}, step {read_marker_file(folder).step}"
+
+
 def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
-    """What to say if ``find_files`` finds nothing."""
+    """Return what to say if ``find_files`` finds nothing."""
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
     return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
@@ -114,15 +126,13 @@ def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
 
 
 def read_marker_file(folder: str) -> Marker:
-    """What a step's directory says of itself; ``CheckpointError`` if that makes no sense."""
-    path = os.path.join(folder, MARKER)
-    data = bytearray((file := LocalFile(path)).nbytes)
-    file.read_into(0, memoryview(data))
-    return Marker.from_bytes(bytes(data), path)
+    """Read the marker of a step's directory; ``CheckpointError`` if it makes no sense."""
+    file = LocalFile(os.path.join(folder, MARKER))
+    return Marker.from_bytes(read_bytes(file, 0, file.nbytes), file.path)
 
 
 def _files_of_step(folder: str) -> list[str]:
-    """Those that the marker lists: others there are not part of the checkpoint."""
+    """Return the files that the marker lists: others are not part of the checkpoint."""
     files = read_marker_file(folder).files
     if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise CheckpointError(
@@ -132,76 +142,56 @@ def _files_of_step(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in sorted(files)]
 
 
-def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
-    """The shards in these files, and one line for each file that is none.
+# ---------------------------------------------------------------- opening
+
+
+def open_safetensors(file: ByteSource, name: str) -> Shard:
+    """Open the shard in a safetensors file anywhere; its header is read, and nothing else.
 
     Args:
-        paths: files to open.
-        output: where the merged model is going to be: passed over, unless it is a shard.
-    """
-    shards: list[Shard] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            shards.append(open_shard(path))
-        except CheckpointError as error:
-            if not _looks_like_output(path, output):
-                problems += error.problems
-    return shards, problems
-
-
-def open_shard(path: str) -> Shard:
-    """One rank's shard; its tensors are read from the file when they are used.
+        file: its bytes.
+        name: for messages.
 
     Raises:
-        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
-            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
-            is foreign.
+        CheckpointError: lines that name the file: it is not sound, or no shard file.
     """
-    if os.path.exists(os.path.join(path, DCP_METADATA)):
-        from xla_fsdp.checkpoint.dcp_import import import_dcp
-
-        return import_dcp(path)
-    return _from_safetensors(path) if path.endswith(SAFETENSORS) else _from_torch(path)
-
-
-# ---------------------------------------------------------------- safetensors
-
-
-def _from_safetensors(path: str) -> Shard:
-    file = LocalFile(path)
-    header = read_header(file, path)
+    header = read_header(file, name)
     try:
         metadata = shard_metadata_of(header)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from error
     tensors = {
-        name: TensorSource(
-            entry.spec,
-            Part(file, entry.start, entry.spec.nbytes),
-            identity=(path, entry.start, entry.spec) if entry.spec.nbytes else None,
-            fingerprint=_fingerprint(metadata, name),
+        key: replace(
+            tensor_of(file, entry),
+            identity=(name, entry.start, entry.spec) if entry.spec.nbytes else None,
+            checksum=_checksum(metadata, key),
         )
-        for name, entry in header.entries.items()
+        for key, entry in header.entries.items()
     }
-    model = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
-    optimizer = {n: t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
-    others = {n: t for n, t in tensors.items() if not n.startswith((_MODEL, _OPTIMIZER))}
-    notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
-    return Shard(path, model, metadata, optimizer, others, notes)
+    return Shard(
+        name,
+        {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if n.startswith(MODEL_PREFIX)},
+        metadata,
+        {n: t for n, t in tensors.items() if n.startswith(_OPTIMIZER_PREFIX)},
+        {n: t for n, t in tensors.items() if not n.startswith((MODEL_PREFIX, _OPTIMIZER_PREFIX))},
+        {key: text for key, text in header.metadata.items() if key not in OWN_METADATA},
+    )
 
 
-def _fingerprint(metadata: Mapping[str, Any], name: str) -> str | None:
-    """What the metadata, which nobody has checked yet, says of a tensor."""
+def _checksum(metadata: Mapping[str, Any], name: str) -> str | None:
+    """Return what the metadata, which nobody has checked yet, says of a tensor."""
     known = metadata.get("fingerprints")
     text = known.get(name) if isinstance(known, Mapping) else None
-    return text if isinstance(text, str) and is_fingerprint(text) else None
+    return text if isinstance(text, str) and is_checksum(text) else None
 
 
-# ---------------------------------------------------------------- torch.save
+def open_torch(path: str) -> Shard:
+    """Open the shard in a torch file on this machine.
 
-
-def _from_torch(path: str) -> Shard:
+    Raises:
+        CheckpointError: lines that name the file: it cannot be read, would have to run code, or
+            lacks the model or the metadata.
+    """
     checkpoint = read_torch_file(path)
     if not isinstance(checkpoint, dict):
         found = f"a {type(checkpoint).__name__}"
@@ -212,21 +202,16 @@ def _from_torch(path: str) -> Shard:
     elif not all(isinstance(key, str) for key in checkpoint["model"]):
         found = "names that are no strings under 'model'"
     else:
-        return _shard(path, checkpoint)
+        optimizer = dict(_states(checkpoint.get("optimizer")))
+        return Shard(path, checkpoint["model"], checkpoint["shard_metadata"], optimizer)
     raise CheckpointError(
         f"{path}: not a shard file: it holds {found}; expected a dict with 'model' and "
         f"'shard_metadata'. Narrow ckpt_prefix or ckpt_suffix if it does not belong here."
     )
 
 
-def _shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
-    metadata = checkpoint["shard_metadata"]
-    optimizer = dict(_states(checkpoint.get("optimizer")))
-    return Shard(path, checkpoint["model"], metadata, optimizer)
-
-
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
-    """Tensors of ``{"state": {key: {state: tensor}}}``; a state dict by index is of no use here."""
+    """Yield tensors of ``{"state": {key: {state: tensor}}}``; states by index are of no use."""
     states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
     for key, state in states.items() if isinstance(states, Mapping) else ():
         for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -234,23 +219,15 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
                 yield state_name(key, name), value
 
 
-# ---------------------------------------------------------------- damage
-
-
-def watch_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Watched]]:
-    """The same shards, whose tensors are held against their fingerprints when they are read."""
-    same, all_watched = [], []
+def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[ChecksumVerifier]]:
+    """Return the same shards, and verifiers of what is going to be read of their tensors."""
+    same, verifiers = [], []
     for shard in shards:
         known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
-        model, of_model = watch(shard.source, known)
-        optimizer, of_optimizer = watch(shard.source, shard.optimizer)
-        others, of_others = watch(shard.source, shard.others)
+        model, of_model = verifying(shard.source, known)
+        optimizer, of_optimizer = verifying(shard.source, shard.optimizer)
+        others, of_others = verifying(shard.source, shard.others)
         state_dict = {key: model.get(key, value) for key, value in shard.state_dict.items()}
         same.append(replace(shard, state_dict=state_dict, optimizer=optimizer, others=others))
-        all_watched += of_model + of_optimizer + of_others
-    return same, all_watched
-
-
-def _looks_like_output(path: str, output: str) -> bool:
-    same = os.path.realpath(path) == os.path.realpath(output)
-    return same or OUTPUT_MARK in os.path.basename(path)
+        verifiers += of_model + of_optimizer + of_others
+    return same, verifiers

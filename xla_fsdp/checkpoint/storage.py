@@ -1,11 +1,8 @@
-"""Named files below one directory: on this machine, or wherever fsspec reaches.
+"""Named files below one directory, on this machine or wherever fsspec reaches; atomic writing.
 
-Words: a *folder* is a part of a file's name up to a slash; names are relative to the directory.
-Always true: a local file that has its name is complete and on disk, whatever happens while it is
-written (it is written aside, synced, then renamed); an object store has no renaming, so there a
-file may appear before all is known to be well: only ``step_directory``'s marker, which is written
-in one request, says that files are complete.
-What is in the files is ``rank_file``'s business, their names are ``step_directory``'s.
+Invariants: a local file that has its name is complete and on disk, whatever happens while it is
+written. An object store has no renaming, so a file may appear there before all is known to be well:
+only a step's marker, which is written in one request, says that its files are complete.
 """
 
 from __future__ import annotations
@@ -13,39 +10,41 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from xla_fsdp.checkpoint.byte_source import ByteSource, LocalFile
 from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile
 
-Chunk = bytes | memoryview
+Buffer = bytes | memoryview
 
 LOCAL = "file://"
 
+EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
+
 
 class Storage(Protocol):
-    """Files below one directory."""
+    """Files below one directory. Their names are relative to it, with slashes."""
 
     where: str
     """The directory, as the user named it."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What is directly in a folder, sorted; without hidden files; [] if it does not exist."""
+        """List what is directly in a folder, without hidden files; [] if it does not exist."""
 
     def read(self, name: str) -> bytes:
-        """A whole file.
+        """Read a whole file.
 
         Raises:
             CheckpointError: if it cannot be read.
         """
 
     def source(self, name: str) -> ByteSource:
-        """A file, to be read in parts."""
+        """Return a file, to be read in parts."""
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> None:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Make a file of these bytes, and the folders that it needs.
 
         Raises:
@@ -53,7 +52,7 @@ class Storage(Protocol):
         """
 
     def claim(self, name: str) -> bool:
-        """Make an empty file; whether it did not exist before. False if that cannot be told."""
+        """Make an empty file; return whether it did not exist. False if that cannot be told."""
 
     def delete(self, name: str) -> None:
         """Remove a file, durably, if it exists."""
@@ -63,7 +62,7 @@ class Storage(Protocol):
 
 
 def open_storage(directory: str | os.PathLike[str]) -> Storage:
-    """Where ``directory`` points: a path, or a URL that fsspec knows (``gs://bucket/run``).
+    """Return the storage at a path, or at a URL that fsspec knows (``gs://bucket/run``).
 
     Raises:
         CheckpointError: if fsspec does not know the kind of URL, or needs a package for it.
@@ -82,46 +81,34 @@ class LocalStorage:
         self._root = Path(where)
 
     def names(self, folder: str = "") -> list[str]:
-        """See ``Storage``."""
-        try:
-            found = os.listdir(self._root / folder)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise _failure(self._root / folder, "cannot be listed", error) from error
+        found: list[str] = []
+        path = self._root / folder
+        with failing(path, "cannot be listed"), suppress(FileNotFoundError):
+            found = os.listdir(path)
         return sorted(name for name in found if not name.startswith("."))
 
     def read(self, name: str) -> bytes:
-        """See ``Storage``."""
-        try:
+        with failing(self._root / name, "cannot be read"):
             return (self._root / name).read_bytes()
-        except OSError as error:
-            raise _failure(self._root / name, "cannot be read", error) from error
 
     def source(self, name: str) -> ByteSource:
-        """See ``Storage``."""
         return LocalFile(str(self._root / name))
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        """See ``Storage``."""
-        path = self._root / name
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            _make_folder(path.parent)
-            _write_synced(aside, chunks)
-            os.replace(aside, path)
-            _sync_folder(path.parent)
-        except OSError as error:
-            raise _failure(path, "could not be written", error) from error
-        finally:
-            with suppress(OSError):
-                os.unlink(aside)
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        path = str(self._root / name)
+        with AtomicFiles(overwrite=True) as files:
+            temporary = files.add(path)
+            with failing(path), open(temporary, "xb", buffering=0) as file:
+                for chunk in chunks:
+                    rest = memoryview(chunk)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+            files.commit()
 
     def claim(self, name: str) -> bool:
-        """See ``Storage``."""
         path = self._root / name
         try:
-            _make_folder(path.parent)
+            make_folder(path.parent)
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
             return False
@@ -130,23 +117,15 @@ class LocalStorage:
         return True
 
     def delete(self, name: str) -> None:
-        """See ``Storage``."""
         path = self._root / name
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-                _sync_folder(path.parent)
-        except OSError as error:
-            raise _failure(path, "could not be removed", error) from error
+        with failing(path, "could not be removed"), suppress(FileNotFoundError):
+            os.unlink(path)
+            _sync_folder(path.parent)
 
     def delete_folder(self, folder: str) -> None:
-        """See ``Storage``."""
         path = self._root / folder
-        try:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path)
-        except OSError as error:
-            raise _failure(path, "could not be removed", error) from error
+        with failing(path, "could not be removed"), suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 class RemoteStorage:
@@ -166,61 +145,49 @@ class RemoteStorage:
             raise CheckpointError(f"{where}: {error}") from error
 
     def names(self, folder: str = "") -> list[str]:
-        """See ``Storage``."""
-        path = self._path(folder)
+        found: list[str] = []
         self._fs.invalidate_cache()  # other machines write here, too
-        try:
-            found = self._fs.ls(path, detail=False)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # each file system has its own
-            raise _failure(self._url(folder), "cannot be listed", error) from error
+        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
+            found = self._fs.ls(self._path(folder), detail=False)
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if name and not name.startswith("."))
 
     def read(self, name: str) -> bytes:
-        """See ``Storage``."""
-        try:
+        with failing(self._url(name), "cannot be read", Exception):
             return self._fs.cat_file(self._path(name))
-        except Exception as error:
-            raise _failure(self._url(name), "cannot be read", error) from error
 
     def source(self, name: str) -> ByteSource:
-        """See ``Storage``."""
         return RemoteFile(self._fs, self._path(name), self._url(name))
 
-    def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        """See ``Storage``."""
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = self._path(name)
-        try:
+        with failing(self._url(name), errors=Exception):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._write(path, chunks)
-        except Exception as error:
-            with suppress(Exception):  # what had been written before the failure
-                self._fs.rm_file(path)
-            raise _failure(self._url(name), "could not be written", error) from error
+            try:
+                self._write(path, chunks)
+            except Exception:
+                with suppress(Exception):  # what had been written before the failure
+                    self._fs.rm_file(path)
+                raise
 
     def claim(self, name: str) -> bool:
-        """See ``Storage``: every rank sees the same files here, and rank 0 needs no proof."""
-        return False
+        return False  # every rank sees the same files here, and rank 0 needs no proof
 
     def delete(self, name: str) -> None:
-        """See ``Storage``."""
-        try:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
-        except Exception as error:
-            raise _failure(self._url(name), "could not be removed", error) from error
+        with (
+            failing(self._url(name), "could not be removed", Exception),
+            suppress(FileNotFoundError),
+        ):
+            self._fs.rm_file(self._path(name))
 
     def delete_folder(self, folder: str) -> None:
-        """See ``Storage``."""
-        try:
-            with suppress(FileNotFoundError):
-                self._fs.rm(self._path(folder), recursive=True)
-        except Exception as error:
-            raise _failure(self._url(folder), "could not be removed", error) from error
+        with (
+            failing(self._url(folder), "could not be removed", Exception),
+            suppress(FileNotFoundError),
+        ):
+            self._fs.rm(self._path(folder), recursive=True)
 
-    def _write(self, path: str, chunks: Iterable[Chunk]) -> None:
+    def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
         with self._fs.open(path, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
@@ -237,55 +204,145 @@ class RemoteFile:
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._fs, self._path, self._url = fs, path, url
-        try:
+        with failing(url, "cannot be read", Exception):
             self.nbytes: int = fs.size(path)
-        except Exception as error:
-            raise _failure(url, "cannot be read", error) from error
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """See ``ByteSource``."""
         if not len(buffer):
             return
-        try:
+        with failing(self._url, "cannot be read", Exception):
             data = self._fs.cat_file(self._path, start=start, end=start + len(buffer))
-        except Exception as error:
-            raise _failure(self._url, "cannot be read", error) from error
         if len(data) != len(buffer):
             raise CheckpointError(f"{self._url}: ends at byte {start + len(data)}: truncated")
         buffer[:] = data
 
 
-# ---------------------------------------------------------------- durability
+# ---------------------------------------------------------------- atomic writing
 
 
-def _make_folder(path: Path) -> None:
-    """A folder and its parents, each entered durably into its own parent."""
+class AtomicFiles:
+    """A context in which files (or directories) are written aside, to get their names together.
+
+    At its end what was written is gone, and so are the directories made for it, unless ``commit``
+    was called: until then every final name holds what it held before. A link at a final name is
+    replaced, not followed.
+
+    Args:
+        overwrite: whether what exists may be replaced.
+    """
+
+    def __init__(self, *, overwrite: bool) -> None:
+        self._overwrite = overwrite
+        self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
+        self._folders: list[Path] = []
+
+    def add(self, path: str) -> str:
+        """Return the temporary path for what will be called ``path``, whose directory is made.
+
+        It is in the same directory, under a hidden name that no checkpoint pattern matches.
+
+        Raises:
+            CheckpointError: if the directory cannot be made.
+        """
+        folder, name = os.path.split(path)
+        with failing(folder):
+            self._folders += make_folder(Path(folder))
+        temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+        self._temporary[path] = temporary
+        return temporary
+
+    def commit(self) -> None:
+        """Sync all files and give them their names, in the order in which they were added.
+
+        Raises:
+            CheckpointError: if one exists and may not be replaced, or cannot be renamed.
+        """
+        taken = [path for path in self._temporary if os.path.lexists(path)]
+        if taken and not self._overwrite:
+            raise CheckpointError([f"{path}: {EXISTS}" for path in taken])
+        for path, temporary in list(self._temporary.items()):
+            with failing(path):
+                sync(temporary)
+                _replace(temporary, path)
+            del self._temporary[path]
+            _sync_folder(Path(path).parent)
+        self._folders.clear()
+
+    def __enter__(self) -> AtomicFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for temporary in self._temporary.values():
+            _remove(temporary)
+        for folder in reversed(self._folders):
+            with suppress(OSError):  # what others have put there stays
+                folder.rmdir()
+
+
+# What goes wrong with local files: torch turns a failed write into a RuntimeError of several lines.
+# Each remote file system has its own errors.
+LOCAL_ERRORS = (OSError, RuntimeError)
+
+
+@contextmanager
+def failing(
+    path: str | Path,
+    what: str = "could not be written",
+    errors: type[Exception] | tuple[type[Exception], ...] = LOCAL_ERRORS,
+) -> Iterator[None]:
+    """Turn what goes wrong with a file into a ``CheckpointError`` of one line that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except errors as error:
+        raise _failure(path, what, error) from error
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Make a folder and its parents, each durably; return those that were not there."""
     if path.is_dir():
-        return
-    _make_folder(path.parent)
+        return []
+    made = make_folder(path.parent)
     path.mkdir(exist_ok=True)
     _sync_folder(path.parent)
+    return [*made, path]
 
 
-def _write_synced(path: Path, chunks: Iterable[Chunk]) -> None:
-    with open(path, "xb", buffering=0) as file:
-        for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
+def sync(path: str | Path) -> None:
+    """Have a file's bytes on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_folder(path: Path) -> None:
     """Make a new or changed name durable, where the file system can do that."""
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
+
+
+def _replace(temporary: str, path: str) -> None:
+    if not (os.path.isdir(path) and os.path.isdir(temporary)):
+        os.replace(temporary, path)
+        return
+    # A directory with something in it cannot be replaced in one step.
+    old = f"{temporary}.old"
+    os.rename(path, old)
+    os.rename(temporary, path)
+    _remove(old)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def _failure(path: str | Path, what: str, error: Exception) -> CheckpointError:
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return CheckpointError(f"{path}: {what}: {reason}")
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"{path}: {what}: {reason or type(error).__name__}")

@@ -1,11 +1,11 @@
 """Files of ``torch.save``, read and written without their tensors in memory.
 
-Words: a file is a zip archive of *records*: one is a pickle of the content, in which a tensor is a
-reference to a record with its bytes.
-Always true: no code of a file's is ever run (``weights_only``); what a pickle claims is believed
-only where a record of that size is there; a record's CRC-32, which is of the same kind as our
-fingerprints, is handed on as the tensor's.
-Files from before torch 1.6 are no archives: they are loaded whole.
+Such a file is a zip archive of *records*: one is a pickle of the content, in which a tensor is a
+reference to a record with its bytes. Files from before torch 1.6 are no archives: they are loaded
+whole.
+
+Invariants: no code of a file's is ever run (``weights_only``); what a pickle claims is believed
+only where a record of that size is there. A record's CRC-32 is handed on as its tensor's checksum.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import re
 import struct
 import warnings
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
@@ -25,18 +25,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from xla_fsdp.checkpoint.byte_source import LocalFile
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.fingerprint import written
-from xla_fsdp.checkpoint.safetensors_file import TensorSpec, shown
-from xla_fsdp.checkpoint.tensor_source import Loaded, Part, TensorSource, source_of
+from xla_fsdp.checkpoint.checksum import written
+from xla_fsdp.checkpoint.errors import CheckpointError, prefixed, shown
+from xla_fsdp.checkpoint.tensor_source import (
+    LocalFile,
+    Part,
+    TensorBytes,
+    TensorSource,
+    TensorSpec,
+    Zeros,
+    convert_tensors,
+    read_bytes,
+    source_of,
+)
 
 ZIP_MAGIC = b"PK\x03\x04"
-
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
-
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
-
 _CENTRAL_MAGIC = b"PK\x01\x02"
 
 
@@ -46,11 +51,11 @@ class Record:
 
     start: int
     nbytes: int
-    checksum: int
+    crc: int
 
 
 def read_torch_file(path: str) -> Any:
-    """The content of a file, with a ``TensorSource`` in place of every tensor.
+    """Read the content of a file, with a ``TensorSource`` in place of every tensor.
 
     Raises:
         CheckpointError: one line that names the file: it cannot be read, is no torch file, or
@@ -64,11 +69,11 @@ def read_torch_file(path: str) -> Any:
             content = _load(path)
         if not is_zip:
             _check_old(content, file.nbytes)
-            return _map_tensors(_load(path), source_of)
-        return _map_tensors(content, lambda tensor: _source(tensor, file, records))
+            return convert_tensors(_load(path), source_of, from_pickle=True)
+        to_source = partial(_source, file=file, records=records)
+        return convert_tensors(content, to_source, from_pickle=True)
     except CheckpointError as error:
-        lines = (problem.removeprefix(f"{path}: ") for problem in error.problems)
-        raise CheckpointError([f"{path}: {line}" for line in lines]) from error
+        raise prefixed(error, path) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     # Whatever a damaged pickle or archive makes torch or zipfile raise.
@@ -84,7 +89,7 @@ def _load(path: str) -> Any:
 
 
 def _why_not_loaded(error: Exception) -> str:
-    """torch's own messages run over many lines and advise to load with ``weights_only=False``."""
+    # torch's own messages run over many lines and advise to load with ``weights_only=False``.
     refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, UnpicklingError) and refused:
         return (
@@ -94,17 +99,12 @@ def _why_not_loaded(error: Exception) -> str:
     return "truncated, or not a file written by torch.save or xm.save"
 
 
-# ---------------------------------------------------------------- reading
-
-
 def _is_zip(file: LocalFile) -> bool:
-    magic = bytearray(min(len(ZIP_MAGIC), file.nbytes))
-    file.read_into(0, memoryview(magic))
-    return magic == ZIP_MAGIC
+    return read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
 
 
 def _check_old(content: Any, file_size: int) -> None:
-    """Before 1.6, room for tensors is made on the word of the pickle."""
+    """Refuse a file without records, in which room for tensors is made on the pickle's word."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> None:
@@ -113,7 +113,7 @@ def _check_old(content: Any, file_size: int) -> None:
         if tensor.numel() * tensor.dtype.itemsize > size:
             raise CheckpointError(f"a tensor of shape {shown(tuple(tensor.shape))} repeats itself")
 
-    _map_tensors(content, note)
+    convert_tensors(content, note, from_pickle=True)
     if sum(storages.values()) > file_size:
         raise CheckpointError("truncated: its tensors are larger than the file")
 
@@ -138,7 +138,7 @@ def _source(tensor: Tensor, file: LocalFile, records: Mapping[int, Record]) -> T
         raise CheckpointError(f"it holds a tensor that is {tensor.layout}; only dense ones merge")
     spec = TensorSpec(tensor.dtype, tuple(int(size) for size in tensor.shape))
     if spec.nbytes == 0:
-        return TensorSource(spec, Loaded(0, torch.empty(spec.shape, dtype=spec.dtype)))
+        return TensorSource(spec, Zeros(0))
     # Set by torch.load under FakeTensorMode: https://docs.pytorch.org/docs/stable/notes/serialization.html
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     record = None if start is None else records.get(start)
@@ -152,65 +152,31 @@ def _source(tensor: Tensor, file: LocalFile, records: Mapping[int, Record]) -> T
     if not tensor.is_contiguous():
         return _strided(file.path, spec, storage, record, first, strides)
     start_byte = first * spec.dtype.itemsize
-    own = record.checksum and spec.nbytes == record.nbytes
+    own = record.crc and spec.nbytes == record.nbytes
     return TensorSource(
         spec,
         Part(storage, start_byte, spec.nbytes),
         identity=(file.path, record.start + start_byte, spec),
-        fingerprint=written(record.checksum) if own else None,
+        checksum=written(record.crc) if own else None,
     )
 
 
 def _strided(
     name: str, spec: TensorSpec, storage: Part, record: Record, first: int, strides: Sequence[int]
 ) -> TensorSource:
-    """A tensor whose elements are not in order: it is loaded whole when it is used."""
+    """Return a tensor whose elements are not in order: it is loaded whole for every read."""
     if spec.nbytes > record.nbytes:  # an expanded one: its few bytes may claim any size
         raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
     numel = record.nbytes // spec.dtype.itemsize
     flat = TensorSource(
         TensorSpec(spec.dtype, (numel,)), Part(storage, 0, numel * spec.dtype.itemsize)
     )
-    data = Deferred(spec.nbytes, lambda: flat.load().as_strided(spec.shape, strides, first))
+
+    def load() -> Tensor:
+        return flat.load().as_strided(spec.shape, strides, first)
+
+    data = TensorBytes(spec.nbytes, load, remember=False)
     return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))
-
-
-class Deferred:
-    """Bytes of a tensor that is made again for every read; see ``ByteSource``."""
-
-    def __init__(self, nbytes: int, make: Callable[[], Tensor]) -> None:
-        self.nbytes = nbytes
-        self._make = make
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """See ``ByteSource``."""
-        Loaded(self.nbytes, self._make()).read_into(start, buffer)
-
-
-def _map_tensors(content: Any, convert: Callable[[Tensor], Any]) -> Any:
-    """``content`` with tensors converted, in dicts, lists and tuples at any depth."""
-    known: dict[int, Any] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return convert(value)
-        if isinstance(value, dict):
-            if id(value) not in known:  # a pickle may hold itself
-                copy: OrderedDict[Any, Any] = OrderedDict()
-                known[id(value)] = copy
-                copy.update((key, walk(each)) for key, each in value.items())
-            return known[id(value)]
-        if isinstance(value, list):
-            if id(value) not in known:
-                items: list[Any] = []
-                known[id(value)] = items
-                items += [walk(each) for each in value]
-            return known[id(value)]
-        if type(value) is tuple:
-            return tuple(walk(each) for each in value)
-        return value
-
-    return walk(content)
 
 
 # ---------------------------------------------------------------- writing
@@ -227,14 +193,19 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     Returns:
         Every tensor that has bytes, and where in the file these belong.
     """
-    sources: dict[int, TensorSource] = {}
+    fakes: dict[int, tuple[TensorSource, Tensor]] = {}
+
+    def fake(source: TensorSource) -> Tensor:
+        made = torch.empty(source.shape, dtype=source.dtype)
+        return fakes.setdefault(id(source), (source, made))[1]
+
     with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
-        torch.save(_with_fakes(content, sources), path)
+        torch.save(convert_tensors(content, fake), path)
     file = LocalFile(path)
     with zipfile.ZipFile(path) as archive:
         names = {info.filename.partition("/data/")[2]: info for info in archive.infolist()}
     places = []
-    for i, source in enumerate(sources.values()):  # torch numbers tensors as it meets them
+    for i, (source, _) in enumerate(fakes.values()):  # torch numbers tensors as it meets them
         info = names[str(i)]
         if info.file_size != source.spec.nbytes:
             raise RuntimeError(
@@ -246,31 +217,12 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     return places
 
 
-def _with_fakes(content: Any, sources: dict[int, TensorSource]) -> Any:
-    """``content`` with fake tensors, and the sources that they stand for, in order."""
-    fakes: dict[int, Tensor] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, TensorSource):
-            if id(value) not in fakes:
-                sources[id(value)] = value
-                fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-            return fakes[id(value)]
-        if isinstance(value, Mapping):
-            return type(value)((key, walk(each)) for key, each in value.items())  # type: ignore[call-arg]
-        if isinstance(value, list):
-            return [walk(each) for each in value]
-        return value
-
-    return walk(content)
-
-
-def write_checksums(path: str, checksums: Mapping[int, int]) -> None:
+def write_crcs(path: str, crcs: Mapping[int, int]) -> None:
     """Put the CRC-32 of records into an archive.
 
     Args:
         path: of a file that ``write_skeleton`` began and that is complete now.
-        checksums: by the offset of the record's first byte.
+        crcs: by the offset of the record's first byte.
     """
     with zipfile.ZipFile(path) as archive:
         infos, at = archive.infolist(), archive.start_dir
@@ -278,8 +230,8 @@ def write_checksums(path: str, checksums: Mapping[int, int]) -> None:
     with open(path, "r+b") as output:
         for info in infos:
             start = _data_start(file, info)
-            if info.file_size and start in checksums:
-                packed = struct.pack("<I", checksums[start])
+            if info.file_size and start in crcs:
+                packed = struct.pack("<I", crcs[start])
                 _put_behind(output, _CENTRAL_MAGIC, at, 16, packed)
                 _put_behind(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
             output.seek(at + 28)
@@ -300,6 +252,5 @@ def _put_behind(output: Any, magic: bytes, at: int, distance: int, data: bytes) 
 
 
 def _data_start(file: LocalFile, info: zipfile.ZipInfo) -> int:
-    header = bytearray(_LOCAL_HEADER.size)
-    file.read_into(info.header_offset, memoryview(header))
+    header = read_bytes(file, info.header_offset, _LOCAL_HEADER.size)
     return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))

@@ -1,9 +1,8 @@
 """Code written for ``torch_xla.distributed.fsdp`` on this package, unchanged: ``install()``.
 
-Words: an *alias* is a module under one of torch_xla's names that holds names of this package.
-Always true: what an alias does not hold cannot be imported; nothing comes from torch_xla but
-``recursive_wrap``, which knows nothing of sharding and which torch_xla's SPMD wrapper imports.
-What differs between the two, in spite of equal names, is in the README.
+Invariants: a name that is not in one of these modules cannot be imported; nothing comes from
+torch_xla but ``recursive_wrap``, which knows nothing of sharding and which torch_xla's SPMD wrapper
+imports.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ THEIRS = "torch_xla.distributed.fsdp"
 
 _Module = TypeVar("_Module")
 
+# The modules of this package that hold each of torch_xla's names.
 _CLASS = {"XlaFullyShardedDataParallel": "xla_fsdp.fsdp.wrapper"}
-
 _CHECKPOINT = {"checkpoint_module": "xla_fsdp.fsdp.engine.activation_checkpoint"}
-
 _MERGING = {
     "consolidate_sharded_model_checkpoints": "xla_fsdp.compat.merge",
     "consolidate_sharded_state_dicts": "xla_fsdp.checkpoint",
 }
-
 _POLICIES = {
     f"{kind}_policy": "xla_fsdp.wrap"
     for kind in ("always_wrap", "lambda_auto_wrap", "size_based_auto_wrap", "transformer_auto_wrap")
@@ -64,8 +61,8 @@ def install() -> None:
         )
     for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
         del sys.modules[name]
-    merge = importlib.import_module("xla_fsdp.compat.merge")  # it notes when the job began
-    merge.begin()
+    importlib.import_module("xla_fsdp.compat.merge")  # it notes when the job began
+    importlib.import_module("xla_fsdp.checkpoint.save_numbers").begin()
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
         sys.modules[THEIRS + suffix] = _Alias(THEIRS + suffix, homes)
@@ -92,14 +89,14 @@ class _Alias(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._homes:
             raise AttributeError(
-                f"module {self.__name__!r}, which xla_fsdp.compat stands in for, has no attribute "
+                f"module {self.__name__!r}, which xla_fsdp.compat replaces, has no attribute "
                 f"{name!r}; it has {', '.join(self.__all__)}"
             )
         return getattr(importlib.import_module(self._homes[name]), name)
 
 
 def apply_xla_patch_to_nn_linear(module: _Module, *_: Any) -> _Module:
-    """Return ``module`` as it is: full parameters of linear layers are freed without the patch."""
+    """Return ``module`` as it is: its unsharded parameters are freed without the patch."""
     return module
 
 
@@ -112,8 +109,8 @@ def __getattr__(name: str) -> Any:
 def _their_recursive_wrap() -> Any:
     folder = Path(str(importlib.import_module("torch_xla.distributed").__file__)).parent
     spec = importlib.util.spec_from_file_location("_their_wrap", folder / "fsdp" / "wrap.py")
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"torch_xla has no file {folder / 'fsdp' / 'wrap.py'}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.recursive_wrap

@@ -1,87 +1,34 @@
-"""Numbers the saves of a job, for merges that have to tell one from the next.
-
-Words: the *number* of a save is how often its rank had asked for shard metadata by then; as every
-rank does so for every save, those of one save have one number.
-Always true: metadata has a number only after ``begin``, which is ``compat``'s to call, so the files
-of all others stay as they are. What reads checkpoints passes over it.
-Which numbers may be merged with which is ``compat_merge``'s business.
-
-Merging the files that the ranks of this very job save, as scripts for torch_xla do it.
+"""Merging the files that the ranks of this very job save, as scripts for torch_xla do it.
 
 They merge on one rank right after ``xm.save``, which does not wait for the other ranks, and they
-run again with the same paths. Words: a file is *fresh* if it was written since the job began, and
-since the job last merged it; a shard is *stale* if it is not, or of an earlier save of the job than
-others (see ``save_numbers``), while others are fresh.
-Always true: fresh shards are not mixed with stale ones; files none of which is fresh are merged, or
-refused, at once. An earlier output is replaced, as torch_xla's own merge does.
-Merging itself is left to ``checkpoint.consolidate``.
+save and merge again with the same paths. So the merge waits until there is a *fresh* file of every
+rank: one that was written since the job began, and since the job last merged it.
+
+Invariants: fresh shards are not mixed with others, nor with those of an earlier save of the job;
+files none of which is fresh are merged, or refused, at once. An earlier output is replaced, as
+torch_xla's own merge does.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from xla_fsdp.checkpoint import consolidate
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, find_files
+from xla_fsdp.checkpoint.errors import raise_if
+from xla_fsdp.checkpoint.save_numbers import number_of
+from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, find_files
 from xla_fsdp.distributed.cpu_ranks import Unwind, current_rank_thread
 
-_KEY = "save_number"
-
-
-class _OfRank(threading.local):
-    """A rank is a thread or a process."""
-
-    asked = 0
-
-
-class _SaveNumbers:
-    def __init__(self) -> None:
-        self.given = False
-        self.of_rank = _OfRank()
-
-
-_numbers = _SaveNumbers()
-
-
-def begin() -> None:
-    """Number the saves from now on."""
-    _numbers.given = True
-
-
-def numbered(metadata: dict[str, Any]) -> dict[str, Any]:
-    """A rank's metadata with the number of the save that it is asked for."""
-    if not _numbers.given:
-        return metadata
-    _numbers.of_rank.asked += 1
-    return {**metadata, _KEY: _numbers.of_rank.asked}
-
-
-def number_of(metadata: Any) -> int | None:
-    """What was found in a file as its metadata says of its number."""
-    number = metadata.get(_KEY) if isinstance(metadata, dict) else None
-    return number if isinstance(number, int) else None
-
-
-CLOCKS_DIFFER = 2.0
-
-"""Seconds by which a file system's clock may be behind the host's."""
-
-PATIENCE = 120.0
-
-"""Seconds without any change to the files until ranks that have not saved are given up."""
-
+CLOCKS_DIFFER = 2.0  # seconds by which a file system's clock may be behind the host's
+PATIENCE = 120.0  # seconds without a change to the files until ranks that do not save are given up
 _INTERVAL = 0.1
 
-_Stamp = tuple[float, int]
-
-"""When a file was last written, in seconds since the epoch, and its size."""
+_Stamp = tuple[float, int]  # when a file was last written, in seconds since the epoch, and its size
 
 
 def pause() -> None:
@@ -96,7 +43,7 @@ def pause() -> None:
 
 @dataclass
 class SavedByJob:
-    """Tells what this job has saved; the one rank that merges has the only use of it.
+    """Knows which files this job has saved, on the one rank that merges.
 
     Args:
         began: when the job began, in seconds since the epoch.
@@ -107,16 +54,10 @@ class SavedByJob:
     pause: Callable[[], None] = pause
     merged: dict[str, _Stamp] = field(default_factory=dict)  # by path, when last merged
 
-    def is_fresh(self, path: str, stamp: _Stamp) -> bool:
-        """Whether the file was written since."""
-        if path in self.merged:
-            return self.merged[path] != stamp
-        return stamp[0] >= self.began - CLOCKS_DIFFER
-
     def wait(
         self, ckpt_prefix: str, ckpt_suffix: str, output: str, patience: float = PATIENCE
     ) -> None:
-        """Return when the shards are complete, all fresh and of one save, or no file is fresh.
+        """Return when there is a fresh shard of every rank, all of one save, or no file is fresh.
 
         What does not become complete is left to the merge to report.
 
@@ -124,39 +65,36 @@ class SavedByJob:
             ckpt_prefix: what the paths of all shard files start with.
             ckpt_suffix: pattern for the rest of their paths.
             output: where the merge is going to write.
-            patience: see ``PATIENCE``.
+            patience: seconds without a change to the files after which to give up.
 
         Raises:
-            CheckpointError: if shards stay a mixture of fresh and stale ones.
+            CheckpointError: if some shards stay older than the others.
         """
         seen: dict[str, _Stamp] | None = None
+        stale: list[str] = []
         changed = time.monotonic()
-        while True:
+        while time.monotonic() - changed <= patience:
             found = _stamps(ckpt_prefix, ckpt_suffix)
             if found != seen:
-                seen, changed = found, time.monotonic()
-                problems, stale = self._unsaved(ckpt_prefix, ckpt_suffix, output, found)
-                if not problems and not stale:
+                fresh = {path for path, stamp in found.items() if self._is_fresh(path, stamp)}
+                problems: list[str] = []
+                if fresh:
+                    shards, problems = consolidate.look_at_shards(
+                        ckpt_prefix, ckpt_suffix, output, optimizer=False
+                    )
+                    numbers = {each.source: number_of(each.metadata) for each in shards}
+                    stale = _stale(numbers, fresh)
+                if not (fresh and (problems or stale)):
                     self.merged.update(found)
                     return
-            elif time.monotonic() - changed > patience:
-                break
+                seen, changed = found, time.monotonic()
             self.pause()
-        if stale:
-            raise CheckpointError(stale)
+        raise_if(stale)
 
-    def _unsaved(
-        self, ckpt_prefix: str, ckpt_suffix: str, output: str, found: dict[str, _Stamp]
-    ) -> tuple[list[str], list[str]]:
-        """What keeps the merge from beginning: problems of the files; stale shards."""
-        fresh = {path for path, stamp in found.items() if self.is_fresh(path, stamp)}
-        if not fresh:
-            return [], []
-        shards, problems = consolidate.look_at_shards(
-            ckpt_prefix, ckpt_suffix, output, optimizer=False
-        )
-        stale = _stale(shards, fresh)
-        return problems, stale if len(stale) < len(shards) else []
+    def _is_fresh(self, path: str, stamp: _Stamp) -> bool:
+        if path in self.merged:
+            return self.merged[path] != stamp
+        return stamp[0] >= self.began - CLOCKS_DIFFER
 
 
 _THIS_JOB = SavedByJob(began=time.time())
@@ -191,26 +129,31 @@ def consolidate_sharded_model_checkpoints(
     )
 
 
-def _stale(shards: Sequence[Shard], fresh: Collection[str]) -> list[str]:
-    """One line for each shard that is not fresh, or whose save is not the last."""
-    numbers = {shard.source: number_of(shard.metadata) for shard in shards if shard.source in fresh}
-    last = max((number for number in numbers.values() if number is not None), default=None)
-    return [
-        f"{shard.source}: an earlier save's, but this job has saved other shards since; save "
-        f"those of all ranks, or narrow ckpt_suffix if the file does not belong to them"
-        + _counts(numbers.get(shard.source), last)
-        for shard in shards
-        if shard.source not in fresh or numbers[shard.source] != last
-    ]
+def _stale(numbers: dict[str, int | None], fresh: set[str]) -> list[str]:
+    """Return one line for each shard that is not fresh, or whose save is not the last.
 
-
-def _counts(number: int | None, last: int | None) -> str:
-    if number is None:
-        return ""
-    return (
-        f". (When it was saved, its rank had called get_shard_metadata() {number} times, but one "
-        f"that saved another {last} times: every rank has to call it as often)"
-    )
+    Args:
+        numbers: of the saves, by path.
+        fresh: paths of fresh files. If no shard is among them, none is stale.
+    """
+    of_fresh = {path: number for path, number in numbers.items() if path in fresh}
+    last = max((number for number in of_fresh.values() if number is not None), default=None)
+    stale = [path for path, number in numbers.items() if path not in fresh or number != last]
+    if len(stale) == len(numbers):
+        return []
+    lines = []
+    for path in stale:
+        line = (
+            f"{path}: an earlier save's, but this job has saved other shards since; save those of "
+            f"all ranks, or narrow ckpt_suffix if the file does not belong to them"
+        )
+        if (number := of_fresh.get(path)) is not None:
+            line += (
+                f". (When it was saved, its rank had called get_shard_metadata() {number} times, "
+                f"but one that saved another {last} times: every rank has to call it as often)"
+            )
+        lines.append(line)
+    return lines
 
 
 def _stamps(ckpt_prefix: str, ckpt_suffix: str) -> dict[str, _Stamp]:

@@ -1,11 +1,7 @@
-"""Tensors joined into the operands of collectives, and apart again.
+"""Tensors packed into the buckets that collectives send, and unpacked again.
 
-Words: an *operand* is what one collective carries, [rows, width]: one tensor in rows, or several
-*flat* ones, [n] each, joined end to end and laid out in rows of lanes. A *shard* is one rank's
-tensor; a *stack* has the shards of all ranks, [num_shards, n], or joined along the rows.
-Always true: what is cast or divided between joining and sending is so once for all that an operand
-holds; what comes out is tensors of their own, not views, which would keep the whole alive.
-Which tensors travel in rows is decided by ``shard_cut``, how an operand travels by ``collectives``.
+A bucket is [rows, width]: one large tensor in rows, or several *flat* ones, [n] each, side by side
+in rows of lanes. Unpacked tensors are copies, as views would keep the whole bucket alive.
 """
 
 from __future__ import annotations
@@ -23,21 +19,20 @@ from xla_fsdp.distributed.shard_layout import LANES
 from xla_fsdp.distributed.xla import ops
 
 TILE = 16 * LANES
-
-"""Elements of a TPU tile of 16-bit elements, of which joined flat tensors fill a multiple per rank:
-the TPU compiler turns the reduce-scatter of a 1-D array, or of fewer rows, into a full all-reduce
-and a slice."""
+"""Elements of a TPU tile of 16-bit elements, of which flat tensors fill a multiple per rank: the
+TPU compiler turns the reduce-scatter of a 1-D array, or of fewer rows, into a full all-reduce and a
+slice."""
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """What one collective carries. Compared by identity, as those of a plan that is kept.
+@dataclass(frozen=True, eq=False)  # by identity: plans are kept, and their buckets are keys
+class Bucket:
+    """Which tensors one collective sends.
 
     Args:
         numbers: of the tensors in it.
-        shapes: of their shards.
+        shapes: of one rank's shards, [n] or [rows, width].
         dtype: in which they travel.
     """
 
@@ -47,7 +42,7 @@ class Operand:
 
     @property
     def in_rows(self) -> bool:
-        """Whether it holds a tensor in rows."""
+        """Whether it holds one tensor in rows."""
         return len(self.shapes[0]) > 1
 
     @property
@@ -55,101 +50,96 @@ class Operand:
         """Elements of the shards of flat tensors."""
         return [size for (size,) in self.shapes]
 
-    def join(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """[rows, width], a new tensor, from the shards of all tensors, of any shapes."""
+    def pack(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """Copy the shards of all tensors, by number and of any shapes, to [rows, width]."""
         if self.in_rows:
             return ops.copied(shards[self.numbers[0]], self.shapes[0])
         pairs = zip(self.numbers, self.shapes, strict=True)
-        return self.laid_out([ops.shaped(shards[at], shape) for at, shape in pairs])
+        return self.pack_flat([ops.shaped(shards[at], shape) for at, shape in pairs])
 
-    def join_stacks(self, stacks: Mapping[int, Tensor]) -> Tensor:
-        """[num_shards * rows, width] from the stacks of all tensors."""
+    def pack_gathered(self, gathered: Mapping[int, Tensor]) -> Tensor:
+        """Pack the shards of all ranks, [num_shards, n] or rows, to [num_shards * rows, width]."""
         if self.in_rows:
-            return stacks[self.numbers[0]]
-        return self.laid_out([stacks[at] for at in self.numbers])
+            return gathered[self.numbers[0]]
+        return self.pack_flat([gathered[at] for at in self.numbers])
 
-    def laid_out(self, flat: Sequence[Tensor]) -> Tensor:
-        """Flat tensors side by side, [..., n] each, in rows."""
+    def pack_flat(self, flat: Sequence[Tensor]) -> Tensor:
+        """Lay flat tensors side by side, [..., n] each, and pad them to [rows, width]."""
         joined = torch.cat(list(flat), dim=-1)
         missing = -joined.shape[-1] % TILE
         return (F.pad(joined, (0, missing)) if missing else joined).reshape(-1, LANES)
 
-    def apart(self, rows: Tensor) -> list[Tensor]:
-        """What ``join`` was given, in the shapes in which it is sent."""
-        return [rows] if self.in_rows else self._pieces(rows.reshape(-1))
-
-    def stacks_apart(self, rows: Tensor, num_shards: int) -> list[Tensor]:
-        """What ``join_stacks`` was given."""
-        return [rows] if self.in_rows else self._pieces(rows.reshape(num_shards, -1))
-
-    def _pieces(self, joined: Tensor) -> list[Tensor]:
+    def unpack(self, rows: Tensor, num_shards: int | None = None) -> list[Tensor]:
+        """Return what ``pack`` was given, in ``shapes``; with ``num_shards``, ``pack_gathered``."""
+        if self.in_rows:
+            return [rows]
+        flat = rows.reshape(-1) if num_shards is None else rows.reshape(num_shards, -1)
         sizes = self.sizes
-        if not joined.numel():
-            return [joined for _ in sizes]
-        padding = joined.shape[-1] - sum(sizes)
-        return ops.pieces(joined, [*sizes, padding] if padding else sizes)[: len(sizes)]
+        if not flat.numel():
+            return [flat for _ in sizes]
+        padding = flat.shape[-1] - sum(sizes)
+        return ops.pieces(flat, [*sizes, padding] if padding else sizes)[: len(sizes)]
 
 
-def operands_of(
+def plan_buckets(
     shapes: Mapping[int, Shape], dtypes: Mapping[int, torch.dtype], limit: float, copies: int = 1
-) -> tuple[Operand, ...]:
-    """As few operands as there can be: one for each tensor in rows, and one for the flat ones of a
-    dtype, or for those of a bucket. Empty tensors have one each, of which nothing is sent.
+) -> tuple[Bucket, ...]:
+    """Return as few buckets as possible: one for each tensor in rows, and others for flat ones of a
+    dtype. Empty tensors have one each, of which nothing is sent.
 
     Args:
         shapes: in which shards travel, by number of the tensor.
         dtypes: likewise.
-        limit: bytes that a bucket may hold, if it holds more than one tensor.
+        limit: bytes of consecutive tensors that may share a bucket; one tensor may be larger.
         copies: how many shards of each tensor count towards it.
     """
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for number in shapes:
         by_dtype[dtypes[number]].append(number)
     return tuple(
-        Operand(tuple(joined), tuple(shapes[at] for at in joined), dtype)
+        Bucket(tuple(packed), tuple(shapes[at] for at in packed), dtype)
         for dtype, numbers in by_dtype.items()
-        for bucket in _buckets(numbers, shapes, limit / (dtype.itemsize * copies))
-        for joined in _joined(bucket, shapes)
+        for run in _runs(numbers, shapes, limit / (dtype.itemsize * copies))
+        for packed in _flat_together(run, shapes)
     )
 
 
-def operands_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple[Operand, ...]:
-    """Of tensors that travel as they are: those of several dims in rows."""
-    shapes = {number: _in_rows(each.shape) for number, each in tensors.items()}
-    return operands_of(shapes, {number: each.dtype for number, each in tensors.items()}, limit)
+def buckets_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple[Bucket, ...]:
+    """Return buckets for tensors, by number, that travel as they are; with several dims in rows."""
+    shapes = {
+        number: (each.shape[:-1].numel(), each.shape[-1]) if each.dim() > 1 else tuple(each.shape)
+        for number, each in tensors.items()
+    }
+    return plan_buckets(shapes, {number: each.dtype for number, each in tensors.items()}, limit)
 
 
-def carried(
-    operands: Iterable[Operand], send: Callable[[Operand], list[Tensor]]
+def by_number(
+    buckets: Iterable[Bucket], unpacked: Callable[[Bucket], list[Tensor]]
 ) -> dict[int, Tensor]:
-    """By number, what ``send`` makes of the tensors of each operand."""
+    """Return by number the tensors into which ``unpacked`` turns each bucket."""
     return {
         number: result
-        for operand in operands
-        for number, result in zip(operand.numbers, send(operand), strict=True)
+        for bucket in buckets
+        for number, result in zip(bucket.numbers, unpacked(bucket), strict=True)
     }
 
 
-def _buckets(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> list[list[int]]:
-    """Runs of tensors that hold at most ``limit`` elements, but at least one tensor."""
-    buckets: list[list[int]] = []
+def _runs(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> list[list[int]]:
+    """Return runs of tensors that hold at most ``limit`` elements, but at least one tensor."""
+    runs: list[list[int]] = []
     size = 0.0
     for number in numbers:
-        numel = torch.Size(shapes[number]).numel()
-        if not buckets or size + numel > limit:
-            buckets.append([])
+        numel = math.prod(shapes[number])
+        if not runs or size + numel > limit:
+            runs.append([])
             size = 0.0
-        buckets[-1].append(number)
+        runs[-1].append(number)
         size += numel
-    return buckets
+    return runs
 
 
-def _joined(bucket: Sequence[int], shapes: Mapping[int, Shape]) -> list[list[int]]:
-    """The flat tensors of a bucket together, and each one that is in rows, or empty, alone."""
-    flat = [at for at in bucket if len(shapes[at]) < 2 and 0 not in shapes[at]]
-    alone = [[number] for number in bucket if number not in flat]
+def _flat_together(run: Sequence[int], shapes: Mapping[int, Shape]) -> list[list[int]]:
+    """Return the flat tensors of a run together, and each that is in rows, or empty, alone."""
+    flat = [at for at in run if len(shapes[at]) < 2 and 0 not in shapes[at]]
+    alone = [[number] for number in run if number not in flat]
     return [flat, *alone] if flat else alone
-
-
-def _in_rows(shape: torch.Size) -> Shape:
-    return (shape[:-1].numel(), shape[-1]) if len(shape) > 1 else tuple(shape)

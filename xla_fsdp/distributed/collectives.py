@@ -1,25 +1,9 @@
-"""Gather, scatter and reduce operands among the ranks of one group.
+"""Gathers, scatters and reductions of buckets among the ranks of one group.
 
-Words: an *operand* is one rank's tensor, [rows, width]; a *stack* has the operands of all ranks,
-one below the other, [num_shards * rows, width]; a *step* of a reduction is one ring per axis of the
-TPU's torus.
-Always true: every call is one collective (a reduction one for each step), and nothing is laid out
-anew. Every rank of the group makes the same calls in the same order.
-``XlaCollectives`` communicates; ``LocalCollectives`` has the same shapes and moves nothing, for
-one rank or to measure a program without its communication. What an operand holds is decided by
-``operands``, what is gathered when by ``shard_gather`` and ``unit``.
-
-A reduce-scatter made of sends around a ring, which the TPU compiler hides under compute.
-
-Words: a *ring* is a replica group whose ranks each send to the next one, the last to the first; a
-*chunk* is what one rank is to end up with; its *partial sum* travels the ring and grows at each
-rank.
-Always true: every rank has the same program, as its place is a value and not a constant; as many
-bytes are sent as by a reduce-scatter. Sums are rounded to the operand's dtype at every rank.
-Why: the TPU compiler leaves every reduce-scatter blocking, but starts a collective-permute early
-and ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
-Communication with Dependent Computation via Decomposition, ASPLOS 2023).
-Which operands are reduced so is decided by ``collectives``.
+A bucket is one rank's tensor, [rows, width]; gathered ones of all ranks lie one below the other,
+[num_shards * rows, width].
+Invariants: every call is one collective (a reduction one for each axis of the TPU's torus); every
+rank of the group makes the same calls in the same order; empty tensors are not sent.
 """
 
 from __future__ import annotations
@@ -32,12 +16,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xla_fsdp.distributed.buckets import buckets_for
 from xla_fsdp.distributed.topology import Groups, reduction_steps
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import to_host
 
 RING = 2**18
+"""Elements below which a bucket is not sent around rings: its reduce-scatter is soon over."""
 
-"""Elements below which an operand is not sent around rings: its reduce-scatter is soon over."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: sums of integers and zeros change no bit, also those of NaN and -0."""
 
 
 class Collectives(Protocol):
@@ -51,29 +39,25 @@ class Collectives(Protocol):
         """Equal for objects that join the same ranks."""
         ...
 
-    def all_gather(self, operand: Tensor) -> Tensor:
-        """An operand of every rank to their stack."""
+    def all_gather(self, bucket: Tensor) -> Tensor:
+        """Gather the buckets of all ranks."""
         ...
 
-    def reduce_scatter(self, stack: Tensor) -> Tensor:
-        """A stack to this rank's operand of its sum over the ranks."""
-        ...
-
-    def all_reduce_operand(self, operand: Tensor) -> Tensor:
-        """An operand of every rank to their sum."""
+    def reduce_scatter(self, gathered: Tensor) -> Tensor:
+        """Return this rank's bucket of the sum of ``gathered`` over the ranks."""
         ...
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
-        """``value`` combined over the ranks by ``op``, "sum" or "max"."""
+        """Combine ``value`` over the ranks by ``op``, "sum" or "max"."""
         ...
 
     def split(self, size: int) -> SmallerGroups:
-        """The ranks in neighbourhoods of ``size``, which divides their number."""
+        """Divide the ranks into groups of ``size`` neighbours, which divides their number."""
         ...
 
     def in_rings(self) -> Collectives:
-        """The same, where reductions may travel while something else is computed, if that is known
-        to be possible; where nothing else is, they only take more memory."""
+        """Return collectives whose reductions can run while something else is computed, where that
+        is known to be possible. Where nothing else is computed, they only take more memory."""
         ...
 
 
@@ -91,7 +75,7 @@ class XlaCollectives:
 
     Args:
         groups: the replica groups; None for one of all ranks.
-        rank: the caller's place in its group.
+        rank: the caller's index in its group.
         num_shards: the size of a group.
         steps: replica groups to reduce over one after the other, each scattering what is left
             (default: along the axes of the TPU's torus, where there is one).
@@ -105,14 +89,14 @@ class XlaCollectives:
         groups: ops.Groups,
         rank: int,
         num_shards: int,
-        steps: Sequence[list[list[int]]] | None = None,
+        steps: Sequence[Groups] | None = None,
     ) -> None:
         self.groups = groups
         self.rank = rank
         self.num_shards = num_shards
+        self._all_groups = groups or [list(range(num_shards))]
         if steps is None:
-            everyone = groups or [list(range(num_shards))]
-            steps = reduction_steps(everyone, ops.torus_coords())
+            steps = reduction_steps(self._all_groups, ops.torus_coords())
         sizes = [len(step[0]) for step in steps]
         if steps and math.prod(sizes) != num_shards:
             raise ValueError(
@@ -120,72 +104,94 @@ class XlaCollectives:
                 f"ranks; give steps whose sizes multiply to {num_shards}"
             )
         self.follows_torus = bool(steps)
-        self._steps: list[Groups] = list(steps) or [groups or [list(range(num_shards))]]
+        self._steps = list(steps) or [self._all_groups]
 
     @property
     def key(self) -> Hashable:
-        """See ``Collectives``."""
         return repr(self.groups)
 
     def split(self, size: int) -> SmallerGroups:
-        """See ``Collectives``."""
-        groups = self.groups or [list(range(self.num_shards))]
+        groups = self._all_groups
         within = [g[at : at + size] for g in groups for at in range(0, len(g), size)]
         across = [group[at::size] for group in groups for at in range(size)]
-        number, place = divmod(self.rank, size)
+        number, local_rank = divmod(self.rank, size)
         return SmallerGroups(
-            XlaCollectives(within, place, size),
+            XlaCollectives(within, local_rank, size),
             XlaCollectives(across, number, self.num_shards // size),
         )
 
     def in_rings(self) -> Collectives:
-        """See ``Collectives``."""
         if not self.follows_torus:
             return self
         return RingCollectives(self.groups, self.rank, self.num_shards, self._steps)
 
-    def all_gather(self, operand: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return ops.all_gather(operand, self.groups) if operand.numel() else operand
+    def all_gather(self, bucket: Tensor) -> Tensor:
+        return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
 
-    def reduce_scatter(self, stack: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        if not stack.numel():
-            return stack
-        width = stack.shape[-1]
-        rows = stack
+    def reduce_scatter(self, gathered: Tensor) -> Tensor:
+        if not gathered.numel():
+            return gathered
+        width = gathered.shape[-1]
+        rows = gathered
         for groups in self._steps:
             rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups)
         return rows.reshape(-1, width)
 
-    def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
+    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
         """[ranks of a group, rows, width] to [..., rows, width]."""
-        return ops.reduce_scatter(stack, len(stack), groups)
-
-    def all_reduce_operand(self, operand: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return self.all_reduce("sum", operand) if operand.numel() else operand
+        return ops.reduce_scatter(chunks, len(chunks), groups)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return ops.all_reduce(op, value, self.groups)
+        return ops.all_reduce(op, value, self.groups) if value.numel() else value
 
 
 class RingCollectives(XlaCollectives):
-    """The same, where each step of a reduction goes around rings."""
+    """Real communication in which large reductions go around rings.
 
-    def _scatter(self, stack: Tensor, groups: Groups) -> Tensor:
-        if stack.numel() < RING:
-            return super()._scatter(stack, groups)
+    The TPU compiler leaves every reduce-scatter blocking, but starts a collective-permute early and
+    ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
+    Communication with Dependent Computation via Decomposition, ASPLOS 2023). As many bytes are sent
+    as by a reduce-scatter; sums are rounded to the bucket's dtype at every rank.
+    """
+
+    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
+        if chunks.numel() < RING:
+            return super()._scatter(chunks, groups)
         rank = ops.rank()
-        [place] = [ring.index(rank) for ring in groups if rank in ring]
-        return Rings(groups, place).reduce_scatter(stack)
+        [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
+        return ring_reduce_scatter(chunks, groups, local_rank)
+
+
+def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tensor:
+    """Return this rank's chunk of the sum over its ring.
+
+    A partial sum of each chunk travels the ring and grows at every rank.
+
+    Args:
+        chunks: [size of the ring, rows, width], one for each rank.
+        groups: the ranks of each ring, in order; every rank of the job is in one.
+        local_rank: the caller's index in its ring.
+
+    Returns:
+        A tensor [rows, width].
+    """
+    size = len(groups[0])
+    sends = [(rank, ring[(at + 1) % size]) for ring in groups for at, rank in enumerate(ring)]
+    # The chunk to be added at each step; the own one comes last. On the device, not a constant:
+    # every rank has the same program.
+    order = [(local_rank - 1 - step) % size for step in range(size)]
+    on_device = ops.upload(torch.tensor(order, dtype=torch.int32))
+    partial_sum = chunks.index_select(0, on_device[:1])
+    for step in range(1, size):
+        received = ops.collective_permute(partial_sum, sends)
+        partial_sum = received + chunks.index_select(0, on_device[step : step + 1])
+    return partial_sum[0]
 
 
 class LocalCollectives:
     """The same shapes without communication: every rank is taken to hold what this one holds.
 
-    With one shard this is exact.
+    Exact with one shard; with several, to measure a program without its communication.
     """
 
     def __init__(self, rank: int = 0, num_shards: int = 1) -> None:
@@ -194,60 +200,52 @@ class LocalCollectives:
 
     @property
     def key(self) -> Hashable:
-        """See ``Collectives``."""
         return ("local", self.rank, self.num_shards)
 
     def split(self, size: int) -> SmallerGroups:
-        """See ``Collectives``."""
-        number, place = divmod(self.rank, size)
+        number, local_rank = divmod(self.rank, size)
         across = LocalCollectives(number, self.num_shards // size)
-        return SmallerGroups(LocalCollectives(place, size), across)
+        return SmallerGroups(LocalCollectives(local_rank, size), across)
 
     def in_rings(self) -> Collectives:
-        """See ``Collectives``."""
         return self
 
-    def all_gather(self, operand: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return operand.expand(self.num_shards, *operand.shape).flatten(0, 1)
+    def all_gather(self, bucket: Tensor) -> Tensor:
+        return bucket.expand(self.num_shards, *bucket.shape).flatten(0, 1)
 
-    def reduce_scatter(self, stack: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return stack.chunk(self.num_shards)[self.rank] * self.num_shards
-
-    def all_reduce_operand(self, operand: Tensor) -> Tensor:
-        """See ``Collectives``."""
-        return operand * self.num_shards
+    def reduce_scatter(self, gathered: Tensor) -> Tensor:
+        return gathered.chunk(self.num_shards)[self.rank] * self.num_shards
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
-        """See ``Collectives``."""
         return value * self.num_shards if op == "sum" else value
 
 
-class Rings:
-    """Rings over replica groups of one size.
+@torch.no_grad()
+def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.device) -> None:
+    """Copy the values of ``among``'s first rank into ``tensors``, bit for bit and in place.
+
+    Without communication every rank is taken to hold them already.
 
     Args:
-        groups: the ranks of each ring, in order; every rank of the job is in one.
-        place: the caller's place in its ring.
+        tensors: on any device, of the same shapes and dtypes on every rank.
+        among: joins the ranks.
+        device: the caller's, through which the values are sent, all at once.
     """
+    if isinstance(among, LocalCollectives):
+        return
+    host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    bits = [_as_integers(tensor) for tensor in host]
+    for bucket in buckets_for(dict(enumerate(bits))):
+        packed = bucket.pack(bits)
+        sent = (packed if among.rank == 0 else torch.zeros_like(packed)).to(device)
+        [received] = to_host([among.all_reduce("sum", sent)])
+        for at, own in zip(bucket.numbers, bucket.unpack(received), strict=True):
+            tensors[at].copy_(own.view(host[at].dtype).reshape(host[at].shape))
 
-    def __init__(self, groups: Groups, place: int) -> None:
-        self.size = len(groups[0])
-        self._sends = [
-            (rank, ring[(at + 1) % self.size]) for ring in groups for at, rank in enumerate(ring)
-        ]
-        # Of the chunk of which a partial sum is sent at each step; the own one comes last.
-        chunks = [(place - 1 - step) % self.size for step in range(self.size)]
-        self._chunks = ops.upload(torch.tensor(chunks, dtype=torch.int32))
 
-    def reduce_scatter(self, stack: Tensor) -> Tensor:
-        """Stack [size, rows, width] to this rank's chunk [rows, width] of the sum over the ring."""
-        partial_sum = self._chunk(stack, 0)
-        for step in range(1, self.size):
-            received = ops.collective_permute(partial_sum, self._sends)
-            partial_sum = received + self._chunk(stack, step)
-        return partial_sum[0]
-
-    def _chunk(self, stack: Tensor, step: int) -> Tensor:
-        return stack.index_select(0, self._chunks[step : step + 1])
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return the same bits, [n]."""
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(INTEGERS[flat.element_size()])

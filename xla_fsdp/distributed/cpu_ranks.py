@@ -1,14 +1,11 @@
 """Several ranks as threads of one process: start them, keep them in step, end them together.
 
-Words: a *run* is one call of ``launch``; the *gate* is where a rank waits, before it executes
-traced collectives, until every rank has traced its own; to *unwind* is to leave a rank because
-another one failed; *turn*: what ``one_rank_at_a_time`` hands out.
-Always true: nobody executes a collective before all ranks have recorded the same ones (reading a
+Ranks wait for each other at the *gate*, where each comes before it executes the collectives that it
+has traced. A rank *unwinds* when it leaves the user's function because another one has failed.
+Invariants: nobody executes a collective before all ranks have recorded the same ones (reading a
 value counts like a sync); the first failure wins and ends every wait; a gate that has opened lets
-everybody through, even if a failure comes meanwhile (a rank that stayed behind would leave its
-peers alone in a collective).
-Knows nothing of torch_xla (``cpu_rank_xla_ops`` calls in from there, ``launcher`` from above), and
-of torch only the random number generator that the ranks share.
+every rank through even if a failure comes meanwhile, as a rank that stayed behind would leave its
+peers alone in a collective. No torch_xla here, and of torch only the random number generator.
 """
 
 from __future__ import annotations
@@ -20,9 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 STACK_LINES = 4
+
+RankSetup = Callable[[int], None]
+"""What a rank's thread does before or after the user's function, given its number."""
 
 
 class Unwind(BaseException):
@@ -48,34 +49,6 @@ class Arrival:
 
 
 @dataclass
-class RunSlot:
-    """Where the patched functions of torch_xla look up the run in progress; one per process.
-
-    ``start_ranks(fn, args)`` is called where a program asks torch_xla for ranks outside of a run.
-    """
-
-    run: Run | None = None
-    start_ranks: Callable[[Any, Any], Any] | None = None
-
-
-class RankSetup(Protocol):
-    """What a rank's thread does before and after the user's function."""
-
-    def __call__(self, rank: int) -> None: ...
-
-
-@dataclass
-class Turn:
-    """The one rank that may go on alone; reentrant.
-
-    At depth 0 a holder has seeded, and keeps the turn until it is seen to need its peers.
-    """
-
-    holder: int | None = None
-    depth: int = 0
-
-
-@dataclass
 class Run:
     """State of one launch, shared by its rank threads, guarded by ``_changed``."""
 
@@ -92,7 +65,10 @@ class Run:
         self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
-        self._turn = Turn()
+        # The rank that may go on alone, and how many blocks of its it is in: none if it has seeded,
+        # and keeps its turn until it is seen to need its peers.
+        self._turn_holder: int | None = None
+        self._turn_depth = 0
         self._random_states: dict[int, Any] = {}
         self._exchanges = [0] * self.num_ranks
         self._exchanged: dict[int, dict[int, bytes]] = {}
@@ -100,18 +76,18 @@ class Run:
     # ------------------------------------------------------------ called by the ranks
 
     def record(self, rank: int, collective: str) -> None:
-        """Note that ``rank`` traced ``collective``; a failed run ends here, too."""
+        """Note that ``rank`` traced ``collective``; raise Unwind if the run has failed."""
         if self.failures:
             raise Unwind
         self.end_seeding(rank)
         self._traced[rank].append(collective)
 
     def needs_gate(self, rank: int) -> bool:
-        """Whether ``rank`` traced a collective since it last passed the gate."""
+        """Return whether ``rank`` traced a collective since it last passed the gate."""
         return bool(self._traced[rank])
 
     def pass_gate(self, rank: int) -> None:
-        """Wait until every rank is here with the same collectives; raises Unwind if that fails."""
+        """Wait until every rank is here with the same collectives; raise Unwind if that fails."""
         self.end_seeding(rank)
         with self._changed:
             self._check_may_wait(rank)
@@ -127,8 +103,8 @@ class Run:
                 raise Unwind
 
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
-        """Give every rank the ``data`` of every rank, in order. All ranks call it, with nothing
-        traced and not yet computed; raises Unwind if the run fails."""
+        """Return the ``data`` of every rank, in order. All ranks call it, with nothing traced and
+        not yet computed; raises Unwind if the run fails."""
         with self._changed:
             number = self._exchanges[rank]
             self._exchanges[rank] += 1
@@ -136,7 +112,7 @@ class Run:
         self.record(rank, "exchange of host data")
         self.pass_gate(rank)
         with self._changed:
-            # Whoever is here has read all earlier ones.
+            # Every rank that is here has read all earlier ones.
             self._exchanged.pop(number - 1, None)
             found = self._exchanged[number]
             return [found[each] for each in range(self.num_ranks)]
@@ -144,7 +120,7 @@ class Run:
     def _check_may_wait(self, rank: int) -> None:
         if self.failures:
             raise Unwind
-        if self._turn.holder == rank:
+        if self._turn_holder == rank:
             raise RuntimeError(
                 f"rank {rank} called torch_xla.sync() with collectives inside "
                 "one_rank_at_a_time(); the other ranks wait for their turn and cannot join. "
@@ -158,39 +134,36 @@ class Run:
             self._gates_opened += 1
             self._changed.notify_all()
         else:
-            self._add_failure(difference)
+            self.fail(difference)
 
     def begin_seeding(self, rank: int) -> None:
         """Let no other rank seed the process's random number generator until ``rank`` shows that
         it has drawn what it wanted: by a collective, by wrapping a module, or by its end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
-            if self.failures:
-                raise Unwind
-            self._turn.holder = rank
+            self._take_turn(rank)
             self._random_states.pop(rank, None)
 
     def end_seeding(self, rank: int) -> None:
-        """Give up a turn that ``begin_seeding`` took; where the rank's random numbers stand is kept
-        for ``resume_seeding``."""
+        """Give up a turn that ``begin_seeding`` took, and note the state of the random numbers for
+        ``resume_seeding``."""
         if not self.is_seeding(rank):
             return
         import torch  # not above: the launcher sets the environment before torch is loaded
 
         with self._changed:
             self._random_states[rank] = torch.get_rng_state()
-            self._turn.holder = None
+            self._turn_holder = None
             self._changed.notify_all()
 
     def is_seeding(self, rank: int) -> bool:
-        """Whether ``rank`` has a turn that ``begin_seeding`` took."""
-        return self._turn.holder == rank and not self._turn.depth
+        """Return whether ``rank`` has a turn that ``begin_seeding`` took."""
+        return self._turn_holder == rank and not self._turn_depth
 
     def resume_seeding(self, rank: int) -> None:
-        """Take a new turn in place of one that was given up, and continue the random numbers of
-        ``rank`` where they stood then."""
+        """Take a new turn if that of ``begin_seeding`` was given up, and continue the random
+        numbers of ``rank`` where they stood then."""
         state = self._random_states.get(rank)
-        if state is not None:  # else it was not given up
+        if state is not None:
             import torch
 
             self.begin_seeding(rank)
@@ -198,36 +171,36 @@ class Run:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Hold the other ranks that ask for their turn until the block is left."""
+        """Make the other ranks that ask for their turn wait until the block is left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._turn.holder in (None, rank) or self.failures)
-            if self.failures:
-                raise Unwind
             seeded_before = self.is_seeding(rank)
-            self._turn.holder = rank
-            self._turn.depth += 1
+            self._take_turn(rank)
+            self._turn_depth += 1
         try:
             yield
         finally:
             with self._changed:
-                self._turn.depth -= 1
-                if not self._turn.depth and not seeded_before:
-                    self._turn.holder = None
+                self._turn_depth -= 1
+                if not self._turn_depth and not seeded_before:
+                    self._turn_holder = None
                 self._changed.notify_all()
+
+    def _take_turn(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._turn_holder in (None, rank) or self.failures)
+        if self.failures:
+            raise Unwind
+        self._turn_holder = rank
 
     # ------------------------------------------------------------ how a run ends
 
     def fail(self, failure: Failure) -> None:
         """Record a failure and wake every waiting rank."""
         with self._changed:
-            self._add_failure(failure)
-
-    def _add_failure(self, failure: Failure) -> None:
-        self.failures.append(failure)
-        self._changed.notify_all()
+            self.failures.append(failure)
+            self._changed.notify_all()
 
     def finish(self, rank: int) -> None:
-        """``rank`` has left the user's function; whoever waits for it at the gate fails now."""
+        """Note that ``rank`` has left the user's function; ranks that wait for it fail now."""
         self.end_seeding(rank)
         with self._changed:
             self.finished.add(rank)
@@ -238,7 +211,7 @@ class Run:
     def _fail_early_return(self) -> None:
         left, waiting = sorted(self.finished), sorted(self._at_gate)
         collective = self._at_gate[waiting[0]].collectives[0]
-        self._add_failure(
+        self.fail(
             Failure(
                 left[0],
                 f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
@@ -253,16 +226,21 @@ class Run:
         self, fn: Callable[..., Any], args: tuple[Any, ...], enter: RankSetup, leave: RankSetup
     ) -> None:
         """Start one thread per rank; each runs ``enter(rank)``, ``fn(rank, *args)``, ``leave``."""
+
+        def work(rank: int) -> None:
+            if self.failures:
+                raise Unwind
+            enter(rank)
+            self.results[rank] = fn(rank, *args)
+
         for rank in range(self.num_ranks):
-            self.threads.append(RankThread(self, rank, fn, args, enter, leave))
+            self.threads.append(RankThread(self, rank, partial(work, rank), partial(leave, rank)))
         for thread in self.threads:
             thread.start()
 
     def wait(self, seconds: float, for_all: bool = False) -> bool:
-        """Wait until all ranks have finished or (unless ``for_all``) one has failed.
-
-        Returns whether that happened within ``seconds``.
-        """
+        """Wait until all ranks have finished or (unless ``for_all``) one has failed; return
+        whether that happened within ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._over(for_all), seconds)
 
@@ -271,10 +249,8 @@ class Run:
         return all_done or (bool(self.failures) and not for_all)
 
     def join_finished(self) -> list[int]:
-        """Join the threads of ranks that are through; returns the other ranks.
-
-        A thread that is still tearing down when the interpreter exits makes C++ abort.
-        """
+        """Join the threads of ranks that have finished; return the other ranks."""
+        # A thread that is still tearing down when the interpreter exits makes C++ abort.
         with self._changed:
             finished = set(self.finished)
         for thread in self.threads:
@@ -290,19 +266,19 @@ class Run:
                 self.finish(rank)
 
     def longest_wait(self) -> float:
-        """Seconds since the first of the ranks now at the gate came there; 0 if nobody waits."""
+        """Return the seconds since the first rank came to the gate; 0 if nobody waits."""
         with self._changed:
             first = min((a.since for a in self._at_gate.values()), default=None)
         return 0.0 if first is None else time.monotonic() - first
 
     def who_waits(self) -> tuple[list[int], list[int]]:
-        """Ranks at the gate, and the ranks they wait for."""
+        """Return the ranks at the gate, and the ranks they wait for."""
         with self._changed:
             waiting = sorted(self._at_gate)
         return waiting, [r for r in range(self.num_ranks) if r not in waiting]
 
     def stack(self, rank: int) -> str:
-        """The innermost Python lines of a rank's thread, as text."""
+        """Return the innermost Python lines of a rank's thread, as text."""
         frame = sys._current_frames().get(self.threads[rank].ident or 0)
         if frame is None:
             return "    (its thread has ended)\n"
@@ -316,40 +292,23 @@ class Run:
 class RankThread(threading.Thread):
     """The thread of one rank. A daemon: one that is stuck in C++ must not hold up the exit."""
 
-    def __init__(
-        self,
-        run: Run,
-        rank: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        enter: RankSetup,
-        leave: RankSetup,
-    ) -> None:
+    def __init__(self, run: Run, rank: int, *steps: Callable[[], None]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank_run = run
         self.rank = rank
-        self._fn = fn
-        self._fn_args = args
-        self._enter = enter
-        self._leave = leave
+        self._steps = steps
 
     def run(self) -> None:
-        """Run the rank; whatever it raises becomes a failure of the run."""
+        """Run the steps one after the other; what they raise becomes failures of the run."""
         try:
-            self._attempt(self._work)
-            self._attempt(self._leave, self.rank)
+            for step in self._steps:
+                self._attempt(step)
         finally:
             self.rank_run.finish(self.rank)
 
-    def _work(self) -> None:
-        if self.rank_run.failures:
-            raise Unwind
-        self._enter(self.rank)
-        self.rank_run.results[self.rank] = self._fn(self.rank, *self._fn_args)
-
-    def _attempt(self, step: Callable[..., None], *args: Any) -> None:
+    def _attempt(self, step: Callable[[], None]) -> None:
         try:
-            step(*args)
+            step()
         except Unwind:
             pass
         except SystemExit as error:
@@ -368,13 +327,13 @@ class RankThread(threading.Thread):
 
 
 def current_rank_thread() -> RankThread | None:
-    """The calling thread, if it is a rank of a run."""
+    """Return the calling thread, if it is a rank of a run."""
     thread = threading.current_thread()
     return thread if isinstance(thread, RankThread) else None
 
 
 def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
-    """The first collective that is not the same on every rank; ``traced`` is by rank."""
+    """Return the first collective that is not the same on every rank; ``traced`` is by rank."""
     for position in range(max(map(len, traced))):
         ranks_by_collective: dict[str, list[int]] = {}
         for rank, collectives in enumerate(traced):

@@ -1,11 +1,4 @@
-"""Who a unit's ranks are to each other: those that share its parameters, those that repeat them.
-
-Words: *replicas* are ranks that hold equal shards; a *sharding group* is the ranks that together
-hold the parameters once.
-Always true: every rank is in one sharding group and in one group of replicas; where groups are
-given by hand (``sharding_groups``), what lies between them is the user's affair.
-What is sent is ``collectives``' business, when ``param_group``'s and ``unit``'s.
-"""
+"""Who a unit's ranks are to each other: those that share its parameters, those that repeat them."""
 
 from __future__ import annotations
 
@@ -18,18 +11,17 @@ from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaC
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.config import FSDPConfig
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What a unit communicates by.
+    """Collectives of a unit.
 
     Args:
-        shards: joins the ranks that share the parameters.
-        replicas: joins the ranks that hold the same shards; of one rank, if there are no others.
-        everyone: joins all of these ranks.
-        groups: all sharding groups, if there are several.
+        shards: over the ranks that together hold the parameters once.
+        everyone: over all ranks that hold them.
+        replicas: over the ranks that hold the same shards; of one rank, if there are no others.
+        groups: all groups of ranks that share parameters, if there are several.
         covers_all: whether all ranks of the job hold the same model.
     """
 
@@ -40,35 +32,40 @@ class Communication:
     covers_all: bool = True
 
 
-def communication_for(config: FSDPConfig, given: Collectives | None) -> Communication:
-    """As ``config`` says, or over ``given`` alone.
+def communication_for(
+    mesh: Mesh | None = None,
+    sharding_groups: Groups | None = None,
+    sharding_rank: int | None = None,
+    sharding_world_size: int | None = None,
+    collectives: Collectives | None = None,
+) -> Communication:
+    """Return the communication over ``collectives`` if given, else over a mesh, else over groups
+    given by hand, else over all ranks.
 
     Raises:
         ValueError: if the mesh is not one of this job's ranks.
         RuntimeError: if torchrun started processes that do not know of each other.
     """
-    if given is not None:
-        return Communication(given, given)
+    if collectives is not None:
+        return Communication(collectives, collectives)
     _refuse_lone_processes()
-    if config.mesh is not None:
-        return _over_mesh(config.mesh)
-    rank, size = config.sharding_rank, config.sharding_world_size
-    if config.sharding_groups is None or rank is None or size is None:
+    if mesh is not None:
+        return _over_mesh(mesh)
+    if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
         everyone = all_ranks()
         return Communication(everyone, everyone)
-    groups = config.sharding_groups
-    own = _over(groups, rank, size)
-    return Communication(own, own, groups=groups, covers_all=False)
+    own = _over(sharding_groups, sharding_rank, sharding_world_size)
+    return Communication(own, own, groups=sharding_groups, covers_all=False)
 
 
 def all_ranks() -> Collectives:
-    """Joins all ranks of the job."""
+    """Return collectives over all ranks of the job."""
     return _over(None, ops.rank(), ops.world_size())
 
 
 def _refuse_lone_processes() -> None:
-    """Under torchrun XLA has to be told; processes that are not joined train one model each, and
-    nothing else would say so."""
+    # Under torchrun XLA has to be told; processes that are not joined train one model each, and
+    # nothing else would say so.
     if not torch.distributed.is_torchelastic_launched():
         return
     started, joined = int(os.environ.get("WORLD_SIZE", "1")), ops.world_size()
@@ -83,11 +80,7 @@ def _refuse_lone_processes() -> None:
 
 
 def _over_mesh(mesh: Mesh) -> Communication:
-    if mesh.world_size != ops.world_size():
-        raise ValueError(
-            f"the mesh lays out {mesh.world_size} ranks, but the job has {ops.world_size()}; "
-            f"make it by init_mesh on the ranks that train"
-        )
+    check_mesh(mesh)
     shard = mesh.axis_names[-1]
     groups = mesh.groups(shard)
     return Communication(
@@ -99,9 +92,18 @@ def _over_mesh(mesh: Mesh) -> Communication:
     )
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError unless the mesh lays out the ranks of this job."""
+    if mesh.world_size != ops.world_size():
+        raise ValueError(
+            f"the mesh lays out {mesh.world_size} ranks, but the job has {ops.world_size()}; "
+            f"make it by init_mesh on the ranks that train"
+        )
+
+
 def along(mesh: Mesh) -> Collectives:
-    """Joins this rank and those that differ from it only on the mesh's axes."""
-    return _over(mesh.groups(), mesh.place(ops.rank()), mesh.size())
+    """Return collectives over the ranks that differ from this one only on the mesh's axes."""
+    return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size())
 
 
 def _over(groups: Groups | None, rank: int, size: int) -> Collectives:

@@ -1,12 +1,8 @@
 """``launch``: run a function on every rank, on TPU through torch_xla, on CPU as threads.
 
-Words: a *rank* is one XLA device and its process or thread; a *CPU rank* is a thread of this
-process with a CPU device of its own.
-Always true: arguments and environment are checked before anything starts; ``launch`` returns only
-when every rank has; a failure on one rank ends all of them within seconds.
-Imports torch and torch_xla only when called. How rank threads stay in step is ``cpu_ranks``'s
-business, what is changed inside torch_xla for them ``cpu_rank_xla_ops``'s; the command line is
-``launch``.
+Invariants: arguments and environment are checked before anything starts; ``launch`` returns only
+when every rank has; torch and torch_xla are imported only when it is called, as it sets the
+environment that they read.
 """
 
 from __future__ import annotations
@@ -29,17 +25,15 @@ from xla_fsdp.distributed.tpu_flags import compiler_flags
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 
 GRACE = 3.0
-
 """Seconds that the other ranks get to unwind after a failure."""
 
 WARN_AFTER = 4.0
-
 """Seconds of waiting at the gate before a warning; XLA's own abort comes after 15."""
 
 POLL = 0.2
+"""Seconds between looks at a run."""
 
 BLOCKED_EXIT_CODE = 1
-
 INTERRUPTED_EXIT_CODE = 130
 
 
@@ -101,9 +95,9 @@ def launch(
     wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
     signals = tuple(stop_signals)
     if _device_type() != "CPU":
-        there = Listening(fn, signals) if signals else fn
+        listening = Listening(fn, signals) if signals else fn
         with listen(signals, to_children=True):
-            _launch_elsewhere(there, tuple(args), wanted, start_method)
+            _launch_processes(listening, tuple(args), wanted, start_method)
         return None
     count = wanted or _default_num_ranks()
     with listen(signals, to_children=False):
@@ -113,7 +107,7 @@ def launch(
 
 @contextlib.contextmanager
 def one_rank_at_a_time() -> Iterator[None]:
-    """Let only one CPU rank at a time into the block; does nothing where ranks are processes.
+    """Let only one CPU rank at a time into the block; do nothing where ranks are processes.
 
     For what is per process but used as if it were per rank, above all the CPU random number
     generator: ``with one_rank_at_a_time(): torch.manual_seed(0); model = Model()`` gives every
@@ -150,12 +144,14 @@ def _device_type() -> str:
     return os.environ["PJRT_DEVICE"].partition("_")[0].upper()
 
 
-def _launch_elsewhere(
+def _launch_processes(
     fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int | None, start_method: str
 ) -> None:
     import torch_xla
 
-    _set_compiler_flags()
+    if _device_type() == "TPU":  # the flags are read where a process first uses its TPU
+        name = "LIBTPU_INIT_ARGS"
+        os.environ[name] = compiler_flags(os.environ.get(name, ""))
     if num_ranks not in (None, 1):
         from xla_fsdp.distributed.xla import ops
 
@@ -166,13 +162,6 @@ def _launch_elsewhere(
                 "and torch_xla starts one rank on each. Leave num_ranks out, or pass 1 to debug."
             )
     torch_xla.launch(fn, args, start_method, debug_single_process=num_ranks == 1)
-
-
-def _set_compiler_flags() -> None:
-    """Read where a process first uses its TPU, in the ones that torch_xla starts."""
-    if _device_type() == "TPU":
-        name = "LIBTPU_INIT_ARGS"
-        os.environ[name] = compiler_flags(os.environ.get(name, ""))
 
 
 def _needed_environment(num_ranks: int) -> dict[str, str]:
@@ -196,9 +185,7 @@ def _prepare_process(num_ranks: int) -> None:
         os.environ.update(needed)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.distributed.xla.cpu_rank_patches import (
-        prepare_cpu_ranks,
-    )
+    from xla_fsdp.distributed.xla.cpu_rank_patches import prepare_cpu_ranks
 
     if ops.runtime_started():
         _check_started(needed, num_ranks, ops.local_device_count())
@@ -225,28 +212,12 @@ def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
 def _run_cpu_ranks(
     fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, sync_timeout: float
 ) -> list[Any]:
-    from xla_fsdp.distributed.xla.cpu_rank_patches import (
-        enter_cpu_rank,
-        leave_cpu_rank,
-        run_slot,
-    )
+    from xla_fsdp.distributed.xla import cpu_rank_patches as patches
 
-    slot = run_slot()
-    if slot.run is not None:
-        raise RuntimeError("a launch is running in another thread of this process; wait for it")
-    run = slot.run = Run(num_ranks)
-    try:
-        with _crash_report(), _one_torch_thread(num_ranks):
-            start = functools.partial(
-                run.start,
-                fn,
-                args,
-                enter_cpu_rank,
-                leave_cpu_rank,
-            )
-            _supervise(run, start, sync_timeout)
-    finally:
-        slot.run = None
+    run = Run(num_ranks)
+    start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
+    with patches.running(run), _crash_report(), _one_torch_thread(num_ranks):
+        _supervise(run, start, sync_timeout)
     return [run.results.get(rank) for rank in range(num_ranks)]
 
 
@@ -267,7 +238,7 @@ def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None
 
 
 def _watch(run: Run, sync_timeout: float) -> None:
-    """Return when the run is over; end it if ranks wait for others too long."""
+    """Wait until the run is over; end it if ranks wait for others too long."""
     warned: set[str] = set()
     while not run.wait(POLL):
         if run.longest_wait() > sync_timeout:
@@ -292,12 +263,14 @@ def _warn_once(run: Run, warned: set[str]) -> None:
     if not waiting or stacks in warned:
         return
     warned.add(stacks)
-    _say(
+    print(
         f"xla_fsdp: ranks {waiting} have waited {WARN_AFTER:g} s in torch_xla.sync() to run a "
         f"collective; ranks {missing} are elsewhere:\n{stacks}"
         "If such a rank is only slow, this is harmless. If it reads a value that needs a "
         "collective (.item(), .cpu(), print) and the waiting ranks do not, it can never get it, "
-        "and XLA ends the process about 15 s after it began: read such values on all ranks."
+        "and XLA ends the process about 15 s after it began: read such values on all ranks.",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -315,21 +288,18 @@ def _end_failed(run: Run) -> NoReturn:
         _forget_locals(other.error)
     if isinstance(failure.error, SystemExit):
         raise failure.error
-    raise RankError(_with_others(run), failure.rank) from failure.error
-
-
-def _with_others(run: Run) -> str:
-    first, *more = run.failures
-    others = sorted({f.rank for f in more if f.error is not None})
-    return first.message + (f" (ranks {others} raised, too)" if others else "")
+    others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
+    message = failure.message + (f" (ranks {others} raised, too)" if others else "")
+    raise RankError(message, failure.rank) from failure.error
 
 
 def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
     if failure.error is not None:
-        _say("".join(traceback.format_exception(failure.error)).rstrip())
-    _say(
+        print("".join(traceback.format_exception(failure.error)).rstrip(), file=sys.stderr)
+    print(
         f"xla_fsdp: {failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
-        "collective that cannot complete any more): the process ends here."
+        "collective that cannot complete any more): the process ends here.",
+        file=sys.stderr,
     )
     _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
 
@@ -341,7 +311,8 @@ def _end_interrupted(run: Run) -> None:
     run.wait(GRACE, for_all=True)
     blocked = run.join_finished()
     if blocked:
-        _say(f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them")
+        text = f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them"
+        print(text, file=sys.stderr)
         _exit_now(INTERRUPTED_EXIT_CODE)
 
 
@@ -367,9 +338,17 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+@contextlib.contextmanager
+def _one_torch_thread(num_ranks: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if num_ranks > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -383,16 +362,3 @@ def _crash_report() -> Iterator[None]:
         yield
     finally:
         faulthandler.disable()
-
-
-@contextlib.contextmanager
-def _one_torch_thread(num_ranks: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    if num_ranks > 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

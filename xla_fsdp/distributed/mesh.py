@@ -1,28 +1,19 @@
-"""Ranks laid out on named axes, and the replica groups along them. Pure data and arithmetic.
+"""Ranks laid out on named axes, and the replica groups along them.
 
-Words: an *axis* has a name and a size; a *group* along some axes holds the ranks that differ only
-on these; a rank's *place* is its index in its group. By convention axes are called ``replica``
-(ranks that hold equal shards), ``shard`` (a tensor's slices) and ``tensor`` (slices of layers), the
-outermost first.
-Always true: a mesh lays out every rank of the job once, and one sliced out of it still knows them
+By convention axes are called ``replica`` (ranks that hold equal shards), ``shard`` (a tensor's
+slices) and ``tensor`` (slices of layers), the outermost first.
+Invariants: a mesh lays out every rank of the job once, and one sliced out of it still knows them
 all, so its groups are those of the whole job, as a collective wants them.
-Which ranks lie next to each other is ``torus``'s business, what is sent along an axis that of
-``collectives``.
-
-Take torch's ``DeviceMesh`` for a mesh.
-
-Always true: the result lays out the ranks as the DeviceMesh does, with the groups of the whole job,
-also for one that was sliced or flattened. No process group of it is used.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from xla_fsdp.distributed.topology import Coords, Groups, rank_order
@@ -50,7 +41,7 @@ def init_mesh(
         shape: size of each axis, outermost first.
         axis_names: their names.
         world_size: the number of ranks (default: that of the running job).
-        coords: place of every rank on the torus (default: that of the running job; none where only
+        coords: of every rank on the torus (default: those of the running job; none where only
             ``world_size`` is given). For a job that is not running:
             ``xla_fsdp.preflight.topologies.find_topology("v5e:4x4").coords``.
 
@@ -59,9 +50,12 @@ def init_mesh(
             one message.
     """
     shape, axis_names = tuple(shape), tuple(axis_names)
-    if world_size is None:
-        world_size = _running_world_size() if coords is None else len(coords)
-        coords = _running_coords() if coords is None else coords
+    if world_size is None and coords is None:
+        from xla_fsdp.distributed.xla import ops  # not above: a mesh may be made without torch_xla
+
+        world_size, coords = ops.world_size(), ops.torus_coords()
+    elif world_size is None:
+        world_size = len(coords or ())
     problems = find_problems(shape, axis_names, world_size)
     if coords and len(coords) != world_size:
         problems.append(f"coords are those of {len(coords)} ranks, not of {world_size}")
@@ -71,7 +65,7 @@ def init_mesh(
 
 
 def mesh_of(ranks: Sequence[int], shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """The mesh that has these ranks, row-major, in the places of ``shape``."""
+    """Return the mesh of these ranks, which fill ``shape`` row-major."""
     axes = tuple(
         Axis(name, size, (dim,))
         for dim, (name, size) in enumerate(zip(axis_names, shape, strict=True))
@@ -80,7 +74,7 @@ def mesh_of(ranks: Sequence[int], shape: Sequence[int], axis_names: Sequence[str
 
 
 def find_problems(shape: Sequence[int], axis_names: Sequence[str], world_size: int) -> list[str]:
-    """Why there is no mesh of this ``shape``, one line each."""
+    """Return why there is no mesh of this ``shape``, one line each."""
     problems = []
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
         problems.append("every axis has a size, a whole number of 1 or more")
@@ -99,7 +93,7 @@ def find_problems(shape: Sequence[int], axis_names: Sequence[str], world_size: i
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh; it may join several dims of the layout, the first one slowest."""
+    """One axis of a mesh; it may be several dims of the layout flattened, the first one slowest."""
 
     name: str
     size: int
@@ -108,31 +102,20 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every rank of the job is: ``ranks`` in the places of ``shape``, row-major."""
+    """All ranks of the job, which fill ``shape`` row-major."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    def rank_at(self, place: Sequence[int]) -> int:
-        """The rank in a place."""
-        index = 0
-        for at, size in zip(place, self.shape, strict=True):
-            index = index * size + at
-        return self.ranks[index]
-
-    def place_of(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank.
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the index of a rank along each dim.
 
         Raises:
             ValueError: if there is no such rank.
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of the mesh's {len(self.ranks)} ranks")
-        index, place = self.ranks.index(rank), []
-        for size in reversed(self.shape):
-            index, at = divmod(index, size)
-            place.append(at)
-        return tuple(reversed(place))
+        return tuple(map(int, np.unravel_index(self.ranks.index(rank), self.shape)))
 
 
 @dataclass(frozen=True)
@@ -171,48 +154,41 @@ class Mesh:
         return math.prod(self.shape) if axis is None else self._axis(axis).size
 
     def groups(self, *axes: str) -> Groups:
-        """All groups of ranks along some axes (default: all of this mesh), joined in the order in
-        which they are named, the first one slowest.
+        """Return all groups of ranks that differ on some axes only (default: all of this mesh).
+
+        The axes count in the order in which they are named, the first one slowest.
 
         Raises:
             ValueError: if there is no such axis.
         """
         along = self._dims(axes)
-        shape = self.layout.shape
-        across = [[0] if dim in along else range(size) for dim, size in enumerate(shape)]
-        inside = list(itertools.product(*(range(shape[dim]) for dim in along)))
-        groups = []
-        for base in itertools.product(*across):
-            group = []
-            for place in inside:
-                at = dict(zip(along, place, strict=True))
-                group.append(
-                    self.layout.rank_at([at.get(dim, own) for dim, own in enumerate(base)])
-                )
-            groups.append(group)
-        return groups
+        ranks = np.array(self.layout.ranks).reshape(self.layout.shape)
+        last = np.moveaxis(ranks, along, range(-len(along), 0))
+        return last.reshape(-1, math.prod(ranks.shape[dim] for dim in along)).tolist()
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is on each axis of this mesh.
+        """Return the index of a rank along each axis of this mesh.
 
         Raises:
             ValueError: if there is no such rank.
         """
-        return tuple(self.place(rank, name) for name in self.axis_names)
+        return tuple(self.local_rank(rank, name) for name in self.axis_names)
 
-    def place(self, rank: int, *axes: str) -> int:
-        """Index of a rank in its group along some axes (default: all of this mesh).
+    def local_rank(self, rank: int, *axes: str) -> int:
+        """Return the index of a rank in its group along some axes (default: all of this mesh).
 
         Raises:
             ValueError: if there is no such rank or axis.
         """
-        at, place = self.layout.place_of(rank), 0
+        at, index = self.layout.coordinate(rank), 0
         for dim in self._dims(axes):
-            place = place * self.layout.shape[dim] + at[dim]
-        return place
+            index = index * self.layout.shape[dim] + at[dim]
+        return index
+
+    place = local_rank  # its former name
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
-        """The mesh of some axes: ``mesh["shard"]``, ``mesh["replica", "shard"]``.
+        """Return the mesh of some axes: ``mesh["shard"]``, ``mesh["replica", "shard"]``.
 
         Raises:
             ValueError: if there is no such axis, or one is named twice.
@@ -223,12 +199,12 @@ class Mesh:
         return replace(self, axes=tuple(self._axis(name) for name in wanted))
 
     def flatten(self, name: str) -> Mesh:
-        """The mesh of one axis called ``name``, which joins all axes of this one, the first one
-        slowest."""
+        """Return the mesh of one axis called ``name`` that counts through all axes of this one,
+        the first one slowest."""
         return replace(self, axes=(Axis(name, self.size(), tuple(self._dims(()))),))
 
     def unsharded(self) -> Mesh:
-        """The mesh on which all ranks that this one joins are replicas, of one shard each."""
+        """Return the mesh on which all ranks of a group of this one are replicas of one shard."""
         replicas = self.flatten(REPLICA)
         return replace(self, axes=(*replicas.axes, Axis(SHARD, 1, ())))
 
@@ -243,23 +219,14 @@ class Mesh:
         return [dim for axis in axes for dim in axis.dims]
 
 
-def _running_world_size() -> int:
-    from xla_fsdp.distributed.xla import ops
-
-    return ops.world_size()
-
-
-def _running_coords() -> Coords:
-    from xla_fsdp.distributed.xla import ops
-
-    return ops.torus_coords()
-
-
 UNNAMED = {1: (SHARD,), 2: (REPLICA, SHARD)}
 
 
 def as_mesh(given: Any) -> Mesh:
-    """``given``, a ``Mesh`` or a ``torch.distributed.device_mesh.DeviceMesh``, as a mesh.
+    """Return a ``Mesh`` for a ``Mesh`` or a ``torch.distributed.device_mesh.DeviceMesh``.
+
+    It lays out the ranks as the DeviceMesh does, with the groups of the whole job, also for one
+    that was sliced or flattened. No process group of it is used.
 
     Raises:
         TypeError: for anything else.
@@ -278,13 +245,12 @@ def as_mesh(given: Any) -> Mesh:
     mesh = mesh_of(root.mesh.flatten().tolist(), root.mesh.shape, names)
     if given is root:
         return mesh
-    joined = _mesh_resources.flatten_name_to_root_dims.get(root, {})
-    parts = [_axis(mesh, name, joined.get(name)) for name in given.mesh_dim_names or ()]
-    return Mesh(tuple(axis for part in parts for axis in part.axes), mesh.layout)
-
-
-def _axis(mesh: Mesh, name: str, joined: tuple[int, ...] | None) -> Mesh:
-    """One axis, perhaps joined of several dims."""
-    if joined is None:
-        return mesh[name]
-    return mesh[tuple(mesh.axis_names[dim] for dim in joined)].flatten(name)
+    flattened = _mesh_resources.flatten_name_to_root_dims.get(root, {})
+    axes: list[Axis] = []
+    for name in given.mesh_dim_names or ():
+        if (dims := flattened.get(name)) is None:
+            part = mesh[name]
+        else:
+            part = mesh[tuple(mesh.axis_names[dim] for dim in dims)].flatten(name)
+        axes += part.axes
+    return Mesh(tuple(axes), mesh.layout)

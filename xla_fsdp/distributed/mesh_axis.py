@@ -1,10 +1,7 @@
-"""Collectives of activations along one axis of a mesh: dims of tensors are gathered, summed, cut.
+"""Collectives of activations along one axis of a mesh; nothing here is differentiable.
 
-Words: see ``mesh``; a rank's *place* is its index among the ranks along the axis.
-Always true: every rank traces the same program: where a result depends on the place, the place is
-an input of the program, never a constant in it. Along an axis of one rank nothing is done.
-Nothing here is differentiable; gradients are ``tensor_parallel.pairs``' business. Collectives of
-parameters are in ``collectives``.
+Invariants: every rank traces the same program: where a result depends on the local rank, that is an
+input of the program, never a constant in it. Along an axis of one rank nothing is done.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xla_fsdp.distributed.groups import check_mesh
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.xla import ops
 
@@ -35,20 +33,16 @@ class AxisComm:
                 f"the mesh has the axes {', '.join(mesh.axis_names)}; give one of them: "
                 f"mesh[{mesh.axis_names[-1]!r}]"
             )
-        if mesh.world_size != ops.world_size():
-            raise ValueError(
-                f"the mesh lays out {mesh.world_size} ranks, but the job has "
-                f"{ops.world_size()}; make it by init_mesh on the ranks that train"
-            )
+        check_mesh(mesh)
         self.mesh = mesh
         self.name = mesh.axis_names[0]
         self.size = mesh.size()
         self.groups = mesh.groups()
-        self.place = mesh.place(ops.rank())
+        self.local_rank = mesh.local_rank(ops.rank())
         self._on_device: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copied and pickled without what is on the device."""
+        """Leave out what is on the device."""
         return {**vars(self), "_on_device": None}
 
     @property
@@ -57,37 +51,37 @@ class AxisComm:
         return (self.name, repr(self.groups))
 
     @property
-    def place_on_device(self) -> Tensor:
-        """The place, int64 [1]; an input of programs that use it."""
+    def local_rank_on_device(self) -> Tensor:
+        """The index of this rank along the axis, int64 [1]; an input of programs that use it."""
         if self._on_device is None:
-            self._on_device = ops.upload(torch.tensor([self.place]))
+            self._on_device = ops.upload(torch.tensor([self.local_rank]))
         return self._on_device
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """``x`` combined over the ranks by ``op``, "sum" or "max"."""
+        """Combine ``x`` over the ranks by ``op``, "sum" or "max"."""
         return x if self.size == 1 else ops.all_reduce(op, x, self.groups)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The slices of all ranks joined along ``dim``."""
+        """Concatenate the slices of all ranks along ``dim``."""
         return x if self.size == 1 else ops.all_gather(x, self.groups, dim % x.dim())
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slice, along ``dim``, of the sum over the ranks."""
+        """Return this rank's slice, along ``dim``, of the sum over the ranks."""
         if self.size == 1:
             return x
         return ops.reduce_scatter(x, self.size, self.groups, dim % x.dim())
 
     def own_slice(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slice of what all ranks have, along ``dim``."""
+        """Return this rank's slice, along ``dim``, of a tensor that is the same on all ranks."""
         if self.size == 1:
             return x
         dim %= x.dim()
-        stack = x.unflatten(dim, (self.size, x.shape[dim] // self.size))
-        return stack.index_select(dim, self.place_on_device).squeeze(dim)
+        slices = x.unflatten(dim, (self.size, x.shape[dim] // self.size))
+        return slices.index_select(dim, self.local_rank_on_device).squeeze(dim)
 
-    def all_to_all(self, x: Tensor, cut: int, joined: int) -> Tensor:
-        """From slices along dim ``joined`` to slices along ``cut``: each rank sends every other one
-        the part that is to be its own."""
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Turn slices along dim ``concat_dim`` into slices along ``split_dim``: each rank sends
+        every other one the part that is to be its own."""
         if self.size == 1:
             return x
-        return ops.all_to_all(x, cut % x.dim(), joined % x.dim(), self.size, self.groups)
+        return ops.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim(), self.size, self.groups)

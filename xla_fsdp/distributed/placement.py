@@ -1,12 +1,8 @@
-"""Where a tensor-parallel parameter is in the whole one. Pure data; what hangs it on modules.
+"""How tensor parallelism has divided parameters: a *local* one is a rank's part of a *global* one.
 
-Words: a *whole* parameter is the plain model's; a *local* one is what a rank computes with: a slice
-of the whole along one dim, or (*replicated*) all of it. FSDP calls the local parameter full.
-Always true: a module knows the placements of its own parameters by their names, whatever tensors
+Invariants: a module knows the placements of its own parameters by their names, whatever tensors
 hold their values, so placements survive ``to``, ``to_empty``, copies and FSDP; a parameter without
-placement is the same on all ranks of the axis. Slices are equal: every rank runs the same program.
-What is cut is decided by ``tensor_parallel``; FSDP's units, clipping, state dicts and checkpoints
-read it here.
+placement is the same on all ranks. Slices are equal: every rank runs the same program.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from xla_fsdp.distributed.mesh import Mesh
 
 _ATTRIBUTE = "_tensor_placements"
 
+# Keyed by tensor, weakly; the same for all threads, as tensors are not shared by ranks.
 _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -30,9 +27,9 @@ class TensorPlacement:
 
     Args:
         mesh: of that one axis.
-        dim: which dim of the whole parameter is cut into equal slices, in the order of the ranks;
-            None if every rank has all of it.
-        shape: of the whole parameter.
+        dim: which dim of the global parameter is cut into equal slices, in the order of the ranks;
+            None if it is replicated.
+        shape: of the global parameter.
     """
 
     mesh: Mesh
@@ -46,7 +43,7 @@ class TensorPlacement:
 
     @property
     def parts(self) -> int:
-        """Into how many slices the parameter is cut."""
+        """Number of slices that the parameter is cut into."""
         return 1 if self.dim is None else self.mesh.size()
 
     @property
@@ -55,38 +52,43 @@ class TensorPlacement:
         return local_shape(self.shape, self.dim, self.parts)
 
     def is_same_on(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks hold the same part."""
-        return len({self.mesh.place(rank) for rank in ranks}) <= 1
+        """Return whether these ranks hold the same part."""
+        return len({self.mesh.local_rank(rank) for rank in ranks}) <= 1
 
-    def slice_of(self, whole: Tensor, place: int) -> Tensor:
-        """The local parameter of the rank in a place of the axis, or what is cut like it."""
+    def slice_of(self, value: Tensor, local_rank: int) -> Tensor:
+        """Return the local part of a tensor of the global parameter's shape.
+
+        Args:
+            value: the global parameter, its gradient or the like.
+            local_rank: of the rank whose part it is, along the axis.
+        """
         if self.dim is None:
-            return whole
+            return value
         size = self.shape[self.dim] // self.parts
-        return whole.narrow(self.dim, place * size, size)
+        return value.narrow(self.dim, local_rank * size, size)
 
 
 def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
-    """Of what is cut along ``dim`` into equal parts; ``dim`` may be None."""
+    """Return the shape of one of ``parts`` equal slices along ``dim``; all of it for None."""
     sizes = list(shape)
     if dim is not None:
         sizes[dim] //= parts
     return Size(sizes)
 
 
-def place(module: nn.Module, attribute: str, placement: TensorPlacement) -> None:
-    """From now on the parameter of that name in ``module`` is placed so."""
+def set_placement(module: nn.Module, attribute: str, placement: TensorPlacement) -> None:
+    """Note the placement of the parameter of that name in ``module``."""
     vars(module).setdefault(_ATTRIBUTE, {})[attribute] = placement
     remember_placements(module)
 
 
 def placement_in(module: nn.Module, attribute: str) -> TensorPlacement | None:
-    """Of one parameter of a module."""
+    """Return the placement of a parameter of ``module``, if it has one."""
     return vars(module).get(_ATTRIBUTE, {}).get(attribute)
 
 
 def remember_placements(module: nn.Module) -> None:
-    """Let ``known_placement`` know the tensors that are the module's parameters now."""
+    """Note for ``known_placement`` the tensors that are the module's parameters now."""
     for attribute, placement in vars(module).get(_ATTRIBUTE, {}).items():
         param = module._parameters.get(attribute)
         if isinstance(param, nn.Parameter):
@@ -94,5 +96,5 @@ def remember_placements(module: nn.Module) -> None:
 
 
 def known_placement(param: Tensor) -> TensorPlacement | None:
-    """Of a parameter that no unit has taken, by itself."""
+    """Return the placement of a parameter that no FSDP unit has taken."""
     return _of_tensor.get(param)

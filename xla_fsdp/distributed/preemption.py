@@ -1,17 +1,7 @@
-"""A request to end that one process got, and the step after which all ranks know of it.
+"""Signals that ask a job to end: taken for requests, and agreed on by all ranks.
 
-Words: a *vote* is a number that every rank puts into a step's program, which adds them up.
-Always true: all ranks learn of a request after the same step, at most two steps late; reading it
-waits for no more than the step before the last one, so a step stays queued while another runs.
-What a job does then (save, and end with an exit code of its own) is its own business; how a
-process gets a request is ``stop_signals``'s.
-
-Signals that ask a job to end, taken for requests instead of ending the process.
-
-Words: to *listen* is to do that; a process was *asked* once such a signal came.
-Always true: only a process's main thread can listen, so ``launch`` does it for the ranks; a signal
-that comes again changes nothing, as a shutdown tells processes directly and by their parent, too.
-How ranks learn of a request that another process got is ``preemption``'s business. Needs no torch.
+Only the main thread of a process can listen for signals, so ``launch`` does it for the ranks. A
+shutdown signals processes directly and by their parent, too; a second signal changes nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +14,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from xla_fsdp.distributed import preemption as stop_signals
-from xla_fsdp.distributed.xla import ops
+Signals = tuple[signal.Signals, ...]
 
 LAG = 2
-
 """Votes that may be on their way: in the program that runs, and in the one that waits behind it."""
+
+
+class _Process:
+    """What signals did to this process; like them, one for all of its threads."""
+
+    # No threading.Event: a second signal while the handler sets it would wait for itself.
+    asked = False
 
 
 class Preemption:
@@ -49,7 +44,9 @@ class Preemption:
                 save_checkpoint(...)
                 raise SystemExit(75)
 
-    Every rank makes the same calls. A step's program sums one more number over the ranks.
+    Every rank makes the same calls. A step's program sums one more number over the ranks. All ranks
+    learn of a request after the same step, at most two steps late; reading it waits for no more
+    than the step before the last one, so a step stays queued while another runs.
     """
 
     def __init__(self) -> None:
@@ -57,33 +54,28 @@ class Preemption:
 
     def vote(self) -> None:
         """Put this rank's word into the step that is being traced: before ``torch_xla.sync()``."""
-        word = ops.upload(torch.tensor([float(stop_signals.was_asked())]))
+        import torch
+
+        from xla_fsdp.distributed.xla import ops  # not above: the launcher must not load torch_xla
+
+        word = ops.upload(torch.tensor([float(was_asked())]))
         everybody = [list(range(ops.world_size()))]
         self._votes.append(ops.all_reduce("sum", word, everybody))
 
     def agreed(self) -> bool:
-        """Whether a rank had been asked to end when it voted for the last time but one: after the
-        sync. The same on every rank."""
+        """Return whether a rank had been asked to end when it voted for the last time but one: the
+        same on every rank. After the sync."""
         return len(self._votes) >= LAG and self._votes.popleft().item() > 0
 
 
-Signals = tuple[signal.Signals, ...]
-
-
-class _Process:
-    """What signals did to this process; like them, one for all of its threads."""
-
-    asked = False
-
-
 def was_asked() -> bool:
-    """Whether this process was asked to end."""
+    """Return whether this process was asked to end."""
     return _Process.asked
 
 
 @contextmanager
 def listen(signals: Signals, *, to_children: bool) -> Iterator[None]:
-    """Inside, ``signals`` to this process are requests.
+    """Take ``signals`` to this process for requests inside the block.
 
     Args:
         signals: such as ``signal.SIGTERM``; none of them leaves everything as it is.
@@ -122,10 +114,10 @@ class Listening:
         return self._fn(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._fn, self._signals)
+        return _unpickled, (self._fn, self._signals)
 
 
-def _arrive(fn: Callable[..., Any], signals: Signals) -> Listening:
+def _unpickled(fn: Callable[..., Any], signals: Signals) -> Listening:
     if threading.current_thread() is threading.main_thread():
         for each in signals:
             _install(each, to_children=False)
@@ -133,7 +125,7 @@ def _arrive(fn: Callable[..., Any], signals: Signals) -> Listening:
 
 
 def _install(number: signal.Signals, to_children: bool) -> Any:
-    """Listen for one signal; returns what handled it before."""
+    """Listen for one signal; return what handled it before."""
 
     def note(received: int, frame: FrameType | None) -> None:
         _Process.asked = True

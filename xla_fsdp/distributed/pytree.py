@@ -1,11 +1,10 @@
 """Tensors inside nested containers: the arguments and results of any module's forward.
 
-Words: a *leaf* is anything that is not a container. Containers are what ``torch.utils._pytree``
-knows (dict, list, tuple, named tuple, OrderedDict, and types registered there, such as the outputs
-of transformers models), dataclass instances, and ``PackedSequence``.
-Always true: tensors are visited in one fixed order; containers are copied (a module that appends to
-a list it was given appends to the copy), and everything else that is not a tensor passes through by
-identity, as do dataclass instances without tensors.
+Containers are what ``torch.utils._pytree`` knows (dict, list, tuple, named tuple, OrderedDict, and
+registered types such as the outputs of transformers models), dataclass instances, and
+``PackedSequence``.
+Invariants: tensors are visited in one fixed order; containers are copied, and everything else
+passes through by identity, as do dataclass instances without tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A copy of ``tree`` with every tensor ``t`` replaced by ``fn(t)``."""
+    """Return a copy of ``tree`` with every tensor ``t`` replaced by ``fn(t)``."""
     if isinstance(tree, Tensor):
         return fn(tree)
     # The plain containers first: pytree costs many times as much, in every forward of every unit.
@@ -33,7 +32,8 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, PackedSequence):  # a subclass of the named tuple that pytree would make
         return type(tree)(*(map_tensors(fn, part) for part in tree))
     if pytree.tree_is_leaf(tree):
-        return _map_leaf(fn, tree)
+        is_instance = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+        return _map_dataclass(fn, tree) if is_instance else tree
     top = [tree]
     try:
         return pytree.tree_map(partial(map_tensors, fn), tree, is_leaf=lambda n: n is not top[0])
@@ -45,22 +45,16 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor of ``tree``, in the order of ``map_tensors``; repeats are kept."""
+    """Return every tensor of ``tree``, in the order of ``map_tensors``, with repeats."""
     found: list[Tensor] = []
     map_tensors(found.append, tree)
     return found
 
 
 def replace_tensors(tree: Any, new: Sequence[Tensor]) -> Any:
-    """A copy of ``tree`` whose tensors are ``new``, in the order of ``tensors_in``."""
+    """Return a copy of ``tree`` whose tensors are ``new``, in the order of ``tensors_in``."""
     source = iter(new)
     return map_tensors(lambda _: next(source), tree)
-
-
-def _map_leaf(fn: Callable[[Tensor], Any], leaf: Any) -> Any:
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return _map_dataclass(fn, leaf)
-    return leaf
 
 
 def _map_dataclass(fn: Callable[[Tensor], Any], instance: Any) -> Any:

@@ -1,12 +1,11 @@
 """Random bits that are a function of where they are used, for rounding.
 
-Words: a *salt* is a number that stands for one use (a seed, a step, a parameter, a place among the
-ranks); *bits* of an element are a hash of the salt and the element's number.
-Always true: no random number generator is read or moved on, so nobody else's random numbers
-change, ranks do not disturb each other, and a step that is repeated rounds in the same way. Salts
-are inputs of a program, not constants in it: it is compiled once.
-Source of the hash: the 32-bit finalizer "lowbias32" of Chris Wellons' hash prospector
-(github.com/skeeto/hash-prospector), here in two's complement.
+A *salt* is a number for one use (a seed, a step, a parameter, a rank); the bits of an element are a
+hash of the salt and the element's number, by the 32-bit finalizer "lowbias32" of Chris Wellons'
+hash prospector (github.com/skeeto/hash-prospector), here in two's complement.
+Invariants: no random number generator is read or moved on, so nobody else's random numbers change
+and a step that is repeated rounds in the same way. Salts are inputs of a program, not constants in
+it: it is compiled once.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
-
 _MASK = 0xFFFFFFFF
 
 
 def salt_of(*parts: int) -> int:
-    """One 32-bit number, signed, for the given ones (of any size, in this order)."""
+    """Return one signed 32-bit number for the given ones (of any size, in this order)."""
     salt = 0
     for part in parts:
         for word in (part & _MASK, (part >> 32) & _MASK):
@@ -29,7 +27,7 @@ def salt_of(*parts: int) -> int:
 
 
 def random_bits(shape: torch.Size, salt: Tensor) -> Tensor:
-    """32 random bits for each of the elements of a tensor.
+    """Return 32 random bits for each of the elements of a tensor.
 
     Args:
         shape: of the result.
@@ -39,7 +37,7 @@ def random_bits(shape: torch.Size, salt: Tensor) -> Tensor:
         An int32 tensor, whose low and high bits are all usable.
     """
     number = torch.arange(shape.numel(), dtype=torch.int32, device=salt.device)
-    # Twice: of one pass over consecutive numbers, salts that differ little are told apart less.
+    # Twice: after one pass over consecutive numbers, similar salts give similar bits.
     return _hashed(_hashed(number) + salt.reshape(())).reshape(shape)
 
 
@@ -50,8 +48,9 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in. torch's own shift copies the sign, and torch_xla divides in
-    its place, which rounds negative numbers up, unless nothing is cut off."""
+    """Shift right, filling with zeros."""
+    # torch's own shift copies the sign, and torch_xla divides in its place, which rounds negative
+    # numbers up unless the bits that are shifted out are zero.
     return ((x & -(1 << by)) >> by) & ((1 << (32 - by)) - 1)
 
 

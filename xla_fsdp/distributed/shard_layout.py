@@ -1,10 +1,7 @@
 """The arithmetic from a tensor's shape to its shards, and back. Pure: no tensor, no device, no I/O.
 
-Words: *full* is the whole tensor, row-major and flattened; a *shard* is one rank's equal slice of
-it; *padding* is what the last shards hold beyond the end of the full tensor.
-Always true: all shards of a layout have the same length, a multiple of ``multiple``, and joining
-them in rank order gives the full tensor followed by padding.
-Training, consolidation and resharding all use this file; none of them repeats its rules.
+Invariants: all shards of a layout have the same length, a multiple of ``multiple``, and joined in
+rank order they are the flattened tensor followed by padding.
 """
 
 from __future__ import annotations
@@ -14,25 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LANES = 128
-
 """Width of a TPU vector register row: shards are padded to whole rows (github.com/pytorch/xla
 issue 3510 measured the all-gather of ragged shards to be several times slower)."""
 
 ROWS = 8
-
 """Rows of a TPU tile, of which shards that travel in rows consist."""
 
 LARGE = 2 * ROWS * LANES
-
-"""Shards of fewer elements travel joined; see ``collectives.ROWS``."""
+"""Elements from which on a shard may travel in rows; smaller ones share buckets."""
 
 
 def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
-    """To a multiple of what shards of a parameter are rounded up.
+    """Return the number of elements to a multiple of which shards of a parameter are padded.
 
-    A large matrix whose shards would end within a row is rounded up to tiles of whole rows, unless
-    that makes it more than an eighth larger: then it travels as it is. Laying the 50 million
-    elements of a vocabulary out anew took the TPU compiler over 400 s.
+    A large matrix whose shards would end within a row is padded to tiles of whole rows, unless that
+    makes it more than an eighth larger. Then it travels as it is: laying the 50 million elements of
+    a vocabulary out anew took the TPU compiler over 400 s.
 
     Args:
         shape: of the parameter.
@@ -50,10 +44,10 @@ def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a full tensor of ``shape`` is cut into ``num_shards`` equal slices.
+    """How a tensor of ``shape``, flattened, is cut into ``num_shards`` equal slices.
 
     Args:
-        shape: sizes of the full tensor; ``()`` is a scalar.
+        shape: sizes of the unsharded tensor; ``()`` is a scalar.
         num_shards: number of ranks that share it, at least 1.
         multiple: every shard's length is rounded up to a multiple of this.
 
@@ -76,7 +70,7 @@ class ShardLayout:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full tensor."""
+        """Number of elements of the unsharded tensor."""
         return math.prod(self.shape)
 
     @property
@@ -91,7 +85,7 @@ class ShardLayout:
         return self.shard_numel * self.num_shards
 
     def slice_for(self, rank: int) -> slice:
-        """The elements of the flattened full tensor that ``rank`` holds, padding left out.
+        """Return which elements of the flattened tensor ``rank`` holds, padding left out.
 
         Raises:
             ValueError: if ``rank`` is not in ``range(num_shards)``.
@@ -103,7 +97,7 @@ class ShardLayout:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of several vectors of these ``sizes`` starts once they are joined end to end."""
+    """Return where each of several vectors of these ``sizes`` starts once joined end to end."""
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -112,5 +106,5 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def join_name(prefix: str, name: str) -> str:
-    """``name`` below ``prefix``, which is empty for a root."""
+    """Return ``prefix.name``; ``name`` alone for a root, whose prefix is empty."""
     return f"{prefix}.{name}" if prefix else name

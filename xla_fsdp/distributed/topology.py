@@ -1,38 +1,35 @@
 """Groups of ranks that suit a torus, and reductions over them in one step per axis. Pure.
 
-Words: *coords* are the place of every rank on the torus, the axis numbered fastest first, a fifth
-one being the slice (slices have no torus in common); a *step* is a list of replica groups, rings
-along one axis; a *piece* is a torus axis, or what is left of one that was split.
-Always true: reducing and scattering by all steps in order leaves every rank with the same slice as
-one reduce-scatter over its whole group would. Where that is not possible there are no steps.
-Why: the TPU compiler makes a reduce-scatter over a ring as such, but one over several axes of a
-torus as a full all-reduce and a slice, with twice the traffic. Made use of by ``collectives`` and
-``mesh``.
+The TPU compiler makes a reduce-scatter over a ring as such, but one over several axes of a torus as
+a full all-reduce and a slice, with twice the traffic. Coordinates are numbered fastest axis first;
+the fifth is the slice (slices have no torus in common).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Groups = list[list[int]]
+import numpy as np
 
+Groups = list[list[int]]
 Coords = Sequence[Sequence[int]]
 
 SLICE = 4
-
 """Which coordinate is the number of the slice."""
 
 
 def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
-    """The steps, slowest axis first, by which ``groups`` can be reduced.
+    """Return the rings, one axis of the torus after the other, by which ``groups`` can be reduced.
+
+    Reducing and scattering by all steps in order, slowest axis first, leaves every rank with the
+    same slice as one reduce-scatter over its whole group would.
 
     Args:
         groups: replica groups of one size.
-        coords: place of every rank, by rank.
+        coords: of every rank, by rank.
 
     Returns:
         No steps if a group is no box on the torus, or is not numbered along its axes (the first
@@ -47,32 +44,24 @@ def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
 
 
 def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
-    """Sizes of the box that a group fills in order, slowest axis first; () if it does not."""
-    places = [tuple(reversed(coords[rank])) for rank in group]
-    values = [sorted(set(axis)) for axis in zip(*places, strict=True)]
-    expected: list[tuple[int, ...]] = [()]
-    for axis in values:
-        expected = [(*place, value) for place in expected for value in axis]
-    return tuple(len(axis) for axis in values) if places == expected else ()
+    """Return the sizes of the box that a group fills in order, slowest axis first, or ()."""
+    found = [tuple(reversed(coords[rank])) for rank in group]
+    values = [sorted(set(axis)) for axis in zip(*found, strict=True)]
+    fills = found == list(itertools.product(*values))
+    return tuple(len(axis) for axis in values) if fills else ()
 
 
 def _along(groups: Groups, shape: tuple[int, ...], axis: int) -> Groups:
-    """Rings along one axis: ranks of a group whose places differ on that axis alone."""
-    stride = 1
-    for size in shape[axis + 1 :]:
-        stride *= size
-    rings: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for number, group in enumerate(groups):
-        for place, rank in enumerate(group):
-            rings[number, place // (stride * shape[axis]), place % stride].append(rank)
-    return list(rings.values())
+    """Return the rings of ranks of a group whose coordinates differ on that axis alone."""
+    boxes = np.array(groups).reshape(-1, *shape)
+    return np.moveaxis(boxes, 1 + axis, -1).reshape(-1, shape[axis]).tolist()
 
 
 # ---------------------------------------------------------------- meshes
 
 
 def rank_order(shape: Sequence[int], coords: Coords) -> list[int]:
-    """The ranks of a mesh of this ``shape``, row-major, so that its axes follow the torus.
+    """Return the ranks of a mesh of this ``shape``, row-major, so that its axes follow the torus.
 
     The last axis, along which most is sent, is given its part of the torus first: whole axes if
     some have that size, else a box; then the one before it. Slices are taken when nothing else is
@@ -80,16 +69,16 @@ def rank_order(shape: Sequence[int], coords: Coords) -> list[int]:
 
     Args:
         shape: sizes that multiply to the number of ranks.
-        coords: place of every rank, by rank.
+        coords: of every rank, by rank.
 
     Returns:
-        All ranks once; in their own order if the places are no box or cannot be divided so.
+        All ranks once; in their own order if they are no box or cannot be divided so.
     """
     everyone = list(range(math.prod(shape)))
     if len(coords) != len(everyone):
         return everyone
-    by_place = sorted(everyone, key=lambda rank: tuple(reversed(coords[rank])))
-    left = _pieces(_box(by_place, coords), [place[SLICE:] for place in coords])
+    by_coords = sorted(everyone, key=lambda rank: tuple(reversed(coords[rank])))
+    left = _pieces(_box(by_coords, coords), [each[SLICE:] for each in coords])
     parts: list[list[_Piece]] = []
     for size in reversed(shape):
         part = _take(left, size)
@@ -98,25 +87,25 @@ def rank_order(shape: Sequence[int], coords: Coords) -> list[int]:
         parts.insert(0, part)
     # Within a part, too, the fastest piece comes first, as reduction_steps wants it.
     offsets = [_offsets(part) for part in parts]
-    return [by_place[sum(place)] for place in itertools.product(*offsets)]
+    return [by_coords[sum(each)] for each in itertools.product(*offsets)]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """``size`` places, ``stride`` ranks apart."""
+    """A torus axis, or what is left of one that was split: ``size`` ranks, ``stride`` apart."""
 
     stride: int
     size: int
     is_slice: bool = False
 
     def split(self, size: int) -> tuple[_Piece, _Piece]:
-        """Its first ``size`` places, and how often they repeat."""
+        """Return its first ``size`` ranks, and how often they repeat."""
         rest = _Piece(self.stride * size, self.size // size, self.is_slice)
         return _Piece(self.stride, size, self.is_slice), rest
 
 
 def _pieces(box: Sequence[int], slices: Sequence[Sequence[int]]) -> list[_Piece]:
-    """One piece for each axis of a box, which is given slowest first."""
+    """Return one piece for each axis of a box, which is given slowest first."""
     several_slices = len({tuple(each) for each in slices}) > 1
     pieces, stride = [], 1
     for size in reversed(box):
@@ -128,10 +117,10 @@ def _pieces(box: Sequence[int], slices: Sequence[Sequence[int]]) -> list[_Piece]
 
 
 def _take(left: list[_Piece], size: int) -> list[_Piece] | None:
-    """Take ``size`` places out of ``left``, within a slice if possible; None if it is not."""
+    """Take ``size`` ranks out of ``left``, within a slice if possible; None if there are none."""
     within = [piece for piece in left if not piece.is_slice]
-    part = _whole(within, size) or _divided(within, size)
-    part = part or _whole(left, size) or _divided(left, size)
+    part = _unsplit(within, size) or _split(within, size)
+    part = part or _unsplit(left, size) or _split(left, size)
     for index, piece in enumerate(left if part else ()):
         taken = math.prod(each.size for each in part or () if each.stride == piece.stride)
         left[index] = piece.split(taken)[1]
@@ -139,8 +128,8 @@ def _take(left: list[_Piece], size: int) -> list[_Piece] | None:
     return part
 
 
-def _whole(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
-    """As few whole pieces as make ``size`` places, the fastest ones."""
+def _unsplit(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
+    """Return as few whole pieces as make ``size`` ranks, the fastest ones."""
     for count in range(1, len(pieces) + 1):
         for chosen in itertools.combinations(pieces, count):
             if math.prod(piece.size for piece in chosen) == size:
@@ -148,8 +137,8 @@ def _whole(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
     return None
 
 
-def _divided(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
-    """``size`` places out of the fastest pieces, each giving what divides the rest."""
+def _split(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
+    """Return ``size`` ranks out of the fastest pieces, each giving what divides the rest."""
     part = []
     for piece in pieces:
         if (common := math.gcd(piece.size, size)) > 1:
@@ -159,6 +148,6 @@ def _divided(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
 
 
 def _offsets(part: Sequence[_Piece]) -> list[int]:
-    """Of all places in a part, the first piece fastest."""
+    """Return the offsets of all ranks of a part, the first piece fastest."""
     slowest_first = [range(0, piece.stride * piece.size, piece.stride) for piece in part[::-1]]
-    return [sum(place) for place in itertools.product(*slowest_first)]
+    return [sum(each) for each in itertools.product(*slowest_first)]

@@ -1,9 +1,8 @@
 """Clip gradients by value, or by their global norm where every rank holds a slice of each.
 
-Words: the *local norm* is over the slices of one rank; padding is zero and adds nothing. A *whole*
-parameter, which FSDP was told to ignore, has the same gradient on every rank (if its user reduces
-it) and counts once; so do, along a tensor-parallel axis, parameters that are not cut.
-Always true: nothing here waits for the device, so the norm stays a lazy tensor.
+Padding of slices is zero and adds nothing. A parameter that is not sharded has the same gradient on
+every rank and counts once; so does, along a tensor-parallel axis, one that is not cut.
+Invariants: nothing here waits for the device, so the norm stays a lazy tensor.
 """
 
 from __future__ import annotations
@@ -20,49 +19,16 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.groups import along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.registry import known_group, known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group, known_shard, refuse_shown
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Gradients of which the ranks that each of ``collectives`` joins hold a slice each: several
-    where slices are cut into slices again."""
+    """Gradients of which ranks hold a slice each: the ranks that each of ``collectives`` joins,
+    several where slices are cut into slices again."""
 
     grads: Sequence[Tensor]
     collectives: Sequence[Collectives]
-
-
-@torch.no_grad()
-def clip_grads_by_norm_(
-    sliced: Sequence[Slices],
-    whole: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-) -> Tensor:
-    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
-
-    Args:
-        sliced: gradients of shards; every rank gives the same groups in the same order.
-        whole: gradients that every rank has in full.
-        max_norm: the largest norm allowed.
-        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        device: where the norm is computed.
-
-    Returns:
-        The norm before clipping: a scalar fp32 tensor on the device.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    parts = [_over_ranks(part, norm_type, device) for part in sliced]
-    total = _combined([*parts, *_fp32_norms(whole, norm_type, device)], norm_type, device)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in [*(grad for part in sliced for grad in part.grads), *whole]:
-        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
-    return total
 
 
 def clip_grad_norm_(
@@ -88,29 +54,33 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if gradients are kept that no backward has reduced yet, for full parameters
-            in place of shards, if parameters are stepped in backward, or for a norm that is not
-            finite.
+        RuntimeError: if gradients are not reduced yet, for unsharded parameters in place of shards,
+            if parameters are stepped in backward, or for a norm that is not finite.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_shown(given, "clip_grad_norm_")
-    for param in given:
-        group = known_group(param)
-        if group is not None and group.steps_in_backward:
-            raise RuntimeError(
-                "clip_grad_norm_ was called on a model that is stepped in backward: its gradients "
-                "are gone by now. Do without, or step after backward (remove() of what "
-                "step_in_backward returned)"
-            )
-        if group is not None and group.has_kept:
-            raise RuntimeError(
-                "clip_grad_norm_ was called while gradients are kept that are not reduced yet; run "
-                "the last backward of the accumulation with gradient sync first"
-            )
+    check_gradients([known_group(param) for param in given], "clip_grad_norm_")
     norm = clip_grads(given, max_norm, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
     return norm
+
+
+def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
+    """Raise RuntimeError if gradients of these groups are not there for ``function`` to change."""
+    found = [group for group in groups if group is not None]
+    if any(group.steps_in_backward for group in found):
+        raise RuntimeError(
+            f"{function} was called on a model that is stepped in backward: its gradients are gone "
+            f"by now. Do without, or step after backward (remove() of what step_in_backward "
+            f"returned)"
+        )
+    if any(group.has_unreduced for group in found):
+        raise RuntimeError(
+            f"{function} was called while gradients kept by no_sync() or without gradient sync are "
+            f"not reduced yet; run the last backward of the accumulation with gradient sync, "
+            f"outside no_sync(), first"
+        )
 
 
 def clip_grads(
@@ -119,8 +89,8 @@ def clip_grads(
     norm_type: float,
     over: Collectives | None = None,
 ) -> Tensor:
-    """``clip_grads_by_norm_`` of the gradients of these parameters; shards are combined over the
-    ranks that share them, or those of ``over``, and along tensor-parallel axes."""
+    """Clip the gradients of parameters, sharded or not, by their norm; the norms of shards are
+    combined over the ranks that share each, or by ``over``."""
     grads: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}
     for param in {id(param): param for param in parameters}.values():
@@ -128,19 +98,36 @@ def clip_grads(
         key = tuple(each.key for each in by)
         ranks.setdefault(key, by)
         grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
-    whole = grads.pop((), [])
+    unsharded = grads.pop((), [])
     sliced = [Slices(grads[key], ranks[key]) for key in grads]
-    return clip_grads_by_norm_(sliced, whole, max_norm, norm_type, ops.device())
+    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
 
 
-def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
-    """Joining the ranks that hold slices of a parameter; none for a whole one."""
-    group, shard = known_group(param), known_shard(param)
-    by = [] if group is None else [over or group.collectives]
-    placement = known_placement(param) if shard is None else shard.members[0].placement
-    if placement is not None and placement.dim is not None:
-        by.append(along(placement.mesh))
-    return by
+@torch.no_grad()
+def clip_grads_by_norm_(
+    sliced: Sequence[Slices],
+    unsharded: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
+
+    Args:
+        sliced: gradients of shards; every rank gives the same groups in the same order.
+        unsharded: gradients that every rank has in full.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        device: where the norm, a scalar in fp32, is computed.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    parts = [_norm_over_ranks(part, norm_type, device) for part in sliced]
+    total = _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    return total
 
 
 @torch.no_grad()
@@ -157,23 +144,33 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
             param.grad.clamp_(-clip_value, clip_value)
 
 
-def _over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
-    local = _combined(_fp32_norms(part.grads, p, device), p, device)
+def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
+    """Return what joins the ranks that hold slices of a parameter; nothing for an unsharded one."""
+    group, shard = known_group(param), known_shard(param)
+    by = [] if group is None else [over or group.collectives]
+    placement = known_placement(param) if shard is None else shard.members[0].placement
+    if placement is not None and placement.dim is not None:
+        by.append(along(placement.mesh))
+    return by
+
+
+def _norm_over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
+    norm = _combined(_norms(part.grads, p, device), p, device)
     for collectives in part.collectives:
         if math.isinf(p):
-            local = collectives.all_reduce("max", local)
+            norm = collectives.all_reduce("max", norm)
         else:
-            local = collectives.all_reduce("sum", local.pow(p)).pow(1.0 / p)
-    return local
+            norm = collectives.all_reduce("sum", norm.pow(p)).pow(1.0 / p)
+    return norm
 
 
 def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """The norm of vectors that have these norms."""
+    """Return the norm of all the vectors that have these norms."""
     # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
     return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=device), *norms]), p)
 
 
-def _fp32_norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
+def _norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
     return [
         torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(device)
         for grad in grads

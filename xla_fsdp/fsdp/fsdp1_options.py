@@ -1,17 +1,10 @@
-"""The options of torch's ``FullyShardedDataParallel`` (FSDP1), in the words of this package.
-
-Words: a *strategy* says what is sharded over whom, and for how long; enums and dataclasses are
-torch's own.
-Always true: options that contradict each other raise, all at once; those that mean nothing on XLA
-are accepted with one warning, and those that cannot be met are refused with the reason.
-A translation into ``FSDPConfig``'s fields: what they do is said in ``fully_sharded``.
-"""
+"""The options of torch's ``FullyShardedDataParallel`` (FSDP1), translated into ``FSDPConfig``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,29 +16,27 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
 ONE_AXIS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-
 FREES_PARAMETERS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
 KEEPS_PARAMETERS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """What the constructor of ``XlaFullyShardedDataParallel`` takes beside upstream's options.
+    """Options that ``XlaFullyShardedDataParallel`` takes beside those of torch_xla's FSDP.
 
     Args:
         mesh: of one axis, to shard over, or of two, replicas and shards (hybrid sharding): a
             ``Mesh`` or a torch ``DeviceMesh``.
         device_mesh: another name of ``mesh``.
         process_group: accepted if it holds all ranks.
-        sharding_strategy: FULL_SHARD, the default; SHARD_GRAD_OP is ``reshard_after_forward=False``
-            in it; NO_SHARD only averages gradients; HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the
-            first two inside the groups of a mesh of two axes (default: a replica per TPU slice).
+        sharding_strategy: FULL_SHARD (default); SHARD_GRAD_OP, which is FULL_SHARD with
+            ``reshard_after_forward=False``; NO_SHARD, which only averages gradients; HYBRID_SHARD
+            and _HYBRID_SHARD_ZERO2, which are the first two inside the groups of a mesh of two
+            axes (default: a replica per TPU slice).
         mixed_precision: ``compute_dtype`` and ``buffer_dtype`` by other names (but buffers keep
             their dtype if none is given); ``reduce_dtype``; whether inputs of inner units and of
-            the outermost one are cast. Not ``keep_low_precision_grads``.
+            the outermost one are cast. ``keep_low_precision_grads`` is refused.
         use_orig_params: False is ``flatten_parameters=True``.
         sync_module_states: take over the values of the first rank.
         cpu_offload: must be off.
@@ -69,51 +60,52 @@ class TorchOptions:
     device_id: int | torch.device | None = None
 
 
-def translate(options: TorchOptions, upstream: dict[str, Any]) -> FSDPConfig:
-    """The configuration that the ``upstream`` options and these make together.
+def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
+    """Return ``config`` changed as ``options`` say.
+
+    Args:
+        options: under torch's names.
+        config: from the options of torch_xla's FSDP.
 
     Raises:
         ValueError: with every contradiction, and for what cannot be done on XLA.
         TypeError: for a value of another type.
     """
     _check_types(options)
+    mesh = _given_mesh(options)
     problems = [
-        *_mesh_problems(options, upstream),
-        *_precision_problems(options.mixed_precision, upstream),
-        *_other_problems(options, upstream),
+        *_mesh_problems(options, mesh, config),
+        *_precision_problems(options.mixed_precision, config),
+        *_other_problems(options, config),
     ]
     if problems:
         raise ValueError("\n".join(problems))
     _warn_about_ignored(options)
-    changes = {"mesh": _mesh(options), **_precision(options.mixed_precision)}
+    changes = _precision(options.mixed_precision)
+    changes["mesh"] = _mesh(options.sharding_strategy, mesh)
     if options.sharding_strategy in KEEPS_PARAMETERS:
         changes["reshard_after_forward"] = False
     if options.use_orig_params is False:
         changes["flatten_parameters"] = True
-    return FSDPConfig(**{**upstream, **changes})
+    return replace(config, **changes)
 
 
 # ---------------------------------------------------------------- who shares what
 
 
-def _mesh(options: TorchOptions) -> Mesh | None:
-    strategy = options.sharding_strategy
-    mesh = _given_mesh(options)
+def _mesh(strategy: ShardingStrategy | None, given: Mesh | None) -> Mesh | None:
     if strategy is ShardingStrategy.NO_SHARD:
-        mesh = mesh or _everyone()
-        return mesh if _shards_nothing(mesh) else mesh.unsharded()
-    if strategy in HYBRID and mesh is None:
+        mesh = given or init_mesh((ops.world_size(),), (SHARD,))
+        shards_nothing = mesh.ndim == 2 and mesh.shape[1] == 1
+        return mesh if shards_nothing else mesh.unsharded()
+    if strategy in HYBRID and given is None:
         return _one_replica_per_slice(ops.torus_coords())
-    return mesh
+    return given
 
 
 def _given_mesh(options: TorchOptions) -> Mesh | None:
     given = options.mesh if options.mesh is not None else options.device_mesh
     return None if given is None else as_mesh(given)
-
-
-def _everyone() -> Mesh:
-    return init_mesh((ops.world_size(),), (SHARD,))
 
 
 def _one_replica_per_slice(coords: Coords) -> Mesh:
@@ -122,19 +114,15 @@ def _one_replica_per_slice(coords: Coords) -> Mesh:
 
 
 def _num_slices(coords: Coords) -> int:
-    return len({tuple(place[SLICE:]) for place in coords})
+    return len({tuple(each[SLICE:]) for each in coords})
 
 
-def _shards_nothing(mesh: Mesh) -> bool:
-    return mesh.ndim == 2 and mesh.shape[1] == 1
-
-
-def _mesh_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]:
-    strategy, mesh, problems = options.sharding_strategy, _given_mesh(options), []
+def _mesh_problems(options: TorchOptions, mesh: Mesh | None, config: FSDPConfig) -> list[str]:
+    strategy, problems = options.sharding_strategy, []
     name = strategy.name if strategy is not None else ""
     if options.mesh is not None and options.device_mesh not in (None, options.mesh):
         problems.append("mesh and device_mesh are two names of one option, and differ; give one")
-    if mesh is not None and upstream["sharding_groups"] is not None:
+    if mesh is not None and config.sharding_groups is not None:
         problems.append("both a mesh and sharding_groups say who shares parameters; give one")
     if strategy in ONE_AXIS and mesh is not None and mesh.ndim > 1:
         problems.append(
@@ -142,10 +130,10 @@ def _mesh_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]
             f"mesh[{SHARD!r}], or the strategy HYBRID_SHARD"
         )
     if strategy in HYBRID:
-        problems += _hybrid_problems(name, mesh, upstream)
-    if strategy is ShardingStrategy.NO_SHARD and upstream["sharding_groups"] is not None:
+        problems += _hybrid_problems(name, mesh, config)
+    if strategy is ShardingStrategy.NO_SHARD and config.sharding_groups is not None:
         problems.append("NO_SHARD shards nothing, and sharding_groups says over whom; give one")
-    if strategy in FREES_PARAMETERS and not upstream["reshard_after_forward"]:
+    if strategy in FREES_PARAMETERS and not config.reshard_after_forward:
         problems.append(
             f"{name} frees parameters after forward, and reshard_after_forward=False keeps them; "
             f"for that give SHARD_GRAD_OP or _HYBRID_SHARD_ZERO2"
@@ -153,8 +141,8 @@ def _mesh_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]
     return problems
 
 
-def _hybrid_problems(name: str, mesh: Mesh | None, upstream: dict[str, Any]) -> list[str]:
-    if upstream["sharding_groups"] is not None:
+def _hybrid_problems(name: str, mesh: Mesh | None, config: FSDPConfig) -> list[str]:
+    if config.sharding_groups is not None:
         return [f"{name} averages over replicas, which sharding_groups does not tell; give a mesh"]
     if mesh is not None and mesh.ndim != 2:
         return [
@@ -185,18 +173,18 @@ def _precision(given: MixedPrecision | None) -> dict[str, Any]:
     }
 
 
-def _precision_problems(given: MixedPrecision | None, upstream: dict[str, Any]) -> list[str]:
+def _precision_problems(given: MixedPrecision | None, config: FSDPConfig) -> list[str]:
     if given is None:
         return []
     problems = [
-        f"mixed_precision says {theirs}={dtype}, and {ours}={upstream[ours]}; give one"
-        for theirs, ours, dtype in (
-            ("param_dtype", "compute_dtype", given.param_dtype),
-            ("buffer_dtype", "buffer_dtype", given.buffer_dtype),
+        f"mixed_precision says {theirs}={dtype}, and {ours}={own}; give one"
+        for theirs, dtype, ours, own in (
+            ("param_dtype", given.param_dtype, "compute_dtype", config.compute_dtype),
+            ("buffer_dtype", given.buffer_dtype, "buffer_dtype", config.buffer_dtype),
         )
-        if upstream[ours] not in (None, dtype)
+        if own not in (None, dtype)
     ]
-    if upstream["fp32_reduce_scatter"] and given.reduce_dtype not in (None, torch.float32):
+    if config.fp32_reduce_scatter and given.reduce_dtype not in (None, torch.float32):
         problems.append(
             f"mixed_precision says reduce_dtype={given.reduce_dtype}, and fp32_reduce_scatter=True "
             f"that it is fp32; give one"
@@ -217,13 +205,14 @@ def _precision_problems(given: MixedPrecision | None, upstream: dict[str, Any]) 
 # ---------------------------------------------------------------- others
 
 
-def _other_problems(options: TorchOptions, upstream: dict[str, Any]) -> list[str]:
+def _other_problems(options: TorchOptions, config: FSDPConfig) -> list[str]:
     problems = []
-    if options.use_orig_params and upstream["flatten_parameters"]:
+    if options.use_orig_params and config.flatten_parameters:
         problems.append(
             "use_orig_params=True shows every parameter, and flatten_parameters=True joins them"
         )
-    if _offloads(options.cpu_offload):
+    offload = options.cpu_offload
+    if offload.offload_params if isinstance(offload, CPUOffload) else offload:
         problems.append(
             "cpu_offload cannot be met: torch_xla gives every program its inputs and outputs in "
             "device memory. More ranks save device memory, and so do mixed_precision and "
@@ -249,10 +238,6 @@ def _group_problems(group: Any) -> list[str]:
         f"process_group holds {group.size()} of {ops.world_size()} ranks. Replica groups "
         f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
     ]
-
-
-def _offloads(given: Any) -> bool:
-    return given.offload_params if isinstance(given, CPUOffload) else bool(given)
 
 
 def _check_types(options: TorchOptions) -> None:

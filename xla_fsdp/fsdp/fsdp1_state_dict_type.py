@@ -1,11 +1,8 @@
 """Which kind of state dict a wrapper gives and takes, chosen as in torch's own FSDP.
 
-Words: the *type* is FULL (whole tensors under the plain model's names, in host memory) or SHARDED
-or LOCAL, which are one here: this rank's shards, as ``state_dict()`` gives them where nobody has
-chosen. Enums and configurations are torch's own.
-Always true: a choice holds for all wrappers in a module; where there is none, what is loaded may be
-of either kind. Whatever the type, every rank takes part.
-The work is done by ``state_dicts`` and ``state_loading``.
+FULL is what the original model would have, in host memory; SHARDED and LOCAL, which are one here,
+are this rank's shards, as ``state_dict()`` gives them where nobody has chosen. A choice holds for
+all wrappers in a module; without one, what is loaded may be of either kind.
 """
 
 from __future__ import annotations
@@ -29,20 +26,21 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
-from xla_fsdp.fsdp.module_base import WrapperModule
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
+from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.state_dict.model import (
-    cut_optim_state_dict,
     full_state_dict,
     load_full_state_dict,
-    load_optim_state_dict,
     load_sharded_state_dict,
+)
+from xla_fsdp.fsdp.state_dict.optim_api import (
+    cut_optim_state_dict,
+    load_optim_state_dict,
     optim_state_dict,
     sharded_optim_state_dict,
 )
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
 CONFIGS = {
@@ -52,8 +50,8 @@ CONFIGS = {
 }
 
 
-class StateDictTypes(WrapperModule):
-    """A wrapper whose state dicts are of a type that its user may choose."""
+class StateDictTypes(FSDPModuleBase, nn.Module):
+    """Mixed into wrappers: their state dicts are of a type that the user may choose."""
 
     _chosen: StateDictSettings | None = None
 
@@ -74,7 +72,7 @@ class StateDictTypes(WrapperModule):
             optim_state_dict_config: the same for ``optim_state_dict``.
 
         Returns:
-            What was chosen before.
+            The choice before.
 
         Raises:
             TypeError: if a configuration is that of another type.
@@ -88,7 +86,7 @@ class StateDictTypes(WrapperModule):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is chosen; SHARDED_STATE_DICT to begin with.
+        """Return the choice; SHARDED_STATE_DICT to begin with.
 
         Raises:
             ValueError: if there is no wrapper in ``module``.
@@ -139,11 +137,12 @@ class StateDictTypes(WrapperModule):
 
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by names of parameters: that of the plain model, or of this rank's
-        shards where SHARDED or LOCAL was chosen. Every rank must call it.
+        """Return the optimizer's state by names of parameters. Every rank must call it.
+
+        It is that of the original model, or of this rank's shards if SHARDED or LOCAL was chosen.
 
         Raises:
-            ValueError: see ``xla_fsdp.optim_state_dict``.
+            ValueError: as ``xla_fsdp.optim_state_dict``.
         """
         chosen = _wrappers(model)[0]._chosen
         if chosen is not None and chosen.state_dict_type is not FULL:
@@ -159,13 +158,13 @@ class StateDictTypes(WrapperModule):
         is_named_optimizer: bool = False,
         load_directly: bool = False,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, from what ``optim_state_dict`` returned under the
-        same choice of type, on every rank.
+        """Return what ``optim.load_state_dict`` takes, from what ``optim_state_dict`` returned on
+        every rank under the same choice of type.
 
         Args:
             model: the sharded model.
             optim: over its parameters; it need not have made a step.
-            optim_state_dict: of the plain model on any number of ranks, or of these ranks' shards.
+            optim_state_dict: full, from any number of ranks, or of these ranks' shards.
             is_named_optimizer: must be False: parameters have numbers in torch's optimizers.
             load_directly: load it into ``optim``, too.
 
@@ -186,8 +185,7 @@ class StateDictTypes(WrapperModule):
 
 @contextlib.contextmanager
 def unchosen(module: nn.Module) -> Iterator[None]:
-    """Inside the block, no type is chosen for the wrappers in ``module``: state dicts are shards.
-    What is chosen inside is undone, too."""
+    """Undo the choice for the wrappers in ``module`` inside the block, and what is chosen there."""
     before = [(each, each._chosen) for each in module.modules() if isinstance(each, StateDictTypes)]
     for wrapper, _ in before:
         wrapper._chosen = None

@@ -1,10 +1,7 @@
 """``FSDPModule``: what ``fully_shard`` adds to the class of a user's module.
 
-Words: the *original* class is the module's own; *FSDP<Class>* is made of it and of ``FSDPModule``.
-Always true: one original class and set of forward methods has one class; new objects made through
-it, as ``nn.Sequential`` makes them for slices, are of the original class.
-Making units is left to ``fully_shard``, methods that wrappers have as well to ``sharded_module``,
-what methods do to ``unit`` and ``param_group``.
+Invariants: one original class and set of forward methods has one FSDP<Class>; new objects made
+through it, as ``nn.Sequential`` makes them for slices, are of the original class.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.module_state import close_failed_passes
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.unsharded_params import StateRef
+from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -29,34 +25,29 @@ NO_MEANING = (
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``.
-
-    Args:
-        unit: whose parameters are on their way.
-    """
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, unit: FSDPState) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Let the module hold the full parameters. Nothing waits on XLA: the program is built from
-        tensors that are computed when it runs."""
+        """Let the module hold the unsharded parameters. Nothing waits on XLA: the program is built
+        from tensors that are computed when it runs."""
         self._unit.unshard()
 
 
 class FSDPModule(ShardedModule):
-    """A module whose parameters are sharded in place. Made by ``fully_shard``; the methods have the
-    names and arguments of torch's FSDP2."""
+    """A module that ``fully_shard`` has sharded in place, with the methods of torch's FSDP2."""
 
     _fsdp_original: Any  # a class
     _fsdp_methods: frozenset[str]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original class: slices of a container are no units."""
+        """Make an object of the original class: slices of a container are no units."""
         return cls._fsdp_original(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copies and pickles name the original class, as this one cannot be imported."""
+        """Let copies and pickles name the original class, as this one cannot be imported."""
         return _remade, (self._fsdp_original, self._fsdp_methods), self.__dict__
 
     @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
@@ -76,7 +67,7 @@ class FSDPModule(ShardedModule):
         yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Shards that get memory (``to_empty``) stay the unit's."""
+        """As in ``nn.Module``; shards that get memory (``to_empty``) stay the unit's."""
         self._fsdp_unit.reshard()
         waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -91,33 +82,34 @@ class FSDPModule(ShardedModule):
                 f"of a method of the sharded module"
             )
         if name in vars(self):
-            vars(self)[name] = functools.partial(_run_kept, self, vars(self)[name])
+            vars(self)[name] = functools.partial(_run_attribute, self, vars(self)[name])
             return
         self.__class__ = class_for(self._fsdp_original, self._fsdp_methods | {name})
 
-    # ------------------------------------------------------------ full parameters
+    # ------------------------------------------------------------ unsharded parameters
 
     def reshard(self) -> None:
         """Let this module hold shards again, after ``unshard``. Not recursive."""
         self._fsdp_unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module, in their compute dtype; it holds them until its
-        next forward or backward is done, or ``reshard``. Not recursive.
+        """Gather the parameters of this module, in their compute dtype. Not recursive.
+
+        The module holds them until its next forward or backward is done, or ``reshard``.
 
         Args:
-            async_op: let the module hold them from ``wait`` of the handle that is returned, or its
-                next forward.
+            async_op: let the module hold them only from ``wait`` of the handle that is returned, or
+                its next forward.
         """
         if not async_op:
             self._fsdp_unit.unshard()
             return None
-        self._fsdp_unit.gather_ahead()
+        self._fsdp_unit.prefetch()
         return UnshardHandle(self._fsdp_unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free full parameters between forward and backward, from the next forward on.
-        What is freed is gathered again from all ranks that share it, also where
+        """Set whether to free unsharded parameters between forward and backward, from the next
+        forward on. They are gathered again from all ranks that share them, also where
         ``reshard_after_forward`` was a number.
 
         Raises:
@@ -132,14 +124,14 @@ class FSDPModule(ShardedModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether to free full parameters after backward; otherwise the next forward needs no
-        gather, unless the shards have changed by then."""
+        """Set whether to free unsharded parameters after backward; otherwise the next forward needs
+        no gather, unless the shards have changed by then."""
         for unit in self._fsdp_own_units(recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether to gather for backward. Without it parameters are only gathered if something that
-        backward computes asks for them (nothing does of an embedding)."""
+        """Set whether to gather for backward. If not, parameters are only gathered if backward
+        needs them, as it does not of an embedding."""
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     # ------------------------------------------------------------ gradients
@@ -147,22 +139,22 @@ class FSDPModule(ShardedModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients. If not, full gradients are kept on this rank, and
-        added to those of the first backward that does: ``no_sync`` as a setting."""
+        """Set whether backward reduces gradients: ``no_sync`` as a setting. If not, unsharded ones
+        are kept on this rank, and added to those of the first backward that does."""
         for unit in self._fsdp_own_units(recurse):
             unit.settings.sync_gradients = requires_gradient_sync
             unit.group.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh with replicas: whether backward sums gradient shards over the replicas. If not,
-        they are kept after the reduce-scatter, and added to those of the first one that does."""
+        """Set whether backward sums gradient shards over the replicas of the mesh. If not, they are
+        kept after the reduce-scatter, and added to those of the first one that does."""
         for unit in self._fsdp_own_units(recurse):
             unit.group.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one before the gradients are used. If not, what it
-        leaves to be reduced is computed before the first gather of the next backward."""
-        self._fsdp_unit.backward.is_last = is_last_backward
+        """Set whether the next backward is the last one before the gradients are used. If not,
+        reductions that it leaves pending are computed before the next backward's first gather."""
+        self._fsdp_unit.context.is_last = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by ``factor`` instead of their number.
@@ -182,7 +174,7 @@ class FSDPModule(ShardedModule):
         self, hook: Callable[[Tensor], Tensor | None], *, stream: Any = None
     ) -> None:
         """Call ``hook`` with every reduced gradient shard of this module, after the reduction over
-        replicas and before the last division. It changes the tensor in place, or returns another.
+        replicas and before the last division. It changes the tensor in place, or returns a new one.
 
         Args:
             hook: takes a tensor in the reduce dtype: [n], or [rows, width] of a large matrix.
@@ -204,7 +196,7 @@ class FSDPModule(ShardedModule):
         self._fsdp_unit.settings.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """The same in backward.
+        """Gather the parameters of ``modules`` no later than this module's own, in backward.
 
         Raises:
             ValueError: if one of them is not sharded.
@@ -235,7 +227,7 @@ class FSDPModule(ShardedModule):
 
 @functools.cache
 def class_for(original: Any, methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
-    """FSDP<Class> of an original class.
+    """Return the FSDP<Class> of an original class.
 
     Args:
         original: the module's own class.
@@ -256,8 +248,9 @@ def _running(original: type[nn.Module], name: str) -> Callable[..., Any]:
     return run
 
 
-def _run_kept(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For a method that is an attribute of the object."""
+def _run_attribute(
+    module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return module._fsdp_run_alone(method, args, kwargs)
 
 

@@ -1,33 +1,26 @@
-"""Policies of ``fully_shard``, with the names and fields that they have in torch.
+"""``fully_shard``: shard a module's parameters in place, with the interface of torch's FSDP2.
 
-Always true: a policy is plain data; ``fully_shard`` turns it into the unit's ``FSDPConfig``. Code
-that imports the policies from ``torch.distributed.fsdp`` may pass those: fields are read by name.
-
-``fully_shard``: shard a module's parameters in place, with the interface of torch's FSDP2.
-
-Words: see ``unit``, ``fsdp_module`` and ``policies``. Always true: everything is checked, and all
-problems are reported, before anything is changed; parameters keep their names, and each is cut
-along one of its dims; what is on the meta device stays there until the user gives it memory.
-Making the unit is ``construction``'s job.
+Invariants: parameters keep their names; what is on the meta device stays there until the user gives
+it memory. Policies imported from ``torch.distributed.fsdp`` work too: fields are read by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.shard_parameter import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
-from xla_fsdp.fsdp.init.build import build_unit, check_wrappable, finish_unit
+from xla_fsdp.fsdp.init.build import build_unit, communicate, free_unsharded
+from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
 from xla_fsdp.wrap import Ignored
 
 
@@ -37,9 +30,9 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: in which parameters are gathered and used; None for their own.
-        reduce_dtype: in which gradients are reduced, and kept while they are not synchronized; None
-            for the one they are computed in.
-        output_dtype: what floating-point outputs of the forward are cast to; None for no cast.
+        reduce_dtype: in which gradients are reduced, and accumulated while they are not
+            synchronized; None for the one they are computed in.
+        output_dtype: to which floating-point outputs of the forward are cast; None for no cast.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
     """
 
@@ -85,19 +78,21 @@ def fully_shard(
     offload_policy: Any = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Modules:
-    """Make ``module`` one unit, in place: its parameters, but for those of units inside it, become
-    this rank's shards, and are gathered for its forward and backward. Its class becomes
-    FSDP<Class>, with the methods of ``FSDPModule``. Apply it to inner modules first, to the model
-    last, and create the optimizer afterwards.
+    """Make ``module`` one unit, in place.
+
+    Its parameters, but for those of units inside it, become this rank's shards, and are gathered
+    for its forward and backward. Its class becomes FSDP<Class>, with the methods of ``FSDPModule``.
+    Apply it to inner modules first, to the model last, and create the optimizer afterwards.
 
     Args:
         module: the module; or several that are gathered and freed together, from the first one's
             forward to the end of the last one's (for tied weights, and for small modules).
         mesh: a mesh of one axis to shard over (default: all ranks), or of two: replicas, shards.
             ``init_mesh`` makes one; a ``torch.distributed`` DeviceMesh is understood, too.
-        reshard_after_forward: free full parameters after forward and gather them again in backward;
-            False keeps them. None frees them, but for the outermost unit. A number keeps them in
-            shards of groups of so many neighbouring ranks, which gather again among themselves.
+        reshard_after_forward: free unsharded parameters after forward and gather them again in
+            backward; False keeps them. None frees them, but for the outermost unit. A number keeps
+            them in shards of groups of so many neighbouring ranks, which gather again among
+            themselves.
         shard_placement_fn: called with each parameter; returns None or a
             ``torch.distributed.tensor.Shard`` with the dim to cut, any size of which will do.
         mp_policy: dtypes; see ``MixedPrecisionPolicy``.
@@ -112,21 +107,20 @@ def fully_shard(
         ValueError: if a module is a unit already or has no forward, a dim does not exist, the
             number of ranks cannot be split, or parameters were to be offloaded.
     """
-    parts = _outermost([module] if isinstance(module, nn.Module) else list(module))
+    roots = _outermost([module] if isinstance(module, nn.Module) else list(module))
     config = _config(mesh, reshard_after_forward, mp_policy)
-    _check(parts, offload_policy)
-    ignored = Ignored(params=ignored_params)
-    placement = None if shard_placement_fn is None else partial(_dim, shard_placement_fn)
-    with own_random_numbers():
-        built = build_unit(
-            parts, config, ignored, None, None, placement=placement, stays_on_meta=True
-        )
-        for number, part in enumerate(parts):
-            part.__class__ = class_for(part.__class__)
-            attach(part, built.attachment(number))
-            mark_state_dicts(part)
-            view_state_dicts(part)
-        finish_unit(config)
+    _check(roots, offload_policy)
+    with ops.runtime().keep_host_rng():
+        managed = ManagedModules(roots, Ignored(params=ignored_params))
+        communication = communicate(managed, config)
+        dims = {} if shard_placement_fn is None else _dims(managed, shard_placement_fn)
+        states = build_unit(managed, config, communication, dims=dims)
+        for root, state in zip(roots, states, strict=True):
+            root.__class__ = class_for(root.__class__)
+            attach(root, state)
+            mark_state_dicts(root)
+            view_state_dicts(root)
+        free_unsharded(config)
     return module
 
 
@@ -145,17 +139,17 @@ def _config(mesh: Any, reshard: bool | int | None, policy: Any) -> FSDPConfig:
     )
 
 
-def _check(parts: Sequence[nn.Module], offload_policy: Any) -> None:
-    if not parts:
+def _check(roots: Sequence[nn.Module], offload_policy: Any) -> None:
+    if not roots:
         raise ValueError("fully_shard was given no module")
-    for part in parts:
-        check_wrappable(part)
+    for root in roots:
+        check_wrappable(root)
     if hasattr(offload_policy, "pin_memory"):  # torch's or ours
         raise ValueError(NO_OFFLOADING)
 
 
 def _outermost(modules: list[Any]) -> list[Any]:
-    """Without those that lie in others of the list."""
+    """Return the modules without those that lie in others of the list."""
     inside = {
         id(inner)
         for module in modules
@@ -166,9 +160,12 @@ def _outermost(modules: list[Any]) -> list[Any]:
     return list({id(m): m for m in modules if id(m) not in inside}.values())
 
 
-def _dim(choose: Callable[[nn.Parameter], Any], param: nn.Parameter) -> int:
-    """Which dim to cut, of a user's choice."""
-    chosen = choose(param)
+def _dims(managed: ManagedModules, choose: Callable[[nn.Parameter], Any]) -> dict[int, int]:
+    """Return the dim to cut of each parameter, by its id, as the user chooses."""
+    return {id(param): _dim(choose(param), param) for *_, param in managed.parameters()}
+
+
+def _dim(chosen: Any, param: nn.Parameter) -> int:
     if chosen is None:
         return 0
     dim = getattr(chosen, "dim", None)

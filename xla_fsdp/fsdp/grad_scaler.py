@@ -1,7 +1,7 @@
 """Loss scaling for fp16, where every rank sees only a part of each gradient.
 
-Always true: all ranks take the same decision, so that either all make a step or none. An overflow
-in one rank's shard, or before gradients were reduced, stops the step of all.
+Invariants: either all ranks make a step or none. An overflow in one rank's shard, or before
+gradients were reduced, stops the step of all.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     An optimizer whose ``step`` takes ``found_inf`` (those of ``torch_xla.amp.syncfree``) decides on
     the device; for others the value is read, which ends the step's program before the optimizer.
-    Parameters that ``step_in_backward`` steps are refused by ``unscale_`` and ``step``: backward
-    has stepped them with scaled gradients, before an overflow anywhere was known.
+    Parameters that ``step_in_backward`` steps are refused: they are stepped with scaled gradients
+    before an overflow anywhere is known.
 
     Args:
         init_scale: first factor.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps without overflow.
-        backoff_factor: what it is multiplied by after an overflow.
+        growth_factor: multiplies it after ``growth_interval`` steps without overflow.
+        backoff_factor: multiplies it after an overflow.
         growth_interval: in steps.
         enabled: False makes every method pass things through.
         groups: replica groups that must agree (default: all ranks).
@@ -57,7 +57,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As in torch; see ``unscale_``."""
+        """As in torch, but parameters that are stepped in backward raise RuntimeError."""
         if self.is_enabled():
             _check_steps_after_backward(optimizer)
         return super().step(optimizer, *args, **kwargs)
@@ -69,13 +69,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's gradients (fp16 ones, too: shards of fp16 parameters); what is found
-        counts for all ranks."""
+        # Also fp16 gradients, which shards of fp16 parameters have; torch refuses these.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # A rank may have no gradients, but takes part; ignored parameters may be on the host.
         here = [value.to(found_inf.device) for value in found.values()]
         own = torch.stack([torch.zeros_like(found_inf), *here]).max()
-        return {inv_scale.device: self._anywhere(own)}
+        if ops.world_size() > 1:
+            own = ops.all_reduce("max", own, self._groups)
+        return {inv_scale.device: own}
 
     def _maybe_opt_step(
         self,
@@ -90,18 +91,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
-    def _anywhere(self, found: Tensor) -> Tensor:
-        if ops.world_size() == 1:
-            return found
-        return ops.all_reduce("max", found, self._groups)
-
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters whose gradients are consumed before they could be unscaled.
-
-    Raises:
-        RuntimeError: if a parameter is stepped in backward.
-    """
+    """Raise RuntimeError if a parameter is stepped in backward, before it could be unscaled."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         found = known_group(param)
         if found is not None and found.steps_in_backward:

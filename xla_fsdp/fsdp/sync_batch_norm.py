@@ -1,10 +1,9 @@
-"""BatchNorm over the joined batch of all ranks.
+"""BatchNorm over the joined batch of all ranks; torch's own ``SyncBatchNorm`` only runs on CUDA.
 
-torch's own ``SyncBatchNorm`` only runs on CUDA. Always true: statistics are those of the joined
-batch, in fp32 at least; running statistics are the same on every rank, and the running variance is
-unbiased, as in torch. Ranks may have batches of different sizes.
-In training a forward makes two all-reduces (the mean; then the variance around it, which rounds
-better than a mean of squares), and its backward two.
+A forward in training makes two all-reduces (the mean; then the variance around it, which rounds
+better than a mean of squares), and its backward two. Ranks may have batches of different sizes.
+Invariants: statistics are in fp32 at least; running statistics are the same on every rank, and the
+running variance is unbiased, as in torch.
 """
 
 from __future__ import annotations
@@ -130,7 +129,8 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _centered(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The input less its mean; mean and biased variance [channels]; values per channel."""
+        """Return the input less its mean; mean and biased variance, [channels]; the number of
+        values of a channel, [1]."""
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [dim for dim in range(input.dim()) if dim != 1]
         own_count = wide.new_full((1,), input.numel() // self.num_features)
@@ -155,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks; its gradient is the sum of the ranks' gradients."""
+    """Sum over ranks; the gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, groups: ops.Groups) -> Tensor:
@@ -174,5 +174,5 @@ def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:
 
 
 def _as_channels(values: Tensor, like: Tensor) -> Tensor:
-    """[channels] as [1, channels, 1, ...]."""
+    """Return [channels] as [1, channels, 1, ...]."""
     return values.reshape(1, -1, *(1 for _ in range(like.dim() - 2)))

@@ -1,20 +1,8 @@
-"""A job in training, as what it saves and as what it can take: between live objects and files.
+"""``save_checkpoint`` and ``load_checkpoint``: training to a directory, and back to any ranks.
 
-Words: a *job* is a wrapped model and, perhaps, its optimizer and scheduler, seen from one rank.
-Always true: what is saved is copied to host memory by one transfer; what is loaded has been checked
-in full before ``take`` changes anything.
-How ranks agree is ``save_load``'s business, what is in the files ``checkpoint``'s; an optimizer is
-read and written by ``optim_state``.
-
-``save_checkpoint`` and ``load_checkpoint``: training to a directory, and back to any ranks.
-
-Words: a *step* is what training calls one, and what a checkpoint is named by; a save is *pending*
-until all ranks know that it is complete.
-Always true: every rank calls both functions, and all raise the same error or none; nothing of the
-model or optimizer is changed before everything has been read and checked; a save that follows a
-pending one waits for it first.
-What a job saves and takes is ``live_job``'s business, which bytes a rank needs
-``checkpoint.reshard``'s, when a step is complete ``checkpoint.commit``'s.
+Invariants: every rank calls both functions, and all raise the same error or none; what is saved is
+copied to host memory by one transfer; nothing of the model or optimizer is changed before all has
+been read and checked; a save that follows an asynchronous one waits for it first.
 """
 
 from __future__ import annotations
@@ -29,13 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.format import ShardMetadata
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.format import SUFFIXES, OptimizerState, ShardMetadata, StateKind
+from xla_fsdp.checkpoint.json_values import Packed, pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.plain_values import Packed, pack
-from xla_fsdp.checkpoint.reshard import Target
-from xla_fsdp.checkpoint.save_protocol import LOOKED_AT, Place, Ranks, Save
-from xla_fsdp.checkpoint.shard_writer import SUFFIXES, RankContent, write_rank_file
+from xla_fsdp.checkpoint.reshard import LoadTarget
+from xla_fsdp.checkpoint.save_step import (
+    LOOKED_AT,
+    RankContent,
+    Ranks,
+    Save,
+    ShardFile,
+    write_rank_file,
+)
 from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
@@ -46,21 +40,17 @@ from xla_fsdp.fsdp.engine.stacked_params import copy_stacks_to_host
 from xla_fsdp.fsdp.fsdp1_state_dict_type import unchosen
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.state_dict.optim import (
-    Holding,
-    OptimizerState,
+    OptimizerParams,
     find_problems,
     find_write_problems,
     params_by_key,
     read_optimizer,
-    record_of,
-    state_from,
-    tensors_of,
     write_optimizer,
 )
 
 
 class LRScheduler(Protocol):
-    """What is used of a learning rate scheduler."""
+    """Anything that counts steps and can be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -69,7 +59,7 @@ class LRScheduler(Protocol):
 
 @dataclass
 class TrainState:
-    """What one rank trains.
+    """What one rank trains, between live objects and files.
 
     Args:
         model: the outermost sharded module.
@@ -98,14 +88,12 @@ class TrainState:
 
     @property
     def group(self) -> int:
-        """Which of the sharding groups, all of which hold the same, this rank is in."""
+        """The index of this rank's sharding group; all groups hold the same."""
         at, groups = self.metadata.global_rank, self.metadata.groups or ()
         return next((index for index, group in enumerate(groups) if at in group), 0)
 
-    # ------------------------------------------------------------ saving
-
     def find_save_problems(self, extra: Any) -> list[str]:
-        """Why this cannot be saved, one line each."""
+        """Return why this cannot be saved, one line each."""
         problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
         try:
             self._values(extra)
@@ -114,11 +102,11 @@ class TrainState:
         return problems
 
     def content(self, extra: Any) -> RankContent:
-        """All that this rank saves; ``find_save_problems`` has found none."""
+        """Return all that this rank saves; ``find_save_problems`` has found none."""
         state = None
         if self.optimizer is not None:
             state = read_optimizer(self.optimizer, self.params)
-        model, states = self._tensors(), {} if state is None else tensors_of(state)
+        model, states = self._tensors(), {} if state is None else state.tensors()
         values = self._values(extra)
         names = [(key, name) for key, each in states.items() for name in each]
         live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
@@ -126,12 +114,11 @@ class TrainState:
         model = {key: next(copies) for key in model}
         for key, name in names:
             states[key][name] = next(copies)
-        record = None if state is None else record_of(state)
-        metadata = replace(self.metadata, optimizer=record)
+        metadata = replace(self.metadata, optimizer=None if state is None else state.record())
         return RankContent(metadata, model, states, Packed(values.json, list(copies)))
 
     def _values(self, extra: Any) -> Packed:
-        """Everything that has no shards."""
+        """Pack everything that has no shards."""
         state = self._state()
         values = {
             "extra": extra,
@@ -146,7 +133,7 @@ class TrainState:
         return pack(values, "values")
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The state dict's tensors, each once."""
+        """Return the state dict's tensors, each once."""
         return {
             key: value
             for key, value in self._state().items()
@@ -154,31 +141,28 @@ class TrainState:
         }
 
     def _state(self) -> dict[str, Any]:
-        """This rank's shards, whichever type of state dict the user has chosen."""
+        """Return this rank's shards, whichever type of state dict the user has chosen."""
         with unchosen(self._module):
             return self._module.state_dict()
 
-    # ------------------------------------------------------------ loading
-
-    def target(self) -> Target:
-        """What this rank needs.
+    def target(self) -> LoadTarget:
+        """Return what this rank needs.
 
         Raises:
-            CheckpointError: if the optimizer is of no use.
+            CheckpointError: if state cannot be written to the optimizer.
         """
         sharded = {record.key for record in self.metadata.params}
         tensors = self._tensors()
-        whole = {key: tuple(t.shape) for key, t in tensors.items() if key not in sharded}
+        unsharded = {key: tuple(t.shape) for key, t in tensors.items() if key not in sharded}
         if self.optimizer is None:
-            return Target(self.metadata, whole)
-        if problems := find_problems(self.optimizer, self.params):
-            raise CheckpointError(problems)
-        holding = Holding(self.params)
-        groups = [holding.all_keys(group["params"]) for group in self.optimizer.param_groups]
-        return Target(self.metadata, whole, groups)
+            return LoadTarget(self.metadata, unsharded)
+        raise_if(find_problems(self.optimizer, self.params))
+        known = OptimizerParams(self.params)
+        groups = [known.keys(*group["params"]) for group in self.optimizer.param_groups]
+        return LoadTarget(self.metadata, unsharded, groups)
 
     def find_load_problems(self, loaded: LoadedStep) -> list[str]:
-        """Why what was loaded cannot be taken, one line each."""
+        """Return why what was loaded cannot be taken, one line each."""
         problems = []
         if self.lr_scheduler is not None and "lr_scheduler" not in loaded.values:
             problems.append("the checkpoint holds no lr_scheduler; load without one")
@@ -187,9 +171,9 @@ class TrainState:
             problems += find_write_problems(self.optimizer, self.params, state)
         return problems
 
-    def take(self, loaded: LoadedStep, *, strict: bool) -> None:
+    def load(self, loaded: LoadedStep, *, strict: bool) -> None:
         """Go on from what was loaded; ``find_load_problems`` has found none."""
-        self._take_model(loaded, strict)
+        self._load_model(loaded, strict)
         if self.optimizer is not None:
             write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
         if self.lr_scheduler is not None:
@@ -199,9 +183,21 @@ class TrainState:
             self._set_rng_state(loaded.values.get("rng"))
 
     def _optimizer_state(self, loaded: LoadedStep) -> OptimizerState:
-        return state_from(loaded.groups, loaded.states, self.params)
+        """Return what was loaded, in the shapes of the parameters."""
+        if loaded.optimizer is None:
+            raise CheckpointError("no optimizer state was loaded")
+        states = {
+            key: {
+                name: replace(entry, value=entry.value.reshape(self.params[key].shape))
+                if entry.kind is StateKind.SHARD
+                else entry
+                for name, entry in entries.items()
+            }
+            for key, entries in loaded.optimizer.states.items()
+        }
+        return replace(loaded.optimizer, states=states)
 
-    def _take_model(self, loaded: LoadedStep, strict: bool) -> None:
+    def _load_model(self, loaded: LoadedStep, strict: bool) -> None:
         live = self._state()
         state: dict[str, Any] = {
             key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
@@ -288,11 +284,12 @@ def save_checkpoint(
     number = _checked_step(step)
     _check_arguments(model, keep_last, file_format)
     _wait_for_earlier(model)
-    job = TrainState(model, optimizer, lr_scheduler)
-    place = Place(job.metadata.rank, job.metadata.world_size, job.group, file_format)
-    save = Save(open_storage(directory), _ranks(), place, number, keep_last)
-    save.begin(job.find_save_problems(extra))
-    content = job.content(extra)
+    state = TrainState(model, optimizer, lr_scheduler)
+    metadata = state.metadata
+    file = ShardFile(metadata.rank, metadata.world_size, state.group, file_format)
+    save = Save(open_storage(directory), _ranks(), file, number, keep_last)
+    save.begin(state.find_save_problems(extra))
+    content = state.content(extra)
     save.start(lambda sink, name: write_rank_file(sink, name, content))
     pending = PendingSave(save)
     if asynchronous:
@@ -337,27 +334,21 @@ def load_checkpoint(
     """
     _check_wrapped(model)
     _wait_for_earlier(model)
-    job, ranks, storage = (
-        TrainState(model, optimizer, lr_scheduler),
-        _ranks(),
-        open_storage(directory),
-    )
+    state = TrainState(model, optimizer, lr_scheduler)
+    ranks, storage = _ranks(), open_storage(directory)
     attempt = _agreed_attempt(storage, ranks, step)
     if attempt is None and missing_ok:
         return {"step": None, "extra": None}
     if attempt is None:
         raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
     try:
-        loaded = load_step(storage, attempt, job.target(), strict=strict)
-        problems = job.find_load_problems(loaded)
+        loaded = load_step(storage, attempt, state.target(), strict=strict)
+        problems = state.find_load_problems(loaded)
     except CheckpointError as error:
         problems = error.problems
-    ranks.agree(problems)
-    job.take(loaded, strict=strict)
+    ranks.all_gather_or_raise(problems)
+    state.load(loaded, strict=strict)
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
-
-
-# ---------------------------------------------------------------- arguments and ranks
 
 
 def _checked_step(step: Any) -> int:
@@ -393,7 +384,7 @@ def _wait_for_earlier(model: ShardedModule) -> None:
 
 
 def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt | None:
-    """The latest attempt that every rank sees as complete.
+    """Return the latest attempt that every rank sees as complete.
 
     Raises:
         CheckpointError: if ``step`` is given and not complete, or files cannot be looked at.
@@ -407,7 +398,7 @@ def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
-    said = ranks.agree(problems, (storage.where, own, others))
+    said = ranks.all_gather_or_raise(problems, (storage.where, own, others))
     common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in said))
     if not common and step is not None:
         there = sorted({each for _, _, steps in said for each in steps})

@@ -1,30 +1,205 @@
-"""``XlaFullyShardedDataParallel``: a module wrapper over one unit, with upstream's interface.
-
-Words: see ``unit`` and ``sharded_param``. Always true: options are checked before anything changes.
-Making the unit is ``construction``'s job, names are ``unit_module``'s, what users do with the model
-is in ``sharded_module``; gathering, freeing and reducing are done below the unit.
-"""
+"""``XlaFullyShardedDataParallel``: shard a module by wrapping it, as torch_xla's own FSDP does."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.xla.cpu_rank_patches import own_random_numbers
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.module_state import (
+    FSDPModuleBase,
+    ModuleState,
+    attach,
+    close_failed_passes,
+    is_unit,
+    mark_state_dicts,
+)
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
 from xla_fsdp.fsdp.fsdp1_state_dict_type import StateDictTypes
-from xla_fsdp.fsdp.init.build import build_unit, check_wrappable, finish_unit, wrap_by_policy
+from xla_fsdp.fsdp.init.build import (
+    broadcast_values,
+    build_unit,
+    communicate,
+    free_unsharded,
+)
+from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
+from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
-from xla_fsdp.wrap import Ignored
+from xla_fsdp.wrap import Ignored, wrap_children
+
+_INNER = "_fsdp_wrapped_module"
+
+# Of transformers models; it calls the model itself, not its wrapper.
+_KNOWN_FORWARD_METHODS = ("generate",)
 
 
-class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
+class WrapperModule(FSDPModuleBase, nn.Module):
+    """A module that runs another one as a unit, and does not show in names.
+
+    ``named_modules``, ``named_children``, ``named_parameters``, ``state_dict`` and messages use the
+    names that modules had before they were wrapped, at any depth.
+
+    Args:
+        module: the wrapped module.
+        state: with the unit that holds the module's parameters; it is the root of the units inside
+            the module from now on.
+    """
+
+    _fsdp_is_wrapper = True
+
+    def __init__(self, module: nn.Module, state: ModuleState) -> None:
+        super().__init__()
+        self._forward_methods = {
+            name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
+        }
+        self._fsdp_wrapped_module = module
+        self._parameters = cast(Any, WrappedParameters(module))
+        self._load_errors: list[str] = []  # of the load that is going on
+        # Before names get the wrapped module's, which only nn.Module's own loading wants.
+        attach(self, state)
+        # A partial because torch sets an attribute on this hook.
+        self.register_state_dict_post_hook(partial(_hide_wrapped_module))
+        self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
+        self.register_load_state_dict_post_hook(_hide_in_report)
+        mark_state_dicts(self)
+
+    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters gathered.
+
+        Raises:
+            RuntimeError: under ``torch.compile``.
+        """
+        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``; wrapper and wrapped module have the same name."""
+        close_failed_passes(self)
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapped module's children, by their own names."""
+        return self._fsdp_wrapped_module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yield the wrapped module, which ``apply``, ``train`` and ``to`` must not miss."""
+        yield self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up attributes that the wrapper lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            if name in self.__dict__["_forward_methods"]:
+                return partial(self._run_method, name)
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Return the length of the wrapped module (``nn.Sequential``)."""
+        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
+        return True
+
+    @torch.compiler.disable(recursive=False)
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+
+    def _fsdp_register_method(self, name: str) -> None:
+        if not callable(getattr(self.module, name, None)):
+            raise ValueError(
+                f"{type(self.module).__name__} has no method {name!r} to register; give the name "
+                f"of a method of the wrapped module"
+            )
+        self._forward_methods.add(name)
+
+
+def _hide_wrapped_module(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Take the wrapped module's name out of the keys of a state dict."""
+    inner = f"{prefix}{_INNER}."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _unhide_wrapped_module(
+    wrapper: Any,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Put the wrapped module's name into keys, for nn.Module's own loading."""
+    wrapper._load_errors = errors
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _hide_in_report(wrapper: Any, report: Any) -> None:
+    """Take the wrapped module's name out of the messages of a load."""
+    for messages in (report.missing_keys, report.unexpected_keys, wrapper._load_errors):
+        messages[:] = [message.replace(f"{_INNER}.", "") for message in messages]
+    wrapper._load_errors = []
+
+
+class WrappedParameters(UserDict[str, Any]):
+    """The parameter registry of a wrapper: the wrapped module's, but without ``items``.
+
+    Code that walks a model by ``named_children`` (the weight-decay groups of transformers) asks
+    every module's registry for its names. nn.Module asks for ``items`` and ``values``, which are
+    empty, as it visits the wrapped module as well.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped module's registry."""
+        return self._module._parameters
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return nothing."""
+        return ItemsView({})
+
+    def values(self) -> ValuesView[Any]:
+        """Return nothing."""
+        return ValuesView({})
+
+
+class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
@@ -36,13 +211,13 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
 
     Args:
         module: what to wrap; it must define ``forward``.
-        reshard_after_forward: free full parameters after forward and gather them again in
+        reshard_after_forward: free unsharded parameters after forward and gather them again in
             backward. Without it they live until backward. A number of ranks keeps them until
             backward in shards of groups of so many neighbours, among which they are gathered again.
         flatten_parameters: join the unit's parameters into one vector (trainable and frozen ones,
             and different dtypes, apart). Optimizers then see that vector, so parameters in it
             cannot be in different optimizer groups.
-        execute_sharding_on_init: run the sharding at once, to free the full parameters.
+        execute_sharding_on_init: run the sharding at once, to free the unsharded parameters.
         optimization_barrier_in_forward: tie the unit's gather to its inputs, and fence its outputs.
         optimization_barrier_in_backward: the same for gradients.
         sync_on_finalization: run the graph when a backward pass ends, before the optimizer.
@@ -81,7 +256,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         scan_stacked: keep the parameters of these in stacks, one for all blocks (``stacked`` of
             ``scan_blocks``).
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
-            ``torch_options.TorchOptions``.
+            ``xla_fsdp.fsdp.fsdp1_options.TorchOptions``.
 
     Raises:
         TypeError: if ``module`` is not an ``nn.Module`` or a dtype is not a floating-point one.
@@ -122,65 +297,90 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         **torch_options: Any,
     ) -> None:
         check_wrappable(module)
-        upstream = {
-            "reshard_after_forward": reshard_after_forward,
-            "flatten_parameters": flatten_parameters,
-            "execute_sharding_on_init": execute_sharding_on_init,
-            "optimization_barrier_in_forward": optimization_barrier_in_forward,
-            "optimization_barrier_in_backward": optimization_barrier_in_backward,
-            "sync_on_finalization": sync_on_finalization,
-            "disable_reshard_on_root": disable_reshard_on_root,
-            "compute_dtype": compute_dtype,
-            "buffer_dtype": buffer_dtype,
-            "fp32_reduce_scatter": fp32_reduce_scatter,
-            "sharding_groups": sharding_groups,
-            "sharding_rank": sharding_rank,
-            "sharding_world_size": sharding_world_size,
-            "shard_param_on_dim_0": shard_param_on_dim_0,
-            "pin_layout_in_collective_ops": pin_layout_in_collective_ops,
-            "reduce_scatter_bucket_size_mb": reduce_scatter_bucket_size_mb,
-            "coalesce_all_gather_ops": coalesce_all_gather_ops,
-        }
-        theirs = TorchOptions(**torch_options)
-        options = translate(theirs, upstream)
+        config = FSDPConfig(
+            reshard_after_forward=reshard_after_forward,
+            flatten_parameters=flatten_parameters,
+            execute_sharding_on_init=execute_sharding_on_init,
+            optimization_barrier_in_forward=optimization_barrier_in_forward,
+            optimization_barrier_in_backward=optimization_barrier_in_backward,
+            sync_on_finalization=sync_on_finalization,
+            disable_reshard_on_root=disable_reshard_on_root,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            sharding_groups=sharding_groups,
+            sharding_rank=sharding_rank,
+            sharding_world_size=sharding_world_size,
+            shard_param_on_dim_0=shard_param_on_dim_0,
+            pin_layout_in_collective_ops=pin_layout_in_collective_ops,
+            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+            coalesce_all_gather_ops=coalesce_all_gather_ops,
+        )
+        fsdp1 = TorchOptions(**torch_options)
+        config = translate(fsdp1, config)
+        config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if scan_stacked and not scan_layers:
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
-        with own_random_numbers():
+        with ops.runtime().keep_host_rng():
             if auto_wrap_policy is not None:
-                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                given = {
+                others = {
                     "param_init_fn": param_init_fn,
                     "collectives": collectives,
-                    "mesh": options.mesh,
-                    "mixed_precision": theirs.mixed_precision,
-                    "sync_module_states": theirs.sync_module_states or None,
+                    "mesh": config.mesh,
+                    "mixed_precision": fsdp1.mixed_precision,
+                    "sync_module_states": fsdp1.sync_module_states or None,
                 }
-                wrap_by_policy(module, auto_wrap_policy, wrapper, options, ignored, given)
+                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
+                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, config, others)
             if scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
-            built = build_unit(
-                [module],
-                options,
-                ignored,
-                param_init_fn,
-                collectives,
-                sync_module_states=theirs.sync_module_states,
-            )
-            super().__init__(module, built.attachment())
-            self.xla_device = built.unit.device
-            self.rank = built.communication.shards.rank
-            self.world_size = built.communication.shards.num_shards
-            finish_unit(options)
+            managed = ManagedModules([module], ignored)
+            communication = communicate(managed, config, collectives)
+            origins = materialize(managed, param_init_fn)
+            if fsdp1.sync_module_states:
+                broadcast_values(managed, communication)
+            [state] = build_unit(managed, config, communication, origins=origins)
+            super().__init__(module, state)
+            self.xla_device = state.unit.device
+            self.rank = communication.shards.rank
+            self.world_size = communication.shards.num_shards
+            free_unsharded(config)
 
     def extra_repr(self) -> str:
-        """The options that differ between units."""
-        options = self._fsdp_unit.config
+        """Return the options that differ between units."""
+        config = self._fsdp_unit.config
         return (
             f"rank={self.rank}, world_size={self.world_size}, "
-            f"compute_dtype={options.compute_dtype}, "
-            f"flatten_parameters={options.flatten_parameters}, "
-            f"reshard_after_forward={options.reshard_after_forward}"
+            f"compute_dtype={config.compute_dtype}, "
+            f"flatten_parameters={config.flatten_parameters}, "
+            f"reshard_after_forward={config.reshard_after_forward}"
         )
+
+
+def _wrap_inside(
+    module: nn.Module,
+    policy: Callable[..., bool],
+    wrapper: Callable[..., nn.Module],
+    ignored: Ignored,
+    config: FSDPConfig,
+    others: dict[str, Any],
+) -> None:
+    """Wrap the descendants of ``module`` that ``policy`` selects, with the options of ``config``
+    and ``ignored``, and those of ``others`` that are not None."""
+    for name, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
+        if not callable(given):
+            raise TypeError(
+                f"{name} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
+            )
+    for name, inner in module.named_modules():
+        if is_unit(inner):
+            raise ValueError(
+                f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
+                f"FSDP units inside. Wrap by hand or by policy, not both"
+            )
+    more = {name: value for name, value in others.items() if value is not None}
+    options = {**config.as_keywords(), **ignored.as_keywords(), **more}
+    wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)

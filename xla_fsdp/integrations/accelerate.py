@@ -1,10 +1,9 @@
 """Hugging Face Accelerate with sharded models: an ``Accelerator`` that knows them.
 
-accelerate's own, on XLA, averages the gradients of different shards as if they were replicas. The
-words are those of accelerate and ``sharded_param``; a *sharded* optimizer holds at least one shard.
-Always true: a sharded optimizer's gradients are left as the units have reduced them, only those of
-parameters that FSDP ignores are averaged, once per step; what has no shards is left to accelerate.
-How state is saved is ``save_load``'s business, how norms are computed ``grad_clip``'s.
+accelerate's own, on XLA, averages the gradients of different shards as if they were replicas.
+
+Invariants: the gradients of shards are left as FSDP has reduced them; only those of parameters that
+FSDP ignores are averaged, once per step. What has no shards is left to accelerate.
 """
 
 from __future__ import annotations
@@ -30,40 +29,35 @@ from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
-from xla_fsdp.integrations.versions import require
+from xla_fsdp.integrations import require
 
 require("accelerate")
 
+# Directory that ``save_state`` adds for the first sharded model; ``xla_fsdp_1`` for the next.
 SHARDS = "xla_fsdp"
-
-"""Directory that ``save_state`` adds for the first sharded model; ``xla_fsdp_1`` for the next."""
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """An optimizer of shards, as ``Accelerator.prepare`` returns it."""
+    """An optimizer that holds at least one shard, as ``Accelerator.prepare`` returns it."""
 
-    _whole_are_reduced = False
+    _ignored_are_reduced = False
 
-    def holds_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether this steps at least one of ``params``."""
-        given = {id(param) for param in params}
-        return any(id(param) in given for param in self._params())
-
-    def reduce_whole(self) -> None:
+    def reduce_ignored(self) -> None:
         """Average the gradients of parameters that FSDP ignores over the ranks, once per step."""
-        if not self._whole_are_reduced:
-            for param in self._params():
-                if param.grad is not None and not is_sharded(param):
-                    grad = param.grad.to(ops.device())  # it may be left in host memory
-                    param.grad.copy_(ops.all_reduce("sum", grad, None) / ops.world_size())
-            self._whole_are_reduced = True
+        if self._ignored_are_reduced:
+            return
+        for param in _params(self):
+            if param.grad is not None and not is_sharded(param):
+                grad = param.grad.to(ops.device())  # it may be left in host memory
+                param.grad.copy_(ops.all_reduce("sum", grad, None) / ops.world_size())
+        self._ignored_are_reduced = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """As in accelerate, without averaging shards."""
+        """Step as accelerate does, without averaging shards."""
         if not self.gradient_state.sync_gradients:
             return
-        self.reduce_whole()
-        self._whole_are_reduced = False
+        self.reduce_ignored()
+        self._ignored_are_reduced = False
         before = self.gradient_state.is_xla_gradients_synced
         # What accelerate asks before it averages; other optimizers must find it as they left it.
         self.gradient_state.is_xla_gradients_synced = True
@@ -73,14 +67,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
             self.gradient_state.is_xla_gradients_synced = before
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As in accelerate. Gradients that come after are new ones, whether there was a step or
-        not."""
-        if self.gradient_state.sync_gradients:
-            self._whole_are_reduced = False
+        """Clear gradients as accelerate does."""
+        if self.gradient_state.sync_gradients:  # those that come are new, even without a step
+            self._ignored_are_reduced = False
         super().zero_grad(set_to_none)
-
-    def _params(self) -> Iterator[Tensor]:
-        return (param for group in self.param_groups for param in group["params"])
 
 
 class Accelerator(accelerate.Accelerator):
@@ -109,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As in accelerate; optimizers made before their model was wrapped follow it.
+        """Prepare as accelerate does; optimizers made before their model was wrapped follow it.
 
         Raises:
             ValueError: if an optimizer has state, or groups that flattened parameters cross.
@@ -117,25 +107,26 @@ class Accelerator(accelerate.Accelerator):
         given = [self._sharded(each) if isinstance(each, nn.Module) else each for each in args]
         for each in given:
             if isinstance(each, Optimizer) and not isinstance(each, AcceleratedOptimizer):
-                _follow(each)
+                _hold_shards(each)
         return super().prepare(*given, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate."""
+        """Prepare as accelerate does, after ``shard``."""
         return super().prepare_model(self._sharded(model), *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As in accelerate; a ``ShardedOptimizer`` for shards."""
+        """Prepare as accelerate does; return a ``ShardedOptimizer`` for shards."""
         prepared = getattr(optimizer, "_is_accelerate_prepared", False)
-        if prepared or not _holds_shards(optimizer):
+        if prepared or not any(is_sharded(param) for param in _params(optimizer)):
             return super().prepare_optimizer(optimizer, device_placement)
-        place = self.device_placement if device_placement is None else device_placement
-        sharded = ShardedOptimizer(optimizer, device_placement=place, scaler=self.scaler)
+        if device_placement is None:
+            device_placement = self.device_placement
+        sharded = ShardedOptimizer(optimizer, device_placement, self.scaler)
         self._optimizers.append(sharded)
         return sharded
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As in accelerate; of a sharded model, the module that was wrapped (with its shards)."""
+        """Unwrap as accelerate does; of a sharded model, return the module with its shards."""
         model = super().unwrap_model(model, *args, **kwargs)
         return model.module if isinstance(model, XlaFullyShardedDataParallel) else model
 
@@ -149,7 +140,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """As in accelerate; the norm is that of the full gradients, over all ranks.
+        """Clip as accelerate does; the norm is that of the unsharded gradients, over all ranks.
 
         Raises:
             RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
@@ -159,41 +150,42 @@ class Accelerator(accelerate.Accelerator):
             with self._without_sharded():
                 return super().clip_grad_norm_(params, max_norm, norm_type)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, ShardedOptimizer) and optimizer.holds_any(params):
-                optimizer.reduce_whole()
+            if isinstance(optimizer, ShardedOptimizer) and _holds_any(optimizer, params):
+                optimizer.reduce_ignored()
         self.unscale_gradients()
         return clip_grad_norm_(params, max_norm, norm_type)
 
     # ------------------------------------------------------------ state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As in accelerate; of a sharded model, the full tensors on the main process and nothing on
-        the others. Every rank must call it."""
+        """As in accelerate; of a sharded model, return the unsharded tensors on the main process
+        and nothing on the others. Every rank must call it."""
         if _sharded_root(model) is None:
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model, rank0_only=True)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Sharded models and their optimizers go, in shards, into directories of
-        their own (see ``save_checkpoint``); hooks get the other models. Every rank must call it.
+        """Save as accelerate does; sharded models and their optimizers go, in shards, into
+        directories of their own (by ``save_checkpoint``). Hooks get the other models. Every rank
+        must call it.
 
         Raises:
             ValueError: if a sharded model has several optimizers, or an optimizer several models.
         """
-        jobs = self._jobs()
+        sharded = self._sharded_models()
         with self._without_sharded():
             where = super().save_state(output_dir, *args, **kwargs)
-        for directory, model, optimizer in _directories(where, jobs):
-            save_checkpoint(directory, model, optimizer, step=0)
+        for index, (model, optimizer) in enumerate(sharded):
+            save_checkpoint(_directory(where, index), model, optimizer, step=0)
         return where
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As in accelerate; onto any number of ranks. Every rank must call it.
+        """Load as accelerate does; onto any number of ranks. Every rank must call it.
 
         Raises:
             CheckpointError: if the shards are incomplete or do not fit.
         """
-        jobs = self._jobs()
+        sharded = self._sharded_models()
         found: list[Any] = []
         handle = self.register_load_state_pre_hook(lambda _, where: found.append(where))
         try:
@@ -202,12 +194,12 @@ class Accelerator(accelerate.Accelerator):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-        for directory, model, optimizer in _directories(found[0], jobs):
-            load_checkpoint(directory, model, optimizer)
+        for index, (model, optimizer) in enumerate(sharded):
+            load_checkpoint(_directory(found[0], index), model, optimizer)
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """Inside, accelerate's own methods see what has no shards only, and data loaders that its
+        """Let accelerate's own methods see what has no shards only, and data loaders that its
         ``save_state`` can look into."""
         before = self._models, self._optimizers, self._dataloaders
         self._models = [model for model in self._models if _sharded_root(model) is None]
@@ -221,19 +213,24 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._models, self._optimizers, self._dataloaders = before
 
-    def _jobs(self) -> list[tuple[XlaFullyShardedDataParallel, Optimizer | None]]:
+    def _sharded_models(self) -> list[tuple[XlaFullyShardedDataParallel, Optimizer | None]]:
         """Every sharded model with its optimizer."""
         roots = [root for model in self._models if (root := _sharded_root(model)) is not None]
-        sharded = [
+        optimizers = [
             each.optimizer for each in self._optimizers if isinstance(each, ShardedOptimizer)
         ]
-        jobs = [(root, _only(sharded, root)) for root in roots]
-        if len({id(optimizer) for _, optimizer in jobs if optimizer}) < len(sharded):
+        found = [(root, _optimizer_of(root, optimizers)) for root in roots]
+        if len({id(optimizer) for _, optimizer in found if optimizer}) < len(optimizers):
             raise ValueError(
-                f"{len(sharded)} optimizers of shards for {len(roots)} sharded models: each must "
-                f"hold parameters of one model that was prepared, too. Prepare the models first"
+                f"{len(optimizers)} optimizers of shards for {len(roots)} sharded models: each "
+                f"must hold parameters of one model that was prepared, too. Prepare the models "
+                f"first"
             )
-        return jobs
+        return found
+
+
+def _directory(where: Any, index: int) -> Path:
+    return Path(os.fspath(where), f"{SHARDS}_{index}" if index else SHARDS)
 
 
 def _sharded_root(model: nn.Module) -> XlaFullyShardedDataParallel | None:
@@ -258,14 +255,17 @@ def _sharded_root(model: nn.Module) -> XlaFullyShardedDataParallel | None:
     return None
 
 
-def _only(optimizers: list[Any], model: nn.Module) -> Optimizer | None:
-    """The optimizer of the model's parameters."""
-    params = {id(param) for param in model.parameters()}
-    own = [
-        optimizer
-        for optimizer in optimizers
-        if any(id(param) in params for group in optimizer.param_groups for param in group["params"])
-    ]
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _holds_any(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+    given = set(map(id, params))
+    return any(id(param) in given for param in _params(optimizer))
+
+
+def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
+    own = [each for each in optimizers if _holds_any(each, model.parameters())]
     if len(own) > 1:
         raise ValueError(
             f"{len(own)} optimizers share the parameters of one sharded model, and its checkpoints "
@@ -274,28 +274,15 @@ def _only(optimizers: list[Any], model: nn.Module) -> Optimizer | None:
     return own[0] if own else None
 
 
-def _directories(
-    where: Any, jobs: list[tuple[XlaFullyShardedDataParallel, Optimizer | None]]
-) -> Iterator[tuple[Path, XlaFullyShardedDataParallel, Optimizer | None]]:
-    for index, (model, optimizer) in enumerate(jobs):
-        yield Path(os.fspath(where), f"{SHARDS}_{index}" if index else SHARDS), model, optimizer
-
-
-def _holds_shards(optimizer: Optimizer) -> bool:
-    return any(is_sharded(param) for group in optimizer.param_groups for param in group["params"])
-
-
-def _follow(optimizer: Optimizer) -> None:
-    """Let an optimizer that was made before wrapping hold the shards instead."""
+def _hold_shards(optimizer: Optimizer) -> None:
+    """Let an optimizer that was made before wrapping hold the shards of its parameters."""
     groups = [[_current(param) for param in group["params"]] for group in optimizer.param_groups]
-    unique = [list(dict.fromkeys(group)) for group in groups]
-    if all(
-        new is old
-        for group, params in zip(optimizer.param_groups, groups, strict=True)
-        for new, old in zip(params, group["params"], strict=True)
-    ):
+    before = list(_params(optimizer))
+    after = [param for group in groups for param in group]
+    if all(new is old for new, old in zip(after, before, strict=True)):
         return
-    _check_can_follow(optimizer, unique)
+    unique = [list(dict.fromkeys(group)) for group in groups]
+    _check_can_change(optimizer, unique)
     for group, params in zip(optimizer.param_groups, unique, strict=True):
         group["params"] = params
 
@@ -305,7 +292,7 @@ def _current(param: Tensor) -> Tensor:
     return param if known is None else known.leaf
 
 
-def _check_can_follow(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
+def _check_can_change(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
     name = type(optimizer).__name__
     if optimizer.state:
         raise ValueError(
@@ -313,7 +300,7 @@ def _check_can_follow(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
             f"parameters. Wrap first, then load_optim_state_dict"
         )
     every = [param for group in groups for param in group]
-    if len({id(param) for param in every}) < len(every):
+    if len(set(map(id, every))) < len(every):
         raise ValueError(
             f"parameter groups of {name} share a flattened unit or a stack of scanned blocks, "
             f"which has one optimizer state. Shard with flatten_parameters=False, scan without "

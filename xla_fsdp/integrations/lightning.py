@@ -1,7 +1,6 @@
 """Lightning Fabric's ``XLAFSDPStrategy`` on this package, on CPU ranks, too: ``install()``.
 
-Always true: Fabric's own code runs unchanged. It asks for ``torch_xla.distributed.fsdp``, which
-``compat`` answers; on CPU it is told how many devices there are and gets ranks from ``launcher``.
+Fabric's own code runs unchanged: ``compat`` answers its imports of ``torch_xla.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
 from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
-from xla_fsdp.integrations.versions import require
+from xla_fsdp.integrations import require
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
 
@@ -47,13 +46,9 @@ def install(cpu_ranks: int | None = None) -> None:
         )
     run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
     for package in _PACKAGES:
-        _count_cpu_ranks(package, cpu_ranks)
-
-
-def _count_cpu_ranks(package: str, count: int) -> None:
-    try:
-        accelerator = importlib.import_module(f"{package}.accelerators").XLAAccelerator
-    except ImportError:
-        return
-    accelerator.auto_device_count = staticmethod(lambda: count)
-    accelerator.is_available = staticmethod(lambda: True)
+        try:
+            accelerator = importlib.import_module(f"{package}.accelerators").XLAAccelerator
+        except ImportError:
+            continue
+        accelerator.auto_device_count = staticmethod(lambda: cpu_ranks)
+        accelerator.is_available = staticmethod(lambda: True)

@@ -1,45 +1,41 @@
 """transformers' ``Trainer`` on sharded models: ``install()``, once, before it is used.
 
-Words: a *sharded* trainer was given ``fsdp_config={"xla": True, ...}`` (and not ``xla_fsdp_v2``).
-Always true: methods of ``Trainer`` are replaced by ones that do the original for any other trainer,
-and its subclasses have them, too. Gradients are ``accelerate``'s business here (as in Trainer);
-what a unit is, ``trainer_wrapping``'s; checkpoints, ``save_load``'s. A checkpoint directory holds
-the merged model as ``save_pretrained`` writes it, and everything in shards in ``xla_fsdp``.
+Methods of ``Trainer`` are replaced by ones that do the original unless the trainer was given
+``fsdp_config={"xla": True, ...}`` (and not ``xla_fsdp_v2``); its subclasses have them, too.
+Gradients are left to ``Accelerator``. A checkpoint directory holds the merged model as
+``save_pretrained`` writes it, and everything in shards in ``xla_fsdp``.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch import nn
 from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import exchange
+from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
-from xla_fsdp.integrations.trainer_wrapping import shard_as_configured
-from xla_fsdp.integrations.versions import require
+from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 require("transformers", "accelerate")
 
 Original = Callable[..., Any]
-
-# Random state of the device with which a trainer's next step begins. Keys are each rank's own.
-_next_random_state: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-_replacements: dict[str, Callable[..., Any]] = {}
 
 
 def install() -> None:
@@ -52,14 +48,14 @@ def install() -> None:
         UntestedVersionError: on import of this module, if transformers or accelerate do not fit.
     """
     trainer_module.Accelerator = Accelerator
-    for name, replacement in _replacements.items():
+    for name, replacement in _REPLACEMENTS.items():
         original = getattr(transformers.Trainer, name)
         if not getattr(original, "is_of_xla_fsdp", False):
             setattr(transformers.Trainer, name, _with_original(original, replacement))
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Whether the trainer's model is wrapped, which it is from its first training or evaluation."""
+    """Return whether a trainer's model is wrapped: from its first training or evaluation on."""
     return isinstance(trainer.model, XlaFullyShardedDataParallel)
 
 
@@ -72,20 +68,9 @@ def _with_original(original: Original, replacement: Callable[..., Any]) -> Calla
     return method
 
 
-def _replaces(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The method of this name becomes ``function(original, trainer, ...)``."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _replacements[name] = function
-        return function
-
-    return register
-
-
 # ---------------------------------------------------------------- wrapping
 
 
-@_replaces("_wrap_model")
 def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap at the first training or evaluation.
 
@@ -96,24 +81,101 @@ def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwar
         return original(model, *args, **kwargs)
     if not is_sharded(trainer):
         trainer.model = trainer.model_wrapped = shard_as_configured(trainer.model, trainer.args)
-        _leave_fusing_to_xla(trainer.args)
+        # The Trainer's default asks for torch's fused kernel, which there is none of for XLA.
+        if trainer.args.optim == OptimizerNames.ADAMW_TORCH_FUSED:
+            trainer.args.optim = OptimizerNames.ADAMW_TORCH
     return trainer.model
 
 
-def _leave_fusing_to_xla(args: Any) -> None:
-    """The Trainer's default asks for torch's fused kernel, which there is none of for XLA."""
-    if args.optim == OptimizerNames.ADAMW_TORCH_FUSED:
-        args.optim = OptimizerNames.ADAMW_TORCH
+def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParallel:
+    """Wrap a model as the ``fsdp_config`` of ``TrainingArguments`` says.
+
+    Args:
+        model: not wrapped.
+        args: ``TrainingArguments``. Of its ``fsdp_config`` these count: ``min_num_params``, else
+            ``transformer_layer_cls_to_wrap`` (default: the model's ``_no_split_modules``) say which
+            modules are wrapped; ``xla_fsdp_grad_ckpt``, whether these are recomputed in backward;
+            ``xla_fsdp_settings``, all other options of the wrapper, with dtypes by name.
+
+    Raises:
+        ValueError: with all that does not fit.
+    """
+    config: Mapping[str, Any] = args.fsdp_config
+    names = _layer_names(model, config)
+    if problems := list(_problems(model, args, names)):
+        raise ValueError(f"fsdp_config cannot be followed: {'; '.join(problems)}")
+    recompute = bool(config["xla_fsdp_grad_ckpt"])
+    model_config: Any = getattr(model, "config", None)
+    if recompute and model_config is not None:
+        model_config.use_cache = False  # a cache that grows when a layer is recomputed
+    policy = _policy(model, config, names)
+    wrapper = _recomputing if recompute and policy is not None else None
+    return XlaFullyShardedDataParallel(
+        model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **args.xla_fsdp_config
+    )
+
+
+def _recomputing(module: nn.Module, **options: Any) -> nn.Module:
+    return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
+
+
+def _layer_names(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
+    if config["min_num_params"]:
+        return []
+    given = config.get("transformer_layer_cls_to_wrap")
+    if given is None:
+        return sorted(_class_names(model) & set(getattr(model, "_no_split_modules", None) or ()))
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _class_names(model: nn.Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules()}
+
+
+def _policy(
+    model: nn.Module, config: Mapping[str, Any], names: list[str]
+) -> Callable[..., bool] | None:
+    if least := config["min_num_params"]:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    if not names:
+        return None
+    classes = {type(module) for module in model.modules() if type(module).__name__ in names}
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+
+
+def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
+    known = set(inspect.signature(XlaFullyShardedDataParallel.__init__).parameters)
+    known -= {"self", "module", "auto_wrap_policy", "auto_wrapper_callable"}  # made here
+    if unknown := sorted(set(args.xla_fsdp_config) - known):
+        yield f"xla_fsdp_settings has {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+    if args.gradient_checkpointing:
+        yield (
+            "gradient_checkpointing=True uses torch.utils.checkpoint, which knows no XLA device; "
+            "set fsdp_config['xla_fsdp_grad_ckpt']=True instead"
+        )
+    if args.save_on_each_node:
+        yield (
+            "save_on_each_node=True would write models without tensors on other hosts, as the "
+            "merged tensors are on the main process only; leave it out, and copy the directory"
+        )
+    if args.torch_compile:
+        yield "torch_compile=True would cut the step into many programs; leave it out"
+    for name in names:
+        if name not in _class_names(model):
+            kind = type(model).__name__
+            yield f"transformer_layer_cls_to_wrap names {name}, which {kind} does not have"
+    config = args.fsdp_config
+    if config["xla_fsdp_grad_ckpt"] and not names and not config["min_num_params"]:
+        yield "xla_fsdp_grad_ckpt needs transformer_layer_cls_to_wrap or min_num_params"
 
 
 # ---------------------------------------------------------------- saving
 
 
-@_replaces("save_model")
 def _save_model(
     original: Original, trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """The merged model, as ``save_pretrained`` of the plain one writes it."""
+    """Save the merged model as ``save_pretrained`` of the unwrapped one writes it."""
     if not is_sharded(trainer):
         original(output_dir, _internal_call)
         return
@@ -127,9 +189,9 @@ def _save_model(
 
 def _write_merged(trainer: Any, full: dict[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    plain = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(plain, "save_pretrained"):
-        plain.save_pretrained(directory, state_dict=full)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory, state_dict=full)
     else:
         unshared = {name: value.clone() for name, value in full.items()}
         save_file(unshared, directory / "model.safetensors", {"format": "pt"})
@@ -138,8 +200,7 @@ def _write_merged(trainer: Any, full: dict[str, Any], directory: Path) -> None:
     torch.save(trainer.args, directory / "training_args.bin")
 
 
-@_replaces("_save_optimizer_and_scheduler")
-def _save_job(original: Original, trainer: Any, output_dir: str) -> None:
+def _save_train_state(original: Original, trainer: Any, output_dir: str) -> None:
     if not is_sharded(trainer):
         original(output_dir)
         return
@@ -150,15 +211,13 @@ def _save_job(original: Original, trainer: Any, output_dir: str) -> None:
 # ---------------------------------------------------------------- loading
 
 
-@_replaces("_load_from_checkpoint")
 def _load_model(original: Original, trainer: Any, checkpoint: str, *args: Any, **kw: Any) -> None:
-    """Nothing, where the model's shards come with its optimizer's."""
+    """Load nothing where the model's shards are loaded with its optimizer's."""
     if not (trainer.is_fsdp_xla_v1_enabled and _shards(checkpoint).is_dir()):
         original(checkpoint, *args, **kw)
 
 
-@_replaces("_load_optimizer_and_scheduler")
-def _load_job(original: Original, trainer: Any, checkpoint: str | None) -> None:
+def _load_train_state(original: Original, trainer: Any, checkpoint: str | None) -> None:
     if checkpoint is None or not is_sharded(trainer):
         original(checkpoint)
         return
@@ -173,7 +232,6 @@ def _load_job(original: Original, trainer: Any, checkpoint: str | None) -> None:
         )
 
 
-@_replaces("_load_best_model")
 def _load_best_model(original: Original, trainer: Any) -> None:
     best = trainer.state.best_model_checkpoint
     if is_sharded(trainer) and _shards(best).is_dir():
@@ -188,13 +246,11 @@ def _load_best_model(original: Original, trainer: Any) -> None:
 # was saved.
 
 
-@_replaces("_save_rng_state")
 def _save_random_state(original: Original, trainer: Any, output_dir: str) -> None:
     original(output_dir)
     _keep_random_state(trainer)
 
 
-@_replaces("_load_rng_state")
 def _load_random_state(original: Original, trainer: Any, checkpoint: str | None) -> None:
     with one_rank_at_a_time():  # torch's list of what may be unpickled is the process's
         original(checkpoint)
@@ -203,17 +259,13 @@ def _load_random_state(original: Original, trainer: Any, checkpoint: str | None)
 
 def _keep_random_state(trainer: Any) -> None:
     if is_sharded(trainer):
-        _next_random_state[trainer] = ops.get_rng_state(trainer.args.device)
+        trainer.xla_fsdp_random_state = ops.get_rng_state(trainer.args.device)
 
 
-@_replaces("training_step")
 def _training_step(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    if (state := _next_random_state.pop(trainer, None)) is not None:
+    if (state := vars(trainer).pop("xla_fsdp_random_state", None)) is not None:
         ops.set_rng_state(state, trainer.args.device)
     return original(*args, **kwargs)
-
-
-# ---------------------------------------------------------------- files
 
 
 def _shards(directory: str | os.PathLike[str]) -> Path:
@@ -221,5 +273,19 @@ def _shards(directory: str | os.PathLike[str]) -> Path:
 
 
 def _inner(optimizer: Any) -> Any:
-    """What accelerate has wrapped."""
+    """The optimizer that accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+# Methods of ``Trainer``, each of which becomes ``function(original, trainer, ...)``.
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_wrap_model": _wrap_model,
+    "save_model": _save_model,
+    "_save_optimizer_and_scheduler": _save_train_state,
+    "_load_from_checkpoint": _load_model,
+    "_load_optimizer_and_scheduler": _load_train_state,
+    "_load_best_model": _load_best_model,
+    "_save_rng_state": _save_random_state,
+    "_load_rng_state": _load_random_state,
+    "training_step": _training_step,
+}

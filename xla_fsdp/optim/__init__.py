@@ -1,9 +1,9 @@
-"""Optimizers whose work or state is spread over the ranks: the catalogue.
+"""Optimizers whose work or state is spread over the ranks.
 
 ``ZeroRedundancyOptimizer`` slices the optimizer state of a replicated model; the averagers and
-``PostLocalSGDOptimizer`` let replicas run apart between averages; ``DistributedOptimizer`` steps
-several models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp32;
-``step_in_backward`` steps the units of a sharded model while its backward still runs.
+``PostLocalSGDOptimizer`` average replicas that train apart; ``DistributedOptimizer`` steps several
+models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp32; ``step_in_backward``
+steps the units of a sharded model while its backward still runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from xla_fsdp.optim.model_averagers import (
     HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,
+    PostLocalSGDOptimizer,
 )
-from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
 from xla_fsdp.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [

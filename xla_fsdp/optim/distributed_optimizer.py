@@ -1,16 +1,13 @@
-"""One optimizer for several models, or several stages of one, each stepped where it lives.
+"""One optimizer for several models, or stages of one, each stepped on the ranks that hold it.
 
-Why: torch's class of this name drives optimizers on remote workers over RPC, which cannot hold XLA
-devices, and whose gradients live in distributed autograd contexts that XLA tensors cannot enter.
-What it is used for, one call that steps parameters wherever they are, needs no RPC here: every rank
-runs the same call and steps what it holds, whole parameters or shards.
-Words: a *part* is a model, a stage, or a list of parameters, under a name.
-Always true: each part has an optimizer of its own; groups and state are theirs, in the order of
-the parts.
+torch's class of this name drives optimizers on remote workers over RPC, which cannot hold XLA
+devices. Here every rank makes the same calls and steps the parameters or shards that it has.
 """
 
 from __future__ import annotations
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -19,12 +16,58 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_fsdp.optim.joined_hooks import HooksOfOthers
-
 Part = nn.Module | Iterable[Any] | None
 
+Hook = Callable[..., Any]
 
-class DistributedOptimizer(HooksOfOthers):
+
+class DelegatingOptimizer(Optimizer, ABC):
+    """Base of optimizers that let others step, with which hooks are registered.
+
+    A hook gets the optimizer that does the work as its first argument, and runs for each of them.
+    """
+
+    @property
+    @abstractmethod
+    def delegates(self) -> list[Optimizer]:
+        """The optimizers that do the work."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.delegates:
+            each.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook: Hook) -> Any:
+        return self._register("step_pre", hook)
+
+    def register_step_post_hook(self, hook: Hook) -> Any:
+        return self._register("step_post", hook)
+
+    def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> Any:
+        return self._register("state_dict_pre", hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> Any:
+        return self._register("state_dict_post", hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> Any:
+        return self._register("load_state_dict_pre", hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> Any:
+        return self._register("load_state_dict_post", hook, prepend)
+
+    def _register(self, event: str, *args: Any) -> Handles:
+        handles = Handles()
+        for each in self.delegates:
+            handles.callback(getattr(each, f"register_{event}_hook")(*args).remove)
+        return handles
+
+
+class Handles(contextlib.ExitStack):
+    """The handles of one hook that several optimizers have."""
+
+    remove = contextlib.ExitStack.close
+
+
+class DistributedOptimizer(DelegatingOptimizer):
     """``optimizer_class`` over each of several parts, used as one optimizer.
 
     ::
@@ -62,7 +105,7 @@ class DistributedOptimizer(HooksOfOthers):
         self.optimizers: dict[str, Optimizer] = {
             name: classes[name](own, *args, **kwargs) for name, own in params.items() if own
         }
-        self._state = JoinedState(list(self.optimizers.values()))
+        self._state = StateOfParts(list(self.optimizers.values()))
         self.defaults = next(iter(self.optimizers.values())).defaults
 
     def __repr__(self) -> str:
@@ -70,8 +113,7 @@ class DistributedOptimizer(HooksOfOthers):
         return f"DistributedOptimizer({parts})"
 
     @property
-    def hooked(self) -> list[Optimizer]:
-        """See ``HooksOfOthers``."""
+    def delegates(self) -> list[Optimizer]:
         return list(self.optimizers.values())
 
     @property
@@ -80,19 +122,12 @@ class DistributedOptimizer(HooksOfOthers):
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
     @property
-    def state(self) -> JoinedState:  # type: ignore[override]
+    def state(self) -> StateOfParts:  # type: ignore[override]
         """The state of all parts, by parameter; each entry is the part's own."""
         return self._state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every part.
-
-        Args:
-            closure: computes loss and gradients anew; called once, before all steps.
-
-        Returns:
-            What the closure returned.
-        """
+        """Step every part, after calling ``closure`` once; return what that returned."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,29 +136,20 @@ class DistributedOptimizer(HooksOfOthers):
             each.step()
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of every part."""
-        for each in self.optimizers.values():
-            each.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: it does not say to which part.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: a group does not say which part it belongs to."""
         raise ValueError(
             f"a group belongs to one of the parts {list(self.optimizers)}; call "
             f"optimizer.optimizers[name].add_param_group(group)"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"parts": {name: state dict of the part}}``."""
+        """Return ``{"parts": {name: state dict of the part}}``."""
         return {"parts": {name: each.state_dict() for name, each in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What ``state_dict`` returned, for the same parts; or one state of all groups in torch's
-        form, as checkpoints of a model have it.
+        """Load what ``state_dict`` returned, for the same parts; or one state of all groups in
+        torch's form, as checkpoints of a model have it.
 
         Raises:
             ValueError: if parts or groups are missing or unknown; nothing has been changed then.
@@ -139,9 +165,9 @@ class DistributedOptimizer(HooksOfOthers):
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict["parts"][name])
 
-    def _split(self, joined: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """A state of all groups, in the order of the parts, by part."""
-        groups = list(joined["param_groups"])
+    def _split(self, state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Split a state of all groups, in the order of the parts, by part."""
+        groups, entries = list(state_dict["param_groups"]), state_dict["state"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(groups)} parameter groups, the parts of this optimizer have "
@@ -151,31 +177,28 @@ class DistributedOptimizer(HooksOfOthers):
         for name, each in self.optimizers.items():
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             numbers = [number for group in own for number in group["params"]]
-            state = {n: joined["state"][n] for n in numbers if n in joined["state"]}
+            state = {number: entries[number] for number in numbers if number in entries}
             parts[name] = {"state": state, "param_groups": own}
         return parts
 
 
-class JoinedState(MutableMapping[torch.Tensor, Any]):
-    """The states of several optimizers as one, which writes through to them.
+class StateOfParts(MutableMapping[torch.Tensor, Any]):
+    """The states of optimizers that share no parameter as one, which writes through to them.
 
     Like torch's own, it makes an empty entry for a parameter that is asked for by ``[]``.
-
-    Args:
-        optimizers: no parameter is in two of them.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
 
     def __getitem__(self, param: torch.Tensor) -> Any:
-        return self._of(param)[param]
+        return self._state_with(param)[param]
 
     def __setitem__(self, param: torch.Tensor, entry: Any) -> None:
-        self._of(param)[param] = entry
+        self._state_with(param)[param] = entry
 
     def __delitem__(self, param: torch.Tensor) -> None:
-        del self._of(param)[param]
+        del self._state_with(param)[param]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return chain.from_iterable(each.state for each in self._optimizers)
@@ -187,15 +210,12 @@ class JoinedState(MutableMapping[torch.Tensor, Any]):
         return any(param in each.state for each in self._optimizers)
 
     def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        """The entry of ``param``, if there is one."""
         return super().get(param, default) if param in self else default
 
-    def _of(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+    def _state_with(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
         for each in self._optimizers:
-            if param in each.state:
-                return each.state
-        for each in self._optimizers:
-            if any(param is own for group in each.param_groups for own in group["params"]):
+            params = (own for group in each.param_groups for own in group["params"])
+            if param in each.state or any(param is own for own in params):
                 return each.state
         raise KeyError(param)
 
@@ -226,21 +246,16 @@ def _params(name: str, part: Part) -> list[Any]:
         return []
     if isinstance(part, nn.Module):
         return list(part.parameters())
-    if hasattr(part, "to_here") or not isinstance(part, Iterable):
-        raise TypeError(_no_part(name, part))
-    params = list(part)
+    is_reference = hasattr(part, "to_here")  # of torch's RPC
+    params = list(part) if isinstance(part, Iterable) and not is_reference else [part]
     for each in params:
         if not isinstance(each, torch.Tensor | Mapping | tuple):
-            raise TypeError(_no_part(name, each))
+            raise TypeError(
+                f"part {name!r} holds a {type(each).__name__}; expected a module, or parameters of "
+                f"this rank. Remote references cannot be stepped: RPC workers hold no XLA devices. "
+                f"Call this on every rank with the parameters that it has"
+            )
     return params
-
-
-def _no_part(name: str, found: Any) -> str:
-    return (
-        f"part {name!r} holds a {type(found).__name__}; expected a module, or parameters of this "
-        f"rank. Remote references cannot be stepped: RPC workers hold no XLA devices. Call this on "
-        f"every rank with the parameters that it has"
-    )
 
 
 def _tensors(params: Iterable[Any]) -> Iterator[torch.Tensor]:

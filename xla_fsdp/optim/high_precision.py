@@ -1,10 +1,7 @@
 """Step 16-bit parameters in fp32: with fp32 master weights, with stochastic rounding, or both.
 
-Words: *wide* is the fp32 stand-in of a 16-bit parameter; a *master* is a wide value that is kept
-between steps. Always true: masters lie in the optimizer's state, as entries of the parameter's
-shape, so they are sharded, sliced, saved and resharded like any other state; without masters
-nothing is kept, and the wide value of a step is the parameter's own. Parameters of other dtypes are
-stepped as they are.
+Invariants: a master is an entry of its parameter's state and has its shape, so it is sharded,
+sliced, saved and resharded like any other state.
 """
 
 from __future__ import annotations
@@ -19,42 +16,65 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
-from xla_fsdp.optim.rounding import LOW_DTYPES, stochastic_round
-from xla_fsdp.optim.stand_ins import StandInOptimizer
+from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
 
+# The entry of a parameter's state that holds its master weight.
 MASTER = "master"
 
-"""Name of the master weight in a parameter's state."""
-
+# The group option that counts steps with stochastic rounding, so that it is saved.
 ROUNDED_STEPS = "rounded_steps"
 
-"""Name of the group option that counts steps with stochastic rounding, so that it is saved."""
+STEPPED_IN_FP32 = (torch.bfloat16, torch.float16)
 
-WIDENED = (torch.bfloat16, torch.float16)
+# What can be rounded to stochastically. Not fp16: its range is narrower than that of fp32.
+LOW_DTYPES = (torch.bfloat16,)
 
 
 def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """The masters that an optimizer keeps (or one that it wraps), by parameter. Who changes a
-    parameter's value must change them, or the next step undoes it."""
+    """Return the fp32 masters that an optimizer keeps, by parameter.
+
+    Code that changes a parameter's value must change its master, or the next step undoes it.
+    """
     return {param: state[MASTER] for param, state in optimizer.state.items() if MASTER in state}
 
 
-class HighPrecisionOptimizer(StandInOptimizer):
+def stochastic_round(value: Tensor, bits: Tensor) -> Tensor:
+    """Round to one of the two bf16 neighbours, so that the mean of the result is ``value``.
+
+    Values that bf16 has, infinities and NaNs stay as they are.
+
+    Args:
+        value: fp32.
+        bits: random int32 of the same shape; of each the low 16 are used.
+
+    Returns:
+        A bf16 tensor.
+    """
+    # The lower half of an fp32 number is what bf16 cuts off: adding a random half carries into the
+    # upper one with just the right probability, for either sign.
+    as_bits = value.detach().view(torch.int32)
+    rounded = (as_bits + (bits & 0xFFFF)) & ~0xFFFF
+    exact = rounded.view(torch.float32).to(torch.bfloat16)
+    return torch.where(torch.isfinite(value), exact, value.to(torch.bfloat16))
+
+
+class HighPrecisionOptimizer(SurrogateOptimizer):
     """``inner_class`` over fp32 versions of bf16 and fp16 parameters.
 
-    Gradients are widened, the step is made in fp32 with fp32 state, and the result is rounded to
-    the parameter's dtype. For parameters on this rank, whole or shards: of a model wrapped with
-    FSDP, of a plain one, or as the ``optimizer_class`` of ``ZeroRedundancyOptimizer``::
+    Gradients are cast to fp32, the step is made in fp32 with fp32 state, and the result is rounded
+    to the parameter's dtype. Parameters of other dtypes are stepped as they are. For parameters on
+    this rank, whole or shards: of a model wrapped with FSDP, of a plain one, or as the
+    ``optimizer_class`` of ``ZeroRedundancyOptimizer``::
 
         HighPrecisionOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         ZeroRedundancyOptimizer(
             model.parameters(), HighPrecisionOptimizer, inner_class=torch.optim.AdamW, lr=1e-3
         )
 
-    Random bits for rounding depend on the seed, the number of the step, the place of the parameter
-    in the optimizer and, for shards and slices, on which of them it is; whole parameters, and equal
-    shards in different sharding groups, get the same bits on every rank, so that replicas stay
-    replicas. They come from no random number generator.
+    Random bits for rounding are a hash of the seed, the number of the step, the parameter's number
+    in the optimizer and, for shards and slices, which of them it is. So whole parameters, and equal
+    shards in different sharding groups, get the same bits on every rank, and replicas stay
+    replicas. No random number generator is used.
 
     With masters, a step begins with these: parameters that were changed by anything else since the
     last step get their old values again, unless ``masters_of(optimizer)`` are changed alike.
@@ -88,28 +108,28 @@ class HighPrecisionOptimizer(StandInOptimizer):
                 "master_weights=False and stochastic_rounding=False: nothing would differ from "
                 "stepping 16-bit parameters as they are. Set one of them, or use inner_class itself"
             )
-        self._wide: dict[nn.Parameter, nn.Parameter] = {}
+        self._fp32: dict[nn.Parameter, nn.Parameter] = {}
         self._keeps_masters, self._rounds, self._seed = master_weights, stochastic_rounding, seed
         super().__init__(params, inner_class, defaults)
-        self._settle_new()
+        self._take_initial_state()
 
     @staticmethod
     def is_elementwise(options: Mapping[str, Any]) -> bool:
-        """See ``elementwise``: it is if what it wraps is."""
+        """Return whether the inner optimizer treats every element by itself."""
         return is_elementwise(options["inner_class"], options)
 
-    def stand_in(self, param: nn.Parameter) -> nn.Parameter:
-        """See ``StandInOptimizer``."""
-        if param.dtype not in WIDENED:
+    def surrogate(self, param: nn.Parameter) -> nn.Parameter:
+        """Return the fp32 version of a 16-bit parameter, others as they are."""
+        if param.dtype not in STEPPED_IN_FP32:
             return param
         if self._rounds and param.dtype not in LOW_DTYPES:
             raise ValueError(
                 f"stochastic_rounding=True, and a parameter of shape {tuple(param.shape)} is "
                 f"{param.dtype}; it can round to {LOW_DTYPES}. Use master_weights alone"
             )
-        if param not in self._wide:
-            self._wide[param] = nn.Parameter(_widened(param), requires_grad=False)
-        return self._wide[param]
+        if param not in self._fp32:
+            self._fp32[param] = nn.Parameter(param.detach().float(), requires_grad=False)
+        return self._fp32[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
@@ -117,13 +137,13 @@ class HighPrecisionOptimizer(StandInOptimizer):
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
         if self.is_built:
-            self._settle_new()
+            self._take_initial_state()
 
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
     ) -> Any:
-        """One step of ``inner_class`` in fp32.
+        """Make one step of ``inner_class`` in fp32.
 
         Args:
             closure: computes loss and gradients anew; called once.
@@ -143,17 +163,17 @@ class HighPrecisionOptimizer(StandInOptimizer):
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:
-            self._widen(param)
+            self._to_inner(param)
         self._step_inner(found_inf)
         for param in stepped:
-            self._narrow(param, salts.get(param))
+            self._from_inner(param, salts.get(param))
         for group in self.param_groups if self._rounds else ():
             group[ROUNDED_STEPS] += 1
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but entries keep their dtypes: torch casts state to that of the parameter,
-        which would cut masters off."""
+        """Load as torch does, but with the dtypes of ``state_dict``: torch would cast masters to
+        the 16-bit dtype of their parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
@@ -162,68 +182,61 @@ class HighPrecisionOptimizer(StandInOptimizer):
         for param, name in zip(order, names, strict=True):
             for entry, value in state_dict["state"].get(name, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    on = self.state[param][entry].device
-                    self.state[param][entry] = value.detach().to(on, copy=True)
+                    device = self.state[param][entry].device
+                    self.state[param][entry] = value.detach().to(device, copy=True)
 
-    # ------------------------------------------------------------ one parameter
-
-    def _widen(self, param: nn.Parameter) -> None:
+    def _to_inner(self, param: nn.Parameter) -> None:
         """Give the inner optimizer value, gradient and state of ``param``."""
-        wide, state = self.stand_in(param), self.state[param]
-        if wide is not param and param.grad is not None:
-            master = state.pop(MASTER, None)  # or an optimizer takes its state for made already
-            if master is not wide:  # there is none yet, or it was loaded
-                wide.data = _widened(param) if master is None else master
-            wide.grad = param.grad.float()
-        self.inner.state[wide] = state
+        fp32, state = self.surrogate(param), self.state[param]
+        if fp32 is not param and param.grad is not None:
+            # Popped, as an optimizer takes a state with any entry for one that was made already.
+            master = state.pop(MASTER, None)
+            if master is not fp32:  # there is none yet, or it was loaded
+                fp32.data = param.detach().float() if master is None else master
+            fp32.grad = param.grad.float()
+        self.inner.state[fp32] = state
 
-    def _narrow(self, param: nn.Parameter, salt: Tensor | None) -> None:
-        """Take them back; nothing wide is left but the master."""
-        wide = self.stand_in(param)
-        self.state[param] = self.inner.state.pop(wide)
-        if wide is param:
+    def _from_inner(self, param: nn.Parameter, salt: Tensor | None) -> None:
+        """Take value and state back; nothing in fp32 is left but state and master."""
+        fp32 = self.surrogate(param)
+        self.state[param] = self.inner.state.pop(fp32)
+        if fp32 is param:
             return
         if salt is None:
-            param.copy_(wide)
+            param.copy_(fp32)
         else:
-            param.copy_(stochastic_round(wide, random_bits(wide.shape, salt)))
-        wide.grad = None
+            param.copy_(stochastic_round(fp32, random_bits(fp32.shape, salt)))
+        fp32.grad = None
         if self._keeps_masters:
-            self.state[param][MASTER] = wide
+            self.state[param][MASTER] = fp32
         else:
-            _empty(wide)
+            _free(fp32)
 
-    def _settle_new(self) -> None:
-        """What the inner optimizer has made of new stand-ins becomes the parameters' state, and
-        their values go: until its first step a parameter may still be given others."""
+    def _take_initial_state(self) -> None:
+        """Move state that the inner optimizer has made of new surrogates to their parameters, and
+        free the surrogates: until its first step a parameter may still be given other values."""
         for group in self.param_groups:
             for param in group["params"]:
-                wide = self.stand_in(param)
-                if wide in self.inner.state:
-                    self.state[param] = self.inner.state.pop(wide)
-                if wide is not param and MASTER not in self.state.get(param, {}):
-                    _empty(wide)
+                fp32 = self.surrogate(param)
+                if fp32 in self.inner.state:
+                    self.state[param] = self.inner.state.pop(fp32)
+                if fp32 is not param and MASTER not in self.state.get(param, {}):
+                    _free(fp32)
 
     def _salts(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """What makes rounding of each parameter its own, on the device, by one upload."""
-        if not self._rounds:
-            return {}
-        wanted = [param for param in params if param in self._wide]
-        if not wanted:
+        """Return salts for rounding these parameters, int32 [1] on their device, by one upload."""
+        rounded = [param for param in params if param in self._fp32] if self._rounds else []
+        if not rounded:
             return {}
         order = [(p, group[ROUNDED_STEPS]) for group in self.param_groups for p in group["params"]]
-        found = {
+        salt = {
             param: salt_of(self._seed, steps, index, getattr(param, "shard_rank", 0))
             for index, (param, steps) in enumerate(order)
         }
-        numbers = torch.tensor([found[param] for param in wanted], dtype=torch.int32)
-        salts = ops.upload(numbers) if wanted[0].device.type == "xla" else numbers
-        return dict(zip(wanted, salts.split(1), strict=True))
+        numbers = torch.tensor([salt[param] for param in rounded], dtype=torch.int32)
+        salts = ops.upload(numbers) if rounded[0].device.type == "xla" else numbers
+        return dict(zip(rounded, salts.split(1), strict=True))
 
 
-def _widened(param: Tensor) -> Tensor:
-    return param.detach().float()
-
-
-def _empty(wide: nn.Parameter) -> None:
-    wide.data = wide.new_empty(0)
+def _free(fp32: nn.Parameter) -> None:
+    fp32.data = fp32.new_empty(0)

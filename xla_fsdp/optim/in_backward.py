@@ -1,126 +1,33 @@
 """Step the parameters of a sharded model one by one while its backward still runs.
 
-Words: a shard's gradient is *consumed* when the optimizer has made its step with it; it is gone
-then. Always true: a gradient is consumed once in a backward pass, when all uses of its parameter
-have added to it; the optimizer is the user's own object, whose groups, state and state dict stay as
-they are. What could only be done with all gradients at hand (clipping by norm) is refused.
-Loops over blocks with stacked parameters ask for the step themselves (``slice_steps``). Gathering
-and reducing is ``unit``'s, the order of units ``backward``'s.
+Invariants: a shard is stepped once in a backward pass, when all uses of its parameter have added to
+its gradient, which is freed at once. The optimizer stays the user's own object, with its groups,
+state and state dict.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.backward_pass import current_pass
+from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import units_in
-from xla_fsdp.fsdp.engine.param_group import SliceSteps
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.optim.post_local_sgd import PostLocalSGDOptimizer
-from xla_fsdp.optim.slice_steps import OptimizerSliceSteps, can_slice
-
-
-class StepInBackward:
-    """What ``step_in_backward`` has put in place; ``remove`` undoes it.
-
-    Shards hold this object by their hooks, so it holds nothing in turn: cycles would keep a model's
-    memory until some later collection.
-
-    Args:
-        units: of the model.
-        optimizer: over their shards.
-        in_loops: whether loops may step slices of stacks.
-    """
-
-    def __init__(self, units: list[FSDPState], optimizer: Optimizer, *, in_loops: bool) -> None:
-        self._in_loops = in_loops
-        self._units = [weakref.ref(unit) for unit in units]
-        self._optimizer = weakref.ref(optimizer)
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        unit_of = {
-            shard: unit
-            for unit in units
-            for shard in unit.group.leaves
-            if id(shard) in held and shard.requires_grad
-        }
-        self._hooks = [
-            shard.register_post_accumulate_grad_hook(partial(self._consume, weakref.ref(unit)))
-            for shard, unit in unit_of.items()
-        ]
-        # The number of the pass in which a loop stepped them.
-        self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        for unit in units:
-            unit.group.stepper = self
-
-    def remove(self) -> None:
-        """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
-        for hook in self._hooks:
-            hook.remove()
-        for reference in self._units:
-            if (unit := reference()) is not None:
-                unit.group.stepper = None
-
-    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
-        """See ``stepping.Stepper``; for loops over blocks whose parameters are stacked."""
-        optimizer = self._kept_optimizer()
-        if not self._in_loops or not can_slice(optimizer, stacks):
-            return None
-        return OptimizerSliceSteps(optimizer, stacks, partial(self._note, stacks))
-
-    def _note(self, stacks: Sequence[Tensor]) -> None:
-        for stack in stacks:
-            self._stepped[stack] = current_pass()
-
-    def _kept_optimizer(self) -> Optimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise RuntimeError(
-                "the optimizer that step_in_backward was given is gone, and its state with it; "
-                "keep it for as long as the model is trained"
-            )
-        return optimizer
-
-    def _consume(self, reference: weakref.ref[FSDPState], shard: Tensor) -> None:
-        unit = reference()
-        if unit is None or shard.grad is None:
-            return
-        if not (unit.settings.is_last_backward and unit.backward.is_last):
-            return
-        if self._stepped.get(shard, -1) == current_pass():
-            raise RuntimeError(
-                "a parameter of scanned blocks was stepped in their loop, and then got a gradient "
-                "from elsewhere: the loss uses it directly, too. The step was made without that, "
-                "so load the last checkpoint, and call step_in_backward(..., in_loops=False)"
-            )
-        optimizer = self._kept_optimizer()
-        with _others_hidden(optimizer, shard):
-            optimizer.step()
-        shard.grad = None
-        unit.backward.wait_for(shard.detach())
-
-
-@contextlib.contextmanager
-def _others_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
-    """Inside, no other parameter has a gradient: those of earlier passes, and of parameters that
-    FSDP ignores, wait for their turn."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    others = [param for param in params if param is not shard and param.grad is not None]
-    grads = [param.grad for param in others]
-    for param in others:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in zip(others, grads, strict=True):
-            param.grad = grad
+from xla_fsdp.fsdp.engine.optimizer_traits import device_options, steps_elementwise
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 
 
 def step_in_backward(
@@ -167,7 +74,7 @@ def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
             "it first, or call optimizer.step() after backward"
         )
         return
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = {id(param) for param in _params(optimizer)}
     if not any(id(shard) in held for unit in units for shard in unit.group.leaves):
         yield (
             f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
@@ -183,3 +90,245 @@ def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
         )
     if any(unit.group.steps_in_backward for unit in units):
         yield "units of the model are stepped in backward already; remove() that first"
+
+
+class StepInBackward:
+    """The handle that ``step_in_backward`` returns."""
+
+    # Shards hold this object by their hooks. It holds them, and the optimizer, by weak references
+    # only: a cycle would keep the model's memory until some later garbage collection.
+
+    def __init__(self, units: list[FSDPState], optimizer: Optimizer, *, in_loops: bool) -> None:
+        self._in_loops = in_loops
+        self._units = [weakref.ref(unit) for unit in units]
+        self._optimizer = weakref.ref(optimizer)
+        held = {id(param) for param in _params(optimizer)}
+        unit_of = {
+            shard: unit
+            for unit in units
+            for shard in unit.group.leaves
+            if id(shard) in held and shard.requires_grad
+        }
+        self._hooks = [
+            shard.register_post_accumulate_grad_hook(partial(self._step, weakref.ref(unit)))
+            for shard, unit in unit_of.items()
+        ]
+        # By stack: the number of the backward pass in which a loop stepped it.
+        self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        for unit in units:
+            unit.group.stepper = self
+
+    def remove(self) -> None:
+        """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
+        for hook in self._hooks:
+            hook.remove()
+        for reference in self._units:
+            if (unit := reference()) is not None:
+                unit.group.stepper = None
+
+    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
+        """Return how a loop over blocks steps their stacked parameters, None if it must not."""
+        optimizer = self._live_optimizer()
+        if not self._in_loops or not can_slice(optimizer, stacks):
+            return None
+        return OptimizerSliceSteps(optimizer, stacks, self._stepped)
+
+    def _live_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "the optimizer that step_in_backward was given is gone, and its state with it; "
+                "keep it for as long as the model is trained"
+            )
+        return optimizer
+
+    def _step(self, reference: weakref.ref[FSDPState], shard: Tensor) -> None:
+        """Step a shard whose gradient is complete, and free the gradient."""
+        unit = reference()
+        if unit is None or shard.grad is None:
+            return
+        if not (unit.settings.is_last_backward and unit.context.is_last):
+            return
+        if self._stepped.get(shard, -1) == current_pass():
+            raise RuntimeError(
+                "a parameter of scanned blocks was stepped in their loop, and then got a gradient "
+                "from elsewhere: the loss uses it directly, too. The step was made without that, "
+                "so load the last checkpoint, and call step_in_backward(..., in_loops=False)"
+            )
+        optimizer = self._live_optimizer()
+        with _other_grads_hidden(optimizer, shard):
+            optimizer.step()
+        shard.grad = None
+        unit.context.wait_for(shard.detach())
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@contextlib.contextmanager
+def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
+    """Inside, no other parameter has a gradient, so that the optimizer steps this one alone."""
+    others = [param for param in _params(optimizer) if param is not shard]
+    grads = [(param, param.grad) for param in others if param.grad is not None]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+
+
+# ---------------------------------------------------------------- slices of stacked parameters
+
+
+class OptimizerSliceSteps:
+    """One step of an optimizer on stacked parameters, made slice by slice by a loop over blocks, so
+    that the gradients of all blocks never exist at once.
+
+    The user's optimizer, of which ``can_slice`` holds, steps surrogates: one slice of each stack,
+    with the options that its groups have now. ``passes`` gets the number of the backward pass in
+    which each stack was stepped.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, stacks: Sequence[Tensor], passes: WeakTensorKeyDictionary
+    ) -> None:
+        self._optimizer = optimizer
+        self._stacks = list(stacks)
+        self._passes = passes
+        # By stack: the state that has its shape (moments), and what the step left of other state
+        # (a count of steps), which is the same for all slices.
+        self._names = [_elementwise_names(self._state(each), each) for each in self._stacks]
+        self._others: list[dict[str, Any]] = []
+
+    @property
+    def kept(self) -> list[list[Tensor]]:
+        """By stack: itself and the optimizer's state that has its shape."""
+        return [
+            [stack, *(self._state(stack)[name] for name in names)]
+            for stack, names in zip(self._stacks, self._names, strict=True)
+        ]
+
+    def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
+        """Step one slice of each stack.
+
+        Args:
+            grads: of the slices.
+            slices: of all tensors of ``kept``, in that order.
+
+        Returns:
+            New values of ``slices``.
+
+        Raises:
+            CannotSliceError: if the optimizer keeps other state afterwards than before.
+        """
+        given = (each.clone() for each in slices)
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        params: list[Tensor] = []
+        for stack, names, grad in zip(self._stacks, self._names, grads, strict=True):
+            param = next(given).requires_grad_()
+            param.grad = grad
+            own = {name: _copy(each) for name, each in self._state(stack).items()}
+            state[param] = {**own, **{name: next(given) for name in names}}
+            params.append(param)
+        self._step(params, state)
+        new: list[Tensor] = []
+        self._others = []
+        for param, names in zip(params, self._names, strict=True):
+            after = state[param]
+            if _elementwise_names(after, param) != names:
+                raise CannotSliceError
+            new += [param.detach(), *(after[name] for name in names)]
+            self._others.append({name: each for name, each in after.items() if name not in names})
+        return new
+
+    def take(self, stacks: Sequence[Tensor]) -> None:
+        """Make the step: give all tensors of ``kept`` their new values, in that order."""
+        with torch.no_grad():
+            old = [each for kept in self.kept for each in kept]
+            for each, new in zip(old, stacks, strict=True):
+                each.copy_(new)
+            for stack, others in zip(self._stacks, self._others, strict=True):
+                if others:
+                    _update(self._optimizer.state[stack], others)
+                self._passes[stack] = current_pass()
+
+    def _state(self, stack: Tensor) -> dict[str, Any]:
+        # Not by [], for which the optimizer's dict would make an entry.
+        return self._optimizer.state.get(stack, {})
+
+    def _step(self, params: Sequence[Tensor], state: defaultdict[Tensor, dict[str, Any]]) -> None:
+        """Make the optimizer's step on ``params`` in place of its own, by a shallow copy of it."""
+        by_stack = {id(stack): each for stack, each in zip(self._stacks, params, strict=True)}
+        copy = object.__new__(type(self._optimizer))
+        vars(copy).update(vars(self._optimizer))
+        vars(copy).pop("step", None)  # a scheduler's, which counts the steps of the user's
+        copy.state = state
+        copy.param_groups = [
+            {**group, "params": [by_stack[id(p)] for p in group["params"] if id(p) in by_stack]}
+            for group in self._optimizer.param_groups
+        ]
+        copy.step()
+
+
+def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
+    """Return whether steps of slices come to the same as those of the stacks, and nobody can see a
+    difference: no hooks on steps or on a stack, but for the one that steps it."""
+    held = {id(param) for param in _params(optimizer)}
+    return (
+        _is_plain(optimizer)
+        and all(id(stack) in held and _is_free(stack) for stack in stacks)
+        and not any(_has_others(optimizer.state.get(stack, {}), stack) for stack in stacks)
+    )
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Return whether it steps elements, without reading values, as its class does, unhooked."""
+    hooks = itertools.chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+        _global_optimizer_post_hooks.values(),
+    )
+    wanted = device_options(type(optimizer)).items()
+    own_step = vars(optimizer).get("step")
+    return (
+        steps_elementwise(optimizer)
+        and not hasattr(optimizer, "inner")
+        and all(map(is_guard, hooks))
+        and all(group[name] == value for group in optimizer.param_groups for name, value in wanted)
+        and (own_step is None or getattr(own_step, "_wrapped_by_lr_sched", False))
+    )
+
+
+def _is_free(stack: Any) -> bool:
+    hooks = stack._post_accumulate_grad_hooks or {}
+    return stack.grad is None and not stack._backward_hooks and len(hooks) == 1
+
+
+def _elementwise_names(state: dict[str, Any], like: Tensor) -> list[str]:
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+    ]
+
+
+def _has_others(state: dict[str, Any], stack: Tensor) -> bool:
+    """Return whether the state has a tensor of another shape, whose slices are not known."""
+    tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return any(tensor.shape != stack.shape for tensor in tensors)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _update(state: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value

@@ -1,33 +1,47 @@
 """ZeRO-1: the optimizer of a replicated model, its state and its work divided among the ranks.
 
-Words: see ``slices`` and ``stand_ins``. Always true: all ranks run the same program, and hold the
-same parameters after a step. Gradients on the parameters are left as they were; what is reduced of
-them belongs to the slices and goes with the step.
-State dicts are ``zero_state``'s.
+Invariants: all ranks run the same program, for which the rank that takes a slice is an input and no
+constant, and hold the same parameters after a step. Unless the optimizer needs whole parameters,
+gradients on the parameters are left as they were.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.clip_grad import Slices as GradSlices
-from xla_fsdp.fsdp.clip_grad import clip_grads_by_norm_
+from xla_fsdp.distributed.xla.host import settle
+from xla_fsdp.fsdp.clip_grad import Slices, clip_grads_by_norm_
+from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
-from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
-from xla_fsdp.optim import zero_state
-from xla_fsdp.optim.rank_groups import check_groups, collectives_over, find_part_problems, own_group
-from xla_fsdp.optim.slices import Slices
-from xla_fsdp.optim.stand_ins import StandInOptimizer
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, is_sharded
+from xla_fsdp.fsdp.state_dict.full_optim import ShardNames, load_full, to_full
+from xla_fsdp.fsdp.state_dict.optim import read_optimizer
+from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
+from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+
+# The key of a rank's state dict that says which slices it holds; the plain optimizer's has none.
+SLICE_INFO = "zero"
+
+# Slices of fewer elements are not padded to whole lanes each: they travel in one bucket.
+UNPADDED_BELOW = 8 * LANES
 
 
-class ZeroRedundancyOptimizer(StandInOptimizer):
+class ZeroRedundancyOptimizer(SurrogateOptimizer):
     """``optimizer_class`` over a slice of every parameter on each rank.
 
     A step reduce-scatters the gradients, steps this rank's slices, and all-gathers the results, so
@@ -52,7 +66,7 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         params: parameters on the XLA device, the same on every rank, or groups of them.
         optimizer_class: of ``torch.optim``, ``torch_xla.amp.syncfree``, or any other.
         groups: lists of ranks that hold the same parameters (default: one of all ranks).
-        parameters_as_bucket_view: ignored with a warning; small parameters always travel joined.
+        parameters_as_bucket_view: ignored with a warning; small parameters always share buckets.
         overlap_with_ddp: refused. torch runs the step in DDP's hooks; here backward, reduction and
             step are one program, in which the compiler overlaps them.
         gradients_are_averaged: all ranks have the same gradients; each takes its slice of them.
@@ -93,15 +107,16 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         if not known:
             _warn_about_whole(optimizer_class)
         self.is_sliced = known
-        self.slices = Slices(collectives_over(groups))
-        self._ranks = own_group(check_groups(groups))
+        checked = check_groups(groups)
+        self._ranks = own_group(checked)
+        self.slices = ParamSlices(_collectives(self._ranks, None if groups is None else checked))
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
-        self.slices.empty()
+        self.slices.free()
 
-    def stand_in(self, param: nn.Parameter) -> nn.Parameter:
-        """See ``StandInOptimizer``."""
+    def surrogate(self, param: nn.Parameter) -> nn.Parameter:
+        """Return the slice of ``param``; itself, if the optimizer needs whole parameters."""
         return self.slices.of(param) if self.is_sliced else param
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,12 +127,12 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
-        problems = [problem for each in given for problem in _problems(each, self._ranks)]
+        problems = [problem for each in given for problem in _param_problems(each, self._ranks)]
         if problems:
             raise ValueError("\n".join(problems))
         super().add_param_group({**param_group, "params": given})
         if self.is_built:
-            self.slices.empty()
+            self.slices.free()
 
     @torch.no_grad()
     def step(
@@ -139,9 +154,9 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         self._check_found_inf(found_inf)
         if closure is not None and not self.is_sliced:
-            self._hand_options()
+            self._options_to_inner()
             loss: Any = self.inner.step(lambda: self._averaged_closure(closure))
-            self._take_options()
+            self._options_from_inner()
             return loss
         result = None
         if closure is not None:
@@ -156,15 +171,16 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; what clipping has reduced is dropped, too."""
+        """Drop the gradients, and what clipping has reduced of them."""
         super().zero_grad(set_to_none)
         self._reduced = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Reduce the gradients, and scale the result so that its norm is at most ``max_norm``;
-        ``step`` then takes it. Every rank must call it. Gradients on the parameters stay as they
-        are (of an optimizer of whole parameters: become the averages, and are scaled).
+        """Reduce the gradients, and scale the result so that its norm is at most ``max_norm``.
+
+        ``step`` then takes the result. Every rank must call it. Gradients on the parameters stay as
+        they are (of an optimizer of whole parameters: become the averages, and are scaled).
 
         Args:
             max_norm: the largest norm allowed.
@@ -178,26 +194,28 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         """
         grads, device = self._reduce().grads, ops.device()
         if self.is_sliced:
-            sliced = [GradSlices(grads, [self.slices.collectives])]
+            sliced = [Slices(grads, [self.slices.collectives])]
             return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
         norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
-        self._reduced = _Reduced(self._with_grad(), grads)  # which are the parameters' own
+        # The parameters' own gradients were scaled: it is these that step may be made with.
+        self._reduced = _Reduced(self._with_grad(), grads)
         return norm
 
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's: like that of ``optimizer_class`` over the slices, and under ``zero`` which
-        slices they are. For one that any number of ranks can load, ``consolidate_state_dict``."""
-        self._hand_options()
-        return zero_state.own_state(self.inner, self._slices_or_none())
+        """Return this rank's state: that of ``optimizer_class`` over the slices, and under ``zero``
+        which slices they are. ``consolidate_state_dict`` gives one for any number of ranks."""
+        self._options_to_inner()
+        state = self.inner.state_dict()
+        return {**state, SLICE_INFO: _slice_info(self.slices)} if self.is_sliced else state
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """The state dict that the plain optimizer would have, in host memory. Every rank must call
-        this.
+        """Return the state dict that the plain optimizer would have, in host memory. Every rank
+        must call this.
 
         Args:
-            to: the place, in its group, of the rank that gets it.
+            to: the rank within its group that gets it.
 
         Returns:
             The state dict; on other ranks an empty one.
@@ -205,34 +223,45 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         Raises:
             ValueError: if ``to`` is no rank of a group.
         """
-        self._hand_options()
-        return zero_state.plain_state(self.inner, self._slices_or_none(), self.slices, to)
+        self._options_to_inner()
+        ranks = self.slices.collectives
+        if not 0 <= to < ranks.num_shards:
+            raise ValueError(f"to={to} is not one of the {ranks.num_shards} ranks of a group")
+        if self.is_sliced:
+            return _unsliced_state(self.inner, self.slices, to)
+        state = _on_host(self.inner.state_dict())
+        return state if ranks.rank == to else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` returned on this rank, or a plain optimizer's state dict (what
+        """Load what ``state_dict`` returned on this rank, or a plain optimizer's state dict (what
         ``consolidate_state_dict`` returned on any number of ranks), the same on every rank.
 
         Raises:
             ValueError: with everything that does not fit; nothing has been changed then.
         """
-        slices = self._slices_or_none()
-        problems = zero_state.problems(state_dict, self.param_groups, slices)
+        info = _slice_info(self.slices) if self.is_sliced else None
+        problems = list(_state_problems(state_dict, self.param_groups, info))
         if problems:
             raise ValueError("\n".join(problems))
-        if slices is None or zero_state.is_own(state_dict):
-            self.inner.load_state_dict(zero_state.as_torch_has_it(state_dict))
+        if self.is_sliced and SLICE_INFO not in state_dict:
+            with self.slices.filled(self.slices.params):
+                names, plain = _shard_names(self.slices), _numbered_in_order(state_dict)
+                load_full(self.inner, self.slices.keys(), names, plain)
         else:
-            zero_state.load_plain(self.inner, slices, state_dict)
-        self._take_options()
+            # Copied, as torch's optimizers keep the tensors that they are given.
+            own = map_tensors(lambda tensor: tensor.detach().clone(), dict(state_dict))
+            own.pop(SLICE_INFO, None)
+            self.inner.load_state_dict(own)
+        self._options_from_inner()
 
     # ------------------------------------------------------------ phases of a step
 
     def _reduce(self, *, strict: bool = False) -> _Reduced:
-        """What the step is made with; computed once for the gradients that there are.
+        """Average the gradients over the ranks, once for the gradients that there are.
 
         Raises:
-            RuntimeError: if it has been computed for others, and ``strict``.
+            RuntimeError: if that was done for others, and ``strict``.
         """
         params = self._with_grad()
         if self._reduced is not None:
@@ -244,23 +273,23 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
                     "would be lost. Clip after the last change, or drop what was clipped by this "
                     "optimizer's zero_grad()"
                 )
-        grads = self._sliced_grads(params) if self.is_sliced else self._whole_grads(params)
+        if not self.is_sliced:
+            grads = self._average_in_place(params)
+        elif self._averaged:
+            grads = self.slices.cut(params, [_grad(param) for param in params])
+        else:
+            grads = self.slices.reduce_scatter_grads(params)
         self._reduced = _Reduced(params, grads)
         return self._reduced
 
-    def _sliced_grads(self, params: list[nn.Parameter]) -> list[Tensor]:
-        if self._averaged:
-            return self.slices.cut(params, [_grad(param) for param in params])
-        return self.slices.reduced(params)
-
-    def _whole_grads(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """The parameters' own gradients, which become the averages."""
+    def _average_in_place(self, params: list[nn.Parameter]) -> list[Tensor]:
+        """Set the parameters' own gradients to the averages, and return them."""
         grads = [_grad(param) for param in params]
         if not self._averaged:
-            # Kept for their collectives alone, these slices are no parameters of an optimizer.
+            # These slices are made for their collectives alone; the inner optimizer has none.
             for param in params:
                 self.slices.of(param)
-            means = self.slices.gathered(params, self.slices.reduced(params))
+            means = self.slices.all_gather(params, self.slices.reduce_scatter_grads(params))
             for grad, mean in zip(grads, means, strict=True):
                 grad.copy_(mean)
         return grads
@@ -269,48 +298,35 @@ class ZeroRedundancyOptimizer(StandInOptimizer):
         params = reduced.params
         with self.slices.filled(params, reduced.grads):
             self._step_inner(found_inf)
-            full = self.slices.gathered(params, [self.slices.of(param) for param in params])
-        for param, value in zip(params, full, strict=True):
+            values = self.slices.all_gather(params, [self.slices.of(param) for param in params])
+        for param, value in zip(params, values, strict=True):
             param.copy_(value)
 
     def _averaged_closure(self, closure: Callable[[], Any]) -> Any:
-        """The closure as an optimizer of the joined batch would be given it."""
+        """Call the closure, and give loss and gradients of the global batch."""
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
-            self._whole_grads(self._with_grad())
+            self._average_in_place(self._with_grad())
             if not isinstance(loss, Tensor):
                 return loss
             ranks = self.slices.collectives
             return ranks.all_reduce("sum", loss.detach()) / ranks.num_shards
 
-    # ------------------------------------------------------------ parameters
-
     def _with_grad(self) -> list[nn.Parameter]:
-        return [param for param in self._trainable() if param.grad is not None]
-
-    def _trainable(self) -> list[nn.Parameter]:
-        all_params = (param for group in self.param_groups for param in group["params"])
-        return [param for param in all_params if param.requires_grad]
-
-    def _slices_or_none(self) -> Slices | None:
-        return self.slices if self.is_sliced else None
+        params = (param for group in self.param_groups for param in group["params"])
+        return [param for param in params if param.requires_grad and param.grad is not None]
 
 
 class _Reduced:
-    """Gradients that a step is made with, and what they were computed from.
-
-    Args:
-        params: the parameters that had a gradient.
-        grads: slices of the averages, or whole ones.
-    """
+    """Averaged gradients (or slices of them) of some parameters, for which they were computed."""
 
     def __init__(self, params: list[nn.Parameter], grads: list[Tensor]) -> None:
         self.params, self.grads = params, grads
         self._sources = [(param.grad, _grad(param)._version) for param in params]
 
     def is_of(self, params: list[nn.Parameter]) -> bool:
-        """Whether ``params`` have the gradients of then, unchanged."""
+        """Return whether ``params`` have the same gradients, unchanged."""
         return len(params) == len(self._sources) and all(
             param.grad is grad and _grad(param)._version == version
             for param, (grad, version) in zip(params, self._sources, strict=True)
@@ -322,18 +338,24 @@ def _grad(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _problems(param: Any, ranks: Sequence[int]) -> list[str]:
-    """Why a parameter, or a pair of its name and it, cannot be sliced over these ranks."""
+def _collectives(own: list[int], groups: Groups | None) -> Collectives:
+    if len(own) == 1:
+        return LocalCollectives()
+    return XlaCollectives(groups, own.index(ops.rank()), len(own))
+
+
+def _param_problems(param: Any, ranks: Sequence[int]) -> list[str]:
+    """Find why a parameter, or a pair of its name and it, cannot be sliced over these ranks."""
     name, tensor = param if isinstance(param, tuple) else ("a parameter", param)
     if not isinstance(tensor, Tensor):
-        return []  # for torch to say
+        return []  # torch refuses it
     what = f"{name} of shape {tuple(tensor.shape)}"
     found = []
     if is_sharded(tensor):
         found.append(
             f"{what} is sharded by FSDP already, with its optimizer state; use the plain optimizer"
         )
-    found += find_part_problems(tensor, ranks, what)
+    found += find_slice_problems(tensor, ranks, what)
     if tensor.device.type != "xla":
         found.append(f"{what} is on {tensor.device}; move the model to the XLA device first")
     if not tensor.is_floating_point():
@@ -349,3 +371,197 @@ def _warn_about_whole(optimizer_class: Any) -> None:
         f"slices, pass elementwise=True",
         stacklevel=3,
     )
+
+
+# ---------------------------------------------------------------- slices
+
+
+class ParamSlices:
+    """This rank's slices of replicated parameters: shards, as of FSDP, that no module owns.
+
+    Slices have no values between steps; the parameters have them.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self._sharded: dict[nn.Parameter, FSDPParam] = {}
+        self._rank_on_device: Tensor | None = None
+
+    def of(self, param: nn.Parameter) -> nn.Parameter:
+        """Return the slice of ``param``, an optimizer's parameter in its place."""
+        if param not in self._sharded:
+            self._sharded[param] = self._make(param, str(len(self._sharded)))
+        return self._sharded[param].leaf
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in the order in which they were sliced."""
+        return list(self._sharded)
+
+    def keys(self) -> dict[str, Tensor]:
+        """Return the slices by their numbers, as text."""
+        return {each.key: each.leaf for each in self._sharded.values()}
+
+    def shapes(self) -> list[list[int]]:
+        """Return the parameters' shapes, in the order of ``params``."""
+        return [list(each.members[0].shape) for each in self._sharded.values()]
+
+    def reduce_scatter_grads(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return slices of the gradients of ``params``, averaged over the ranks."""
+        with self.filled(params):  # gradients get the shapes and dtypes of their shards
+            reduced = self.group_of(params).reduce([param.grad for param in params])
+        return present(reduced.grads)
+
+    def all_gather(self, params: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of the shapes of ``params``, made of all ranks' ``slices``."""
+        group = self.group_of(params)
+        return group.gather.as_stored(group.params, slices)
+
+    def cut(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's slices of ``values``, each of the shape of its parameter."""
+        return [
+            self._cut(self._sharded[param], value)
+            for param, value in zip(params, values, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def filled(
+        self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None = None
+    ) -> Iterator[None]:
+        """Give the slices of ``params`` their values, and the gradients ``grads``, inside."""
+        values = self.cut(params, params)
+        for param, value, grad in zip(params, values, grads or [None] * len(params), strict=True):
+            self.of(param).data = value
+            self.of(param).grad = grad
+        try:
+            yield
+        finally:
+            for param in params:
+                _free(self.of(param))
+
+    def free(self) -> None:
+        """Drop the values that slices are made with."""
+        for each in self._sharded.values():
+            _free(each.leaf)
+
+    def group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
+        sharded = [self._sharded[param] for param in params]
+        return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
+
+    def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
+        layout, _ = slice_layout(param.shape, self.collectives.num_shards)
+        member = OriginalParam((key,), param.shape, ())
+        shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
+        shard.shard_rank = self.collectives.rank
+        made = FSDPParam(key, [member], shard, layout, None)
+        shard.data = self._cut(made, param)
+        return made
+
+    def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
+        _, row_shape = slice_layout(sharded.members[0].shape, self.collectives.num_shards)
+        stack = sharded.packing.pack([value.detach()])
+        stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
+        own = torch.index_select(stack, 0, self._rank_on(value.device))
+        return own.reshape(own.shape[1:])
+
+    def _rank_on(self, device: torch.device) -> Tensor:
+        if self._rank_on_device is None:
+            self._rank_on_device = torch.tensor([self.collectives.rank], dtype=torch.int32)
+            if device.type == "xla":
+                self._rank_on_device = ops.upload(self._rank_on_device)
+        return self._rank_on_device
+
+
+def slice_layout(shape: Sequence[int], num_slices: int) -> tuple[ShardLayout, tuple[int, ...]]:
+    """Return how a parameter is sliced, and what follows dim 0 in the shape of a slice.
+
+    A large matrix is sliced into whole rows, so that it need not be laid out anew to be sent;
+    anything else into vectors.
+    """
+    size = torch.Size(shape)
+    width = size[1:].numel() if len(size) > 1 else 0
+    per_rank = -(-size.numel() // num_slices)
+    if width and width % LANES == 0:
+        by_rows = ShardLayout((size.numel(),), num_slices, width * ROWS)
+        if by_rows.shard_numel >= LARGE and by_rows.padded_numel <= 1.125 * size.numel():
+            return by_rows, (width,)
+    multiple = LANES if per_rank >= UNPADDED_BELOW else 1
+    return ShardLayout((size.numel(),), num_slices, multiple), ()
+
+
+def _free(shard: nn.Parameter) -> None:
+    shard.grad = None
+    shard.data = shard.new_empty(0)
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+def _slice_info(slices: ParamSlices) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "rank": slices.collectives.rank,
+        "num_ranks": slices.collectives.num_shards,
+        "shapes": slices.shapes(),
+    }
+
+
+def _state_problems(
+    state: Any, groups: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Find why ``state`` cannot be loaded by an optimizer of these groups and slices."""
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+        yield (
+            "expected an optimizer state dict with 'state' and 'param_groups' (an empty one is "
+            "what consolidate_state_dict returns on ranks other than `to`)"
+        )
+        return
+    if SLICE_INFO in state and state[SLICE_INFO] != info:
+        wanted = f"expected {info}" if info else "this optimizer steps whole parameters"
+        yield (
+            f"the state is of {state[SLICE_INFO]}, {wanted}. Load it on the rank that saved it, on "
+            f"as many ranks, or load what consolidate_state_dict returned"
+        )
+    there = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in groups]
+    if there != here:
+        yield f"groups of the state have {there} parameters, those of the optimizer {here}"
+
+
+def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str, Any]:
+    """Gather the plain optimizer's state dict on rank ``to``; return an empty one elsewhere."""
+    with slices.filled(slices.params):  # entries with the shape of the slice are gathered
+        state = read_optimizer(inner, slices.keys())
+    settle()  # whole entries are read on one rank only
+    groups = _on_host(inner.state_dict()["param_groups"])
+    full = to_full(state, _shard_names(slices), only=to)
+    if not full:
+        return {}
+    entries = {int(name): values for name, values in full["state"].items()}
+    return {"state": entries, "param_groups": groups}
+
+
+def _shard_names(slices: ParamSlices) -> ShardNames:
+    group = slices.group_of(slices.params)
+    shards = {param.key: NamedShard((("",),), param, group) for param in group.params}
+    return ShardNames(shards, {key: [key] for key in shards}, {})
+
+
+def _numbered_in_order(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Name parameters by their numbers in the order of the groups; those of a state dict need not
+    be consecutive."""
+    order = [number for group in state["param_groups"] for number in group["params"]]
+    names = {number: str(index) for index, number in enumerate(order)}
+    groups = [
+        {
+            **{name: value for name, value in group.items() if name != "param_names"},
+            "params": [names[number] for number in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
+    entries = {names[n]: values for n, values in state["state"].items() if n in names}
+    return {"state": entries, "param_groups": groups}
+
+
+def _on_host(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), value)

@@ -1,7 +1,7 @@
-"""What a training step needs on a TPU slice, asked of the real TPU compiler: the catalogue.
+"""Ask the real TPU compiler ahead of time what a training step needs on a slice.
 
 ``preflight(build_step, topology="v5e:4x4", ...)`` returns a ``Report``; the same on the command
-line is ``python -m xla_fsdp.preflight module:function``. Importing this needs no torch_xla.
+line is ``python -m xla_fsdp.preflight module:function``. Importing this loads no torch_xla.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: reports on a terminal.
 
-Words: a *sweep* runs once for every combination of the values given for options.
-Always true: exit code 0 if every program compiled and fits, 1 if one does not or its step raised, 2
-for wrong usage. A combination that fails is reported in one line and the others are still examined.
-What is found out is ``examine``'s business.
+Every combination of the values given for options is examined; one that fails is told in one line.
+Exit code 0 if every program compiled and fits, 1 if one does not or its step raised, 2 for wrong
+usage.
 """
 
 from __future__ import annotations
@@ -20,44 +19,38 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xla_fsdp.preflight import text
 from xla_fsdp.preflight.api import (
     PreflightWarning,
     check_options,
-    laid_out,
-    noted_options,
+    describe_options,
+    mesh_on,
     preflight,
 )
 from xla_fsdp.preflight.compiler import CompileError
 from xla_fsdp.preflight.html import page
-from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 
 USAGE_EXIT_CODE = 2
 
 
-class UsageError(Exception):
-    """Arguments that cannot be acted on."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine programs; returns the exit code."""
+    """Examine programs and print what was found; return the exit code."""
     options = _parser().parse_args(argv)
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # before torch_xla is imported, which warns else
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
-        build_step = _load(options.target)
-        runs = list(_runs(options))
+        build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
-    except (UsageError, ValueError) as error:
+    except ValueError as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     warnings.simplefilter("ignore", PreflightWarning)  # reports show them
     reports = [report for run in runs if (report := _examine(build_step, *run, options))]
     if len(reports) == 1:
-        print(text.in_full(reports[0]))
+        print(full_text(reports[0]))
     elif reports:
-        print(text.table(reports))
+        print(table(reports))
     _write(reports, options)
     return 0 if len(reports) == len(runs) and all(report.fits for report in reports) else 1
 
@@ -85,28 +78,25 @@ def _parser() -> argparse.ArgumentParser:
 def _load(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
-        raise UsageError(f"{target!r} is not of the form module:function")
+        raise ValueError(f"{target!r} is not of the form module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:
-        raise UsageError(f"cannot import {module_name!r}: {error}") from error
+        raise ValueError(f"cannot import {module_name!r}: {error}") from error
     if not callable(found):
-        raise UsageError(f"{module_name!r} has no function {name!r}")
+        raise ValueError(f"{module_name!r} has no function {name!r}")
     return found
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Topology and keywords of each run."""
-    fixed = {name: [_value(value)] for name, value in map(_pair, options.set)}
-    swept = {
-        name: [_value(each) for each in values.split(",")]
-        for name, values in map(_pair, options.sweep)
-    }
-    choices = {**fixed, **swept}
+    choices = {name: [_value(value)] for name, value in map(_pair, options.set)}
+    for name, values in map(_pair, options.sweep):
+        choices[name] = [_value(each) for each in values.split(",")]
     for name in options.topology or ["v5e:4x4"]:
         topology = find_topology(name)
-        meshes = [{"mesh": laid_out(_axes(words), topology)} for words in options.mesh]
+        meshes = [{"mesh": mesh_on(topology, _axes(words))} for words in options.mesh]
         for mesh, values in itertools.product(meshes or [{}], itertools.product(*choices.values())):
             yield name, {**mesh, **dict(zip(choices, values, strict=True))}
 
@@ -115,14 +105,14 @@ def _axes(words: str) -> dict[str, int]:
     """Sizes of a mesh by axis name."""
     pairs = [_pair(word) for word in words.split(",")]
     if not all(size.isdecimal() for _, size in pairs):
-        raise UsageError(f"{words!r} is not of the form axis=size,axis=size")
+        raise ValueError(f"{words!r} is not of the form axis=size,axis=size")
     return {name: int(size) for name, size in pairs}
 
 
-def _pair(text_: str) -> tuple[str, str]:
-    name, equals, value = text_.partition("=")
+def _pair(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
     if not name.isidentifier() or not equals or not value:
-        raise UsageError(f"{text_!r} is not of the form option=value")
+        raise ValueError(f"{word!r} is not of the form option=value")
     return name, value
 
 
@@ -139,7 +129,10 @@ def _value(word: str) -> Any:
 
 
 def _examine(
-    build_step: Callable[..., Any], topology: str, keywords: dict[str, Any], options: Any
+    build_step: Callable[..., Any],
+    topology: str,
+    keywords: dict[str, Any],
+    options: argparse.Namespace,
 ) -> Report | None:
     try:
         return preflight(
@@ -155,24 +148,21 @@ def _examine(
         _progress("")
         if options.traceback:
             traceback.print_exc()
-        _tell(error, topology, keywords, options)
+        run = f"{topology} {options_text(describe_options(keywords))}".rstrip()
+        reason = _reason(error, with_hint=not options.traceback)
+        print(f"xla_fsdp.preflight: {run}: {reason}", file=sys.stderr)
         return None
 
 
-def _tell(
-    error: Exception, topology: str, keywords: dict[str, Any], options: argparse.Namespace
-) -> None:
-    """One line on stderr."""
-    said = str(error)
-    if not isinstance(error, CompileError):
-        more = "" if options.traceback else " (--traceback shows where)"
-        said = f"{type(error).__name__}: {' '.join(said.split())}{more}"
-    noted = text.shown(noted_options(keywords))
-    print(f"xla_fsdp.preflight: {f'{topology} {noted}'.rstrip()}: {said}", file=sys.stderr)
+def _reason(error: Exception, *, with_hint: bool) -> str:
+    if isinstance(error, CompileError):
+        return str(error)
+    hint = " (--traceback shows where)" if with_hint else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
 
 
 def _progress(line: str) -> None:
-    """One line that is written over, and only where somebody watches."""
+    """Write over one line of a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 

@@ -1,8 +1,7 @@
 """``preflight``: from the user's own code to a report.
 
-Words: see ``report``. Always true: nothing runs, here or on a TPU; the user's step is traced as
-rank 0 would trace it (``tracing``), compiled by the real TPU compiler in a child (``compiler``),
-and what it made is read (``traffic``, ``liveness``, ``estimate``).
+Nothing runs, here or on a TPU: the user's step is traced as rank 0 would trace it, compiled by the
+real TPU compiler in a child process, and what that made of it is read.
 """
 
 from __future__ import annotations
@@ -10,22 +9,23 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xla_fsdp.distributed.mesh import Mesh, init_mesh
 from xla_fsdp.distributed.tpu_flags import compiler_flags
-from xla_fsdp.preflight import findings
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
-from xla_fsdp.preflight.estimate import estimate
+from xla_fsdp.preflight.estimate import estimate, timeline
+from xla_fsdp.preflight.findings import about_groups, all_findings
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
 from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
-from xla_fsdp.preflight.timeline import timeline
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
+
+if TYPE_CHECKING:  # it loads torch, and the compiler's child process imports this package
+    from xla_fsdp.distributed.mesh import Mesh
 
 
 class PreflightWarning(UserWarning):
@@ -50,12 +50,12 @@ def preflight(
             and returns a function that makes one training step. Tensors on the XLA device hold
             zeros while it runs. Build models that are too large for this machine on the meta
             device: then only one rank's shards take memory.
-        topology: name of the slice, see ``find_topology``.
+        topology: name of the slice, as ``find_topology`` takes it.
         mesh: handed on as ``build_step(mesh=mesh, **options)``; a mapping of axis names to sizes is
             laid out on the slice by ``init_mesh``, the outermost axis first.
         max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
             is ended.
-        cache_dir: where results are kept (default: the user's cache folder).
+        cache_dir: folder of compiled programs (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``; they win over those that torch_xla
             and ``launch`` set.
         progress: called with a line of text while waiting.
@@ -72,14 +72,15 @@ def preflight(
         RuntimeError: if this process uses torch_xla with other devices than one CPU.
     """
     slice_ = find_topology(topology)
-    given = options if mesh is None else {**options, "mesh": laid_out(mesh, slice_)}
-    check_options(build_step, given)
+    if mesh is not None:
+        options = {**options, "mesh": mesh_on(slice_, mesh)}
+    check_options(build_step, options)
     check_installed()
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.tracing import trace_step  # loads torch_xla
 
     tell = progress or (lambda text: None)
     tell(f"{topology}: tracing")
-    traced = trace_step(lambda: build_step(**given), slice_.coords)
+    traced = trace_step(lambda: build_step(**options), slice_.coords)
     compiled = [
         compile_program(
             program,
@@ -92,10 +93,28 @@ def preflight(
         for program in traced.programs
     ]
     tell(f"{topology}: reading")
-    report = report_on(traced, compiled, slice_, noted_options(given))
+    report = report_on(traced, compiled, slice_, describe_options(options))
     for warning in report.warnings:
         warnings.warn(f"{topology}: {warning}", PreflightWarning, stacklevel=2)
     return report
+
+
+def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
+    """Return a mesh on a slice, laid out there if sizes by axis name are given.
+
+    Raises:
+        ValueError: if it does not have the slice's ranks.
+    """
+    if isinstance(mesh, Mapping):
+        from xla_fsdp.distributed.mesh import init_mesh
+
+        return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
+    if mesh.world_size != topology.num_ranks:
+        raise ValueError(
+            f"the mesh lays out {mesh.world_size} ranks, but {topology.name} has "
+            f"{topology.num_ranks}; give sizes that multiply to {topology.num_ranks}"
+        )
+    return mesh
 
 
 def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -112,20 +131,10 @@ def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) ->
         raise ValueError(f"{called}{signature} cannot be called with {names}: {error}") from None
 
 
-def laid_out(mesh: Mesh | Mapping[str, int], topology: Topology) -> Mesh:
-    """The mesh on a slice; ValueError if it does not have the slice's ranks."""
-    if isinstance(mesh, Mapping):
-        return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
-    if mesh.world_size != topology.num_ranks:
-        raise ValueError(
-            f"the mesh lays out {mesh.world_size} ranks, but {topology.name} has "
-            f"{topology.num_ranks}; give sizes that multiply to {topology.num_ranks}"
-        )
-    return mesh
+def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as a report shows them: a mesh by its axes."""
+    from xla_fsdp.distributed.mesh import Mesh
 
-
-def noted_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a report shows them: a mesh by its axes."""
     return {
         name: " x ".join(f"{axis.name} {axis.size}" for axis in value.axes)
         if isinstance(value, Mesh)
@@ -134,10 +143,13 @@ def noted_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# ---------------------------------------------------------------- from compiled programs
+
+
 def report_on(
     traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
 ) -> Report:
-    """What a step's compiled programs, in the order of ``traced.programs``, come to."""
+    """Report on a step whose programs were compiled, in the order of ``traced.programs``."""
     modules = [Module(each.text) for each in compiled]
     by_module = [collectives_of(module) for module in modules]
     collectives = [each for found in by_module for each in found]
@@ -145,7 +157,6 @@ def report_on(
     short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
     largest = short_of.index(max(short_of))
     peak = fullest_moment(modules[largest])
-    offloaded = max(each.on_host for each in compiled)
     return Report(
         topology=topology.name,
         num_ranks=topology.num_ranks,
@@ -154,46 +165,16 @@ def report_on(
         full_parameters=max(map(most_gathered, modules)),
         largest=tuple(Buffer(*each) for each in peak.largest),
         traffic=_by_kind(collectives),
-        minimum_wire_bytes=_minimum(traced),
+        minimum_wire_bytes=traced.minimum_wire_bytes,
         step_time=estimate(modules, collectives, traced.model_flops, topology),
         compile_seconds=sum(each.seconds for each in compiled),
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
-        offloaded_bytes=offloaded,
-        warnings=tuple(findings.about_groups(traced.parameters)),
-        findings=(
-            *_findings(traced, compiled[largest], modules, collectives),
-            *findings.about_offloading(offloaded),
-        ),
+        offloaded_bytes=max(each.on_host for each in compiled),
+        warnings=tuple(about_groups(traced.parameters)),
+        findings=tuple(all_findings(traced, compiled, compiled[largest], modules, collectives)),
         timeline=timeline(modules[largest], by_module[largest], topology),
     )
-
-
-def _minimum(traced: Traced) -> int:
-    return sum(each.gathered_bytes + each.reduced_bytes for each in traced.parameters)
-
-
-def _is_cut(traced: Traced) -> Iterator[bool]:
-    """Of each parameter: whether it is tensor-parallel."""
-    return (each.is_cut for each in traced.parameters)
-
-
-def _findings(
-    traced: Traced,
-    largest: Compiled,
-    modules: Sequence[Module],
-    collectives: Sequence[Collective],
-) -> Iterator[str]:
-    sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
-    yield from findings.about_programs(len(modules))
-    yield from findings.about_reductions(collectives, sizes, traced.parameters)
-    wire, activations = sum(c.total_bytes for c in collectives), any(_is_cut(traced))
-    yield from findings.about_bytes(wire, _minimum(traced), activations=activations)
-    yield from findings.about_overlap(collectives)
-    yield from findings.about_dtypes(modules, _dtype(collectives))
-    yield from findings.about_inputs(largest.outputs)
-    yield from findings.about_loops(modules)
-    yield from findings.about_estimates(modules)
 
 
 def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology) -> Memory:
@@ -201,10 +182,10 @@ def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology
     for each in program.inputs:
         by_role[each.role] += each.nbytes
     held = {role: by_role[role] for role in (PARAMETER, GRADIENT, STATE)}
-    gathered = min(peak.by_purpose.get(GATHERED, 0), compiled.temporaries)
-    activations = min(
-        peak.total - peak.by_purpose.get(GATHERED, 0), compiled.temporaries - gathered
-    )
+    # The compiler's total of temporaries counts; the peak, an estimate, divides it into parts.
+    in_gathers = peak.by_purpose.get(GATHERED, 0)
+    gathered = min(in_gathers, compiled.temporaries)
+    activations = min(peak.total - in_gathers, compiled.temporaries - gathered)
     return Memory(
         parameters=held[PARAMETER],
         gradients=held[GRADIENT],
@@ -227,12 +208,3 @@ def _by_kind(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
         entry[0] += each.times
         entry[1] += each.total_bytes
     return tuple(Traffic(*key, *counts[key]) for key in sorted(counts))
-
-
-def _dtype(collectives: Sequence[Collective]) -> str:
-    """The dtype that most bytes are gathered in, in which products are expected."""
-    gathered: Counter[str] = Counter()
-    for each in collectives:
-        if each.kind == "all-gather":
-            gathered[each.dtype] += each.total_bytes
-    return gathered.most_common(1)[0][0] if gathered else "bf16"

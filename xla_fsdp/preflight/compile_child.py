@@ -1,12 +1,11 @@
-"""The process that compiles one program for a TPU topology: ``python -m ...compile_child FOLDER``.
+"""Compile one program for a TPU topology: ``python -m xla_fsdp.preflight.compile_child FOLDER``.
 
-The folder holds ``job.json`` and ``program.pb`` (an HLO module as torch_xla makes it, or what JAX
-lowers a program to that is yet to be partitioned); this writes ``optimized.txt`` (the scheduled
-module), ``dump`` (what the compiler itself writes, which ``buffers`` reads) and ``result.json``.
-Always true: it never loads torch_xla (two XLA runtimes in one process clash), touches no TPU, and
-asks for none. A program that the compiler refuses as too large for a chip is compiled all the same,
-up to what cannot be loaded: then the size of its code is not known.
-Limits, time-outs and reuse of results are left to ``compiler``.
+The folder holds ``request.json`` and ``program.pb`` (an HLO module as torch_xla makes it, or what
+JAX lowers a program to that is yet to be partitioned); this writes ``optimized.txt`` (the scheduled
+module), ``dump`` (with the compiler's buffer assignment) and ``result.json``.
+
+Invariants: a process of its own, as two XLA runtimes in one process clash; torch_xla is never
+loaded here, and no TPU is needed.
 """
 
 from __future__ import annotations
@@ -19,34 +18,33 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KEEP_ON = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
+# With these options the compiler writes down a program that is too large, before it fails.
+_KEEP_ON = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
 
-"""Options under which the compiler writes down a program that is too large, before it fails."""
-
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile the job in the folder ``argv[0]``; 0, or 1 if the compiler refuses."""
+    """Compile the program in the folder ``argv[0]``; return 0, or 1 if the compiler refuses."""
     folder = Path(argv[0])
-    job = json.loads((folder / "job.json").read_text())
+    request = json.loads((folder / "request.json").read_text())
     program = (folder / "program.pb").read_bytes()
-    started, cpu = time.monotonic(), time.process_time()
+    started, cpu_started = time.monotonic(), time.process_time()
     try:
-        found = _made(program, job, folder)
+        text, sizes = _compile(program, request, folder)
     except Exception as error:  # the compiler's own exception types are many
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         return 1
-    spent = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
-    (folder / "optimized.txt").write_text(found.text)
+    spent = {
+        "seconds": time.monotonic() - started,
+        "cpu_seconds": time.process_time() - cpu_started,
+    }
+    (folder / "optimized.txt").write_text(text)
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sizes = {"code": found.code, "too_large_by": found.too_large_by}
     _write(folder, {**sizes, "peak_host_bytes": peak_rss, **spent})
     return 0
 
@@ -55,86 +53,70 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The scheduled module, bytes of its code, and those that a chip is short of."""
+def _compile(program: bytes, request: dict[str, Any], folder: Path) -> tuple[str, dict[str, int]]:
+    """The scheduled module, and sizes by their names in ``compiler.Compiled``.
 
-    text: str
-    code: int
-    too_large_by: int
-
-
-def _made(program: bytes, job: dict[str, Any], folder: Path) -> _Made:
+    A program that the compiler refuses as too large for a chip is compiled all the same, up to what
+    cannot be loaded: then the size of its code is not known.
+    """
     dump = folder / "dump"
     dumping = {"xla_dump_to": str(dump)}
     try:
-        executable = _compile(program, job, dumping)
+        executable = _executable(program, request, dumping)
     except Exception as error:
         too_large_by = bytes_over_capacity(str(error))
         if not too_large_by:
             raise
-        # The next attempt may end this process; then this is what there is to say.
+        # The second attempt may end this process; then this is the result.
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         shutil.rmtree(dump, ignore_errors=True)
         with contextlib.suppress(Exception):  # it cannot be loaded
-            _compile(program, job, {**dumping, **KEEP_ON})
+            _executable(program, request, {**dumping, **_KEEP_ON})
         written = sorted(dump.glob("*after_codegen.txt"))
         if not written:
             raise
-        return _Made(written[-1].read_text(), 0, too_large_by)
+        return written[-1].read_text(), {"code": 0, "too_large_by": too_large_by}
     code = executable.get_compiled_memory_stats().generated_code_size_in_bytes
-    return _Made(executable.hlo_modules()[0].to_string(), int(code), 0)
+    return executable.hlo_modules()[0].to_string(), {"code": int(code), "too_large_by": 0}
 
 
-def bytes_over_capacity(said: str) -> int:
-    """By how much a program is too large for a chip, as the compiler's error says; 0 if that says
-    something else."""
-    found = _OVER_CAPACITY.search(said)
-    return round(float(found.group(1)) * UNITS[found.group(2)]) if found else 0
+def bytes_over_capacity(error: str) -> int:
+    """Return by how much a program is too large for a chip; 0 for an error of another kind."""
+    found = _OVER_CAPACITY.search(error)
+    return round(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
 
 
-def _compile(program: bytes, job: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """The executable for all ranks of the topology: replicas, or partitions of one program."""
+def _executable(program: bytes, request: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """Compile for all ranks of the topology: as replicas, or partitions of one program."""
     import numpy as np
     from jax._src.lib import xla_client
 
-    devices, order = _devices(job), job["partition_order"]
+    devices, order = _devices(request), request["partition_order"]
     assignment = np.array([[devices[rank].id for rank in order or range(len(devices))]])
     options = _options(xla_client, assignment if order else assignment.T)
     options.env_option_overrides = list(flags.items())
-    code = program if order else _replica_code(program, job["aliases"])
+    code = program if order else _replica_code(program, request["aliases"])
     return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
 
 
-def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
-    """MLIR bytecode of a serialized HLO module."""
-    from jax._src.interpreters import mlir as jax_mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
-
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
-    with jax_mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        _alias(ir, module, aliases)
-        return jax_mlir.module_to_bytecode(module)
-
-
-def _devices(job: dict[str, Any]) -> list[Any]:
+def _devices(request: dict[str, Any]) -> list[Any]:
     """The topology's devices in rank order."""
     from jax.experimental import topologies
 
-    config = {"chip_config_name": job["chip_config"]} if job["chip_config"] else {}
+    name, config = request["topology"], request["chip_config"]
     found: list[Any] = topologies.get_topology_desc(
-        platform="tpu", topology_name=job["topology"], num_slices=job["slices"], **config
+        platform="tpu",
+        topology_name=name,
+        num_slices=request["slices"],
+        **({"chip_config_name": config} if config else {}),
     ).devices
     devices = sorted(found, key=lambda device: device.id)
-    places = [
+    coords = [
         [each.core_on_chip, *each.coords, getattr(each, "slice_index", 0)] for each in devices
     ]
-    if places != job["coords"]:
+    if coords != request["coords"]:
         raise RuntimeError(
-            f"the compiler numbers the devices of {job['topology']} as {places}, "
-            f"expected {job['coords']}"
+            f"the compiler numbers the devices of {name} as {coords}, expected {request['coords']}"
         )
     return devices
 
@@ -150,12 +132,26 @@ def _options(xla_client: Any, assignment: Any) -> Any:
     return options
 
 
+def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
+    """MLIR bytecode of a serialized HLO module."""
+    from jax._src.interpreters import mlir as jax_mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
+    with jax_mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        _alias(ir, module, aliases)
+        return jax_mlir.module_to_bytecode(module)
+
+
 def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
     """Let output k use the memory of input i, for each pair (i, k)."""
     main = next(each for each in module.body.operations if each.name.value == "main")
-    count = len(main.type.inputs)
     known = (
-        list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * count
+        list(main.arg_attrs)
+        if "arg_attrs" in main.attributes
+        else [ir.DictAttr.get({})] * len(main.type.inputs)
     )
     number = ir.IntegerType.get_signless(32)
     for source, output in aliases:

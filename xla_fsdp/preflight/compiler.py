@@ -1,9 +1,6 @@
-"""Compile a program for a TPU topology in a child process with a memory limit, and keep results.
+"""Compile programs for a TPU topology: in a child process with a memory limit, and once each.
 
-Words: a *compiled* program is the optimized module's text with the compiler's memory figures.
-Always true: a child that takes more host memory than it may is ended and reported, and the same
-program, topology and flags are compiled once: results are kept in a folder, by their digest.
-What the child does is ``compile_child``'s business; what the text means that of ``traffic``.
+Results are cached by a digest of the program, the topology, the flags and the compiler's version.
 """
 
 from __future__ import annotations
@@ -15,15 +12,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from xla_fsdp.preflight.buffers import assigned_buffers
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import GIB, Topology
 
@@ -37,37 +35,29 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """Result of a compilation; sizes in bytes per rank.
+class Buffers:
+    """Bytes of HBM that the compiler sets aside for a program's buffers, per rank."""
 
-    Args:
-        text: the optimized, scheduled module.
-        arguments: see ``buffers``.
-        outputs: see there.
-        temporaries: see there.
-        on_host: see there.
-        code: of the program itself, which lies in device memory, too.
-        too_large_by: what a chip is short of, if the compiler refused the program for that; then
-            ``code`` is not known, and 0.
-        seconds: that compiling took.
-        cpu_seconds: the same as CPU time.
-        peak_host_bytes: host memory that it took.
-    """
+    arguments: int  # inputs, their padding included; results may take their place
+    outputs: int  # results that take no input's place
+    temporaries: int  # all else, constants too
+    on_host: int  # in the host's memory, not in HBM
 
-    text: str
-    arguments: int
-    outputs: int
-    temporaries: int
-    on_host: int
-    code: int
-    too_large_by: int
-    seconds: float
+
+@dataclass(frozen=True)
+class Compiled(Buffers):
+    """A compiled program; sizes in bytes per rank."""
+
+    text: str  # the optimized, scheduled module
+    code: int  # the program itself, which lies in HBM, too; 0 if the compiler refused it
+    too_large_by: int  # what a chip is short of, if the compiler refused the program for that
+    seconds: float  # that compiling took
     cpu_seconds: float
-    peak_host_bytes: int
+    peak_host_bytes: int  # host memory that compiling took
 
     @property
     def peak(self) -> int:
-        """Device memory that the program needs: all its buffers, and its code."""
+        """HBM that the program needs: all its buffers, and its code."""
         return self.arguments + self.outputs + self.temporaries + self.code
 
 
@@ -83,10 +73,10 @@ def compile_program(
     """Compile for every rank of ``topology``.
 
     Args:
-        program: what to compile.
-        topology: for which slice.
+        program: of one rank, or one that the compiler is to partition.
+        topology: the ranks.
         max_host_mem: bytes of host memory that the compiler may take.
-        cache_dir: where results are kept (default: the user's cache folder).
+        cache_dir: folder of results (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
         progress: called with the seconds gone by, about ten times a second.
 
@@ -94,21 +84,22 @@ def compile_program(
         CompileError: if the compiler refuses, takes too much memory or is not installed.
     """
     check_installed()
-    folder = cache_dir or default_cache_dir()
-    entry = folder / f"{_key(program, topology, flags)}.json.gz"
+    if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
+        flags = f"{topology.init_args} {flags}".strip()
+    entry = (cache_dir or _default_cache_dir()) / f"{_key(program, topology, flags)}.json.gz"
     if (known := _read(entry)) is not None:
         return known
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
-        job = Path(name)
-        _write_job(job, program, topology)
-        environment = compiler_environment(topology, _all_flags(program, topology, flags))
+        folder = Path(name)
+        _write_request(folder, program, topology)
         try:
-            _run_child(job, environment, max_host_mem, progress)
+            _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
         except CompileError:
-            if not (job / "result.json").exists():
+            # Of a program too large for the chip, the child writes an error before its second try.
+            if not (folder / "result.json").exists():
                 raise
-        compiled = _result(job)
-    _keep(entry, compiled)
+        compiled = _read_result(folder)
+    _write(entry, compiled)
     return compiled
 
 
@@ -119,26 +110,18 @@ def check_installed() -> None:
         raise CompileError(f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}")
 
 
-def default_cache_dir() -> Path:
-    """The folder for results in the user's cache."""
+# ---------------------------------------------------------------- the cache
+
+
+def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "xla_fsdp" / "preflight"
 
 
 def _key(program: Program, topology: Topology, flags: str) -> str:
-    facts = [
-        program.digest,
-        topology.name,
-        _all_flags(program, topology, flags),
-        importlib.metadata.version("libtpu"),
-        importlib.metadata.version("jaxlib"),
-    ]
+    versions = [importlib.metadata.version(name) for name in ("libtpu", "jaxlib")]
+    facts = [program.digest, topology.name, flags, *versions]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _all_flags(program: Program, topology: Topology, flags: str) -> str:
-    """With those that torch_xla sets, in its programs; JAX sets none."""
-    return flags if program.partition_order else f"{topology.init_args} {flags}".strip()
 
 
 def _read(entry: Path) -> Compiled | None:
@@ -149,18 +132,21 @@ def _read(entry: Path) -> Compiled | None:
         return None  # absent, cut off, or of another version: compiled again
 
 
-def _keep(entry: Path, compiled: Compiled) -> None:
-    """Write under another name first: a reader never sees half a file."""
+def _write(entry: Path, compiled: Compiled) -> None:
     with contextlib.suppress(OSError):  # a read-only home is no reason to fail
         entry.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first, so that nobody reads half a file.
         fresh = entry.with_suffix(f".{os.getpid()}")
         with gzip.open(fresh, "wt", compresslevel=3) as file:
             json.dump(asdict(compiled), file)
         fresh.replace(entry)
 
 
-def _write_job(folder: Path, program: Program, topology: Topology) -> None:
-    job = {
+# ---------------------------------------------------------------- the child process
+
+
+def _write_request(folder: Path, program: Program, topology: Topology) -> None:
+    request = {
         "topology": topology.slice_name,
         "slices": topology.slices,
         "chip_config": topology.chip.config,
@@ -168,12 +154,12 @@ def _write_job(folder: Path, program: Program, topology: Topology) -> None:
         "aliases": program.aliases,
         "partition_order": program.partition_order,
     }
-    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "request.json").write_text(json.dumps(request))
     (folder / "program.pb").write_bytes(program.hlo)
 
 
 def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
-    """What makes the compiler answer on a machine without a TPU."""
+    """Return an environment in which the compiler answers on a machine without a TPU."""
     unwanted = ("PJRT_DEVICE", "XLA_FLAGS", "TPU_MEGACORE")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
     return {
@@ -213,16 +199,15 @@ def _run_child(
 def _watch(
     child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
 ) -> None:
-    """Wait for the child, and end it when it takes more memory than it may."""
+    """Wait for the child; raise CompileError when it takes more memory than it may."""
     started = time.monotonic()
-    with contextlib.suppress(OSError):  # should the machine run out all the same
+    with contextlib.suppress(OSError):  # the first to be ended should the machine run out
         Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL_SECONDS)
             return
-        used = _resident(child.pid)
-        if used > max_host_mem:
+        if _resident_bytes(child.pid) > max_host_mem:
             raise CompileError(
                 f"compiling takes more than the {max_host_mem / GIB:.1f} GiB of host memory that "
                 f"it may (after {time.monotonic() - started:.0f} s). Raise max_host_mem, or make "
@@ -232,8 +217,7 @@ def _watch(
             progress(time.monotonic() - started)
 
 
-def _resident(pid: int) -> int:
-    """Bytes of host memory that a process has in use."""
+def _resident_bytes(pid: int) -> int:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):  # it has ended
@@ -241,19 +225,7 @@ def _resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _refusal(said: str) -> str:
-    """What is said of a program that the compiler refused, and what to do, if that is known."""
-    told = f"the TPU compiler refused the program: {said}"
-    if "layout for this output is not set to host memory" not in said:
-        return told
-    return (
-        f"{told}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
-        f"forward and its backward are to be in one: leave out the sync between them, or what "
-        f"reads a value there; and what has no backward runs under torch.no_grad()"
-    )
-
-
-def _result(folder: Path) -> Compiled:
+def _read_result(folder: Path) -> Compiled:
     result = json.loads((folder / "result.json").read_text())
     if "error" in result:
         raise CompileError(_refusal(result["error"]))
@@ -261,15 +233,54 @@ def _result(folder: Path) -> Compiled:
         buffers = assigned_buffers(folder / "dump")
     except FileNotFoundError as error:
         raise CompileError(str(error)) from error
-    return Compiled(
-        text=(folder / "optimized.txt").read_text(),
-        arguments=buffers.arguments,
-        outputs=buffers.outputs,
-        temporaries=buffers.temporaries,
-        on_host=buffers.on_host,
-        code=result["code"],
-        too_large_by=result["too_large_by"],
-        seconds=result["seconds"],
-        cpu_seconds=result["cpu_seconds"],
-        peak_host_bytes=result["peak_host_bytes"],
+    return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
+
+
+def _refusal(reason: str) -> str:
+    """The message for a refused program, with what to do about it where that is known."""
+    message = f"the TPU compiler refused the program: {reason}"
+    if "layout for this output is not set to host memory" not in reason:
+        return message
+    return (
+        f"{message}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
+        f"forward and its backward are to be in one: leave out the sync between them, or what "
+        f"reads a value there; and what has no backward runs under torch.no_grad()"
     )
+
+
+# ---------------------------------------------------------------- the compiler's buffer assignment
+# The memory figures of a compiled program itself count what is lost to fragmentation twice among
+# the temporaries, which is much where there are loops, and include memory on the chip. The buffer
+# assignment is what is set aside, and adds up to what the compiler states where it refuses one.
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
+_NOT_IN_HBM = re.compile(r", color [1-9]|, thread-local")  # HBM has color 0, which is left out
+_ON_HOST = ", color 5,"
+
+
+def assigned_buffers(dump: Path) -> Buffers:
+    """Read the buffers of the (largest) program whose assignment the compiler dumped in a folder.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    found = [_assigned(path.read_text()) for path in dump.glob("*buffer-assignment.txt")]
+    if not found:
+        raise FileNotFoundError(f"the compiler left no assignment of buffers in {dump}")
+    return max(found, key=lambda each: each.arguments + each.outputs + each.temporaries)
+
+
+def _assigned(text: str) -> Buffers:
+    sizes: Counter[str] = Counter()
+    for size, properties in _ALLOCATION.findall(text):
+        if _ON_HOST in properties:
+            sizes["host"] += int(size)
+        if not _NOT_IN_HBM.search(properties):
+            sizes[_use(properties)] += int(size)
+    return Buffers(sizes["argument"], sizes["output"], sizes["temporary"], sizes["host"])
+
+
+def _use(properties: str) -> str:
+    if ", parameter " in properties:
+        return "argument"
+    return "output" if "live-out" in properties else "temporary"

@@ -1,36 +1,20 @@
-"""How long a step and its parts take, estimated from the compiler's schedule; not measured.
+"""Estimate how long a step and its parts take, from the cycles in the compiler's schedule.
 
-Words: *compute* is the sum of the cycles that the compiler expects of each instruction, loops
-included; *blocking* is the time of collectives under which no compute is scheduled, at the full
-speed of the links that their group can use.
-Always true: overlapped collectives are taken to be hidden entirely, so real steps are slower.
+Overlapped collectives are taken to be hidden entirely, so real steps are slower.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
-from xla_fsdp.preflight.dcn import SUFFIX
 from xla_fsdp.preflight.hlo import Module
+from xla_fsdp.preflight.liveness import GATHERED, OTHER, Level, levels
+from xla_fsdp.preflight.report import Moment, Span, StepTime, Timeline
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.traffic import Collective
 
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, and the part of the peak that its model FLOPs use (MFU)."""
-
-    compute: float
-    blocking: float
-    model_flops: int
-    mfu: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of one step."""
-        return self.compute + self.blocking
+MAX_MOMENTS = 500
 
 
 def estimate(
@@ -39,46 +23,64 @@ def estimate(
     model_flops: int,
     topology: Topology,
 ) -> StepTime:
-    """The estimate for the programs of one step."""
+    """Estimate the time of a step that runs these programs."""
     compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
     blocking = sum(
-        wire_seconds(each, topology) * each.times for each in collectives if not each.overlapped
+        _wire_seconds(each, topology) * each.times for each in collectives if not each.overlapped
     )
     seconds = compute + blocking
     mfu = model_flops / (seconds * topology.chip.peak_flops) if seconds else 0.0
     return StepTime(compute, blocking, model_flops, mfu)
 
 
-def clock(module: Module, collectives: Iterable[Collective], topology: Topology) -> list[float]:
-    """Seconds from the start of a module until each of its entry's instructions begins, and until
-    the last has ended."""
+def timeline(module: Module, collectives: Sequence[Collective], topology: Topology) -> Timeline:
+    """Lay out a program over its estimated time: memory held, and collectives on their way.
+
+    A loop is one instruction here; what goes on inside it is not laid out.
+    """
     seconds = _compute_seconds(module, topology)
     for each in collectives:
         if not each.overlapped:
-            seconds[each.places[0]] += wire_seconds(each, topology) * each.times
-    return list(itertools.accumulate(seconds, initial=0.0))
+            seconds[each.start] += _wire_seconds(each, topology) * each.times
+    begins = list(itertools.accumulate(seconds, initial=0.0))  # of each instruction, and the end
+    spans = tuple(
+        Span(each.kind, each.dtype, each.overlapped, begins[each.start], begins[each.end + 1],
+             each.times, each.total_bytes)
+        for each in collectives
+    )  # fmt: skip
+    return Timeline(begins[-1], tuple(_moments(levels(module), begins)), spans)
 
 
-def wire_seconds(collective: Collective, topology: Topology) -> float:
-    """Time of one execution at the speed of two links of every axis that the group may span, or of
-    the network between slices."""
-    if collective.kind.endswith(SUFFIX):
+def _moments(found: Sequence[Level], begins: Sequence[float]) -> Iterator[Moment]:
+    """At most ``MAX_MOMENTS``: of several in a row, the one at which most memory is held."""
+    step = -(-len(found) // MAX_MOMENTS)
+    for start in range(0, len(found), step):
+        some = found[start : start + step]
+        _, fullest = max(some, key=lambda level: sum(level[1].values()))
+        index = min(some[0][0], len(begins) - 1)
+        yield Moment(begins[index], fullest.get(GATHERED, 0), fullest.get(OTHER, 0))
+
+
+def _wire_seconds(collective: Collective, topology: Topology) -> float:
+    """Time of one execution at the full speed of the links that its group can use."""
+    if collective.is_between_slices:
         return collective.wire_bytes / (topology.chip.network_bytes / topology.chip.cores)
-    axes, spanned = 0, 1
+    axes, ranks = 0, 1  # the axes that a group of this size may lie along, the longest first
     for size in sorted(topology.shape, reverse=True):
-        if spanned < collective.group_size and size > 1:
-            axes, spanned = axes + 1, spanned * size
+        if ranks < collective.group_size and size > 1:
+            axes, ranks = axes + 1, ranks * size
+    # A chip has two links along each axis.
     return collective.wire_bytes / (2 * max(axes, 1) * topology.chip.link_bytes)
 
 
 def _compute_seconds(module: Module, topology: Topology) -> list[float]:
-    """Of each instruction of the entry, what it runs included. The cycles of a fusion are its own,
-    those inside it are part of them."""
+    """Seconds of each of the entry's instructions, with all that it runs."""
     seconds = [0.0] * len(module.entry.instructions)
     for execution in module.executions:
+        # The cycles of a fusion include those of the instructions in it.
         if execution.caller is not None and execution.caller.opcode == "fusion":
             continue
         for index, each in enumerate(execution.computation.instructions):
             cycles = each.cycles * execution.times
-            seconds[execution.place_of(index)] += cycles / topology.chip.clock_hz
+            seconds[execution.index_in_entry(index)] += cycles / topology.chip.clock_hz
     return seconds

@@ -1,7 +1,7 @@
-"""What in a program is worth a look, in words.
+"""Say in words what in a step is worth a look.
 
-Always true: a finding names what it is about, with figures, and says what to do where something
-can be done. Nothing is found twice: collectives of one kind are told together.
+A finding names what it is about, with figures, and what to do about it where something can be done;
+collectives of one kind are told together.
 """
 
 from __future__ import annotations
@@ -9,19 +9,43 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from xla_fsdp.preflight.compiler import Compiled
 from xla_fsdp.preflight.hlo import Instruction, Module
-from xla_fsdp.preflight.program import ParameterTraffic
+from xla_fsdp.preflight.program import ParameterTraffic, Traced
+from xla_fsdp.preflight.report import MB
 from xla_fsdp.preflight.traffic import Collective
 
-MB = 10**6
-
+# Traffic and memory below this many bytes are not spoken of.
 WORTH_SAYING = 1 * MB
 
-"""Traffic and memory below this many bytes are not spoken of."""
+
+def all_findings(
+    traced: Traced,
+    compiled: Sequence[Compiled],
+    largest: Compiled,
+    modules: Sequence[Module],
+    collectives: Sequence[Collective],
+) -> Iterator[str]:
+    """Yield all findings about a step; ``largest`` of its programs needs most memory."""
+    parameters = traced.parameters
+    sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
+    yield from about_programs(len(modules))
+    yield from about_reductions(collectives, sizes, parameters)
+    yield from about_bytes(
+        sum(each.total_bytes for each in collectives),
+        traced.minimum_wire_bytes,
+        activations=any(each.is_tensor_parallel for each in parameters),
+    )
+    yield from about_overlap(collectives)
+    yield from about_dtypes(modules, _gathered_dtype(collectives))
+    yield from about_outputs(largest.outputs)
+    yield from about_loops(modules)
+    yield from about_estimates(modules)
+    yield from about_offloading(max(each.on_host for each in compiled))
 
 
 def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
-    """Groups of ranks whose reductions cannot go along the torus axis by axis."""
+    """Tell of groups of ranks whose reductions cannot go along the torus axis by axis."""
     by_group: dict[tuple[int, ...], list[str]] = {}
     for each in parameters:
         if each.off_torus:
@@ -35,12 +59,21 @@ def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
         )
 
 
+def about_programs(count: int) -> Iterator[str]:
+    """Tell of a step in several programs."""
+    if count > 1:
+        yield (
+            f"the step runs as {count} programs: something reads a value or syncs in its middle "
+            f"(.item(), print, sync_on_finalization), and nothing is overlapped across"
+        )
+
+
 def about_reductions(
     collectives: Sequence[Collective],
     operand_sizes: Mapping[str, int],
     parameters: Sequence[ParameterTraffic],
 ) -> Iterator[str]:
-    """Gradients that travel as full all-reduces."""
+    """Tell of gradients that travel as full all-reduces."""
     for each in collectives:
         if each.kind == "all-reduce" and each.only_sliced and each.total_bytes >= WORTH_SAYING:
             names = _names(operand_sizes.get(each.origin, 0), parameters)
@@ -53,8 +86,7 @@ def about_reductions(
 
 
 def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
-    """More traffic than necessary; of tensor parallelism, which sends activations, too, how much it
-    is."""
+    """Tell of more traffic than the parameters need, of which ``activations`` may be the rest."""
     more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
     if more and activations:
         yield (
@@ -70,7 +102,7 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
 
 
 def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
-    """Collectives that compute waits for."""
+    """Tell of collectives that compute waits for."""
     blocking: Counter[str] = Counter()
     for each in collectives:
         if not each.overlapped:
@@ -81,7 +113,7 @@ def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
-    """Matrix products in another dtype than the parameters are gathered in."""
+    """Tell of matrix products in another dtype than the parameters are gathered in."""
     products: Counter[str] = Counter()
     for module in modules:
         for execution in module.executions:
@@ -96,8 +128,17 @@ def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
         )
 
 
+def about_outputs(nbytes: int) -> Iterator[str]:
+    """Tell of results that no input makes room for."""
+    if nbytes >= WORTH_SAYING:
+        yield (
+            f"{nbytes / MB:.0f} MB of results do not take the place of an input: gradients kept "
+            f"until the next step (call optimizer.zero_grad() before the sync), or outputs"
+        )
+
+
 def about_loops(modules: Sequence[Module]) -> Iterator[str]:
-    """Loops whose trips the compiler does not know."""
+    """Tell of loops with an unknown trip count."""
     unknown = [name for module in modules for name in module.unknown_trips]
     if unknown:
         yield (
@@ -107,7 +148,7 @@ def about_loops(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
-    """Instructions whose time the compiler does not know."""
+    """Tell of instructions whose time the compiler does not know."""
     unknown = [
         each.name
         for module in modules
@@ -122,26 +163,8 @@ def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
         )
 
 
-def about_programs(count: int) -> Iterator[str]:
-    """A step in pieces."""
-    if count > 1:
-        yield (
-            f"the step runs as {count} programs: something reads a value or syncs in its middle "
-            f"(.item(), print, sync_on_finalization), and nothing is overlapped across"
-        )
-
-
-def about_inputs(kept: int) -> Iterator[str]:
-    """Parameters and optimizer state that the program does not update in place."""
-    if kept >= WORTH_SAYING:
-        yield (
-            f"{kept / MB:.0f} MB of results do not take the place of an input: gradients kept "
-            f"until the next step (call optimizer.zero_grad() before the sync), or outputs"
-        )
-
-
 def about_offloading(on_host: int) -> Iterator[str]:
-    """Activations in the memory of the host."""
+    """Tell of activations in the memory of the host."""
     if on_host >= WORTH_SAYING:
         yield (
             f"{on_host / MB:.0f} MB of activations per rank go to the host's memory and come back "
@@ -151,6 +174,7 @@ def about_offloading(on_host: int) -> Iterator[str]:
 
 
 def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
+    """Names of the parameters that have this many elements."""
     matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
     if not matching:
         return f"parameters of {numel:,} elements together" if numel else "some parameters"
@@ -161,6 +185,15 @@ def _listed(names: Sequence[str]) -> str:
     """A few names, and how many more there are."""
     listed = ", ".join(f"`{name}`" for name in names[:3])
     return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"
+
+
+def _gathered_dtype(collectives: Sequence[Collective]) -> str:
+    """The dtype that most bytes are gathered in."""
+    gathered: Counter[str] = Counter()
+    for each in collectives:
+        if each.kind == "all-gather":
+            gathered[each.dtype] += each.total_bytes
+    return gathered.most_common(1)[0][0] if gathered else "bf16"
 
 
 def _operand_dtype(by_name: Mapping[str, Instruction], product: Instruction) -> str:

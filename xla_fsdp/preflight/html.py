@@ -1,16 +1,30 @@
-"""Reports as one HTML page without anything to load: a table, drawings, and each report in full.
+"""Reports as one HTML page: a table, drawings in SVG, and each report in full.
 
-Always true: no scripts, no network; what comes from outside (names, options, findings) is escaped.
-The drawings are made by ``charts``.
+Invariants: no scripts and nothing to load; what comes from outside (names, options, findings) is
+escaped; whatever has a figure shows it when pointed at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from xla_fsdp.preflight import charts, text
-from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.report import (
+    HEADINGS,
+    MB,
+    PARTS,
+    Memory,
+    Moment,
+    Report,
+    Span,
+    cells,
+    figures,
+    options_text,
+    title,
+)
+from xla_fsdp.preflight.topologies import MIB
 
 _STYLE = (
     ":root{color-scheme:light}"
@@ -32,39 +46,241 @@ _STYLE = (
     ".note{color:#555}"
 )
 
+_COLORS = {
+    "parameters": "#4c78a8", "gradients": "#f58518", "optimizer_state": "#72b7b2",
+    "data": "#bab0ac", "outputs": "#9d755d", "gathered_parameters": "#54a24b",
+    "activations": "#e45756", "scratch": "#eeca3b", "code": "#b279a2",
+}  # fmt: skip
+
 
 def page(reports: Sequence[Report]) -> str:
-    """The page."""
+    """Return the page."""
     rows = "".join(map(_row, reports))
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in text.HEADINGS)
+    headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
         f"<title>Preflight</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>"
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
         f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>'
-        f"<h2>Memory against the chip's capacity</h2>{charts.legend()}{charts.memory_bars(reports)}"
+        f"<h2>Memory against the chip's capacity</h2>{_legend()}{_memory_bars(reports)}"
         f"{''.join(map(_section, reports))}</body></html>\n"
     )
 
 
 def _row(report: Report) -> str:
-    cells = [f"<td>{escape(cell)}</td>" for cell in text.cells(report)]
     verdict = "yes" if report.fits else "no"
-    place = text.HEADINGS.index("fits")
-    cells[place] = cells[place].replace("<td>", f'<td class="{verdict}">')
-    return f"<tr>{''.join(cells)}</tr>"
+    marks = {HEADINGS.index("fits"): f' class="{verdict}"'}
+    columns = (
+        f"<td{marks.get(column, '')}>{escape(cell)}</td>"
+        for column, cell in enumerate(cells(report))
+    )
+    return f"<tr>{''.join(columns)}</tr>"
+
+
+def _legend() -> str:
+    entries = (
+        f'<span><i style="background:{_COLORS[name]}"></i>{escape(label)}</span>'
+        for name, label in PARTS.items()
+    )
+    return f'<p class="legend">{"".join(entries)}</p>'
 
 
 def _section(report: Report) -> str:
     warnings = "".join(f'<li class="no">{escape(warning)}</li>' for warning in report.warnings)
     findings = warnings + "".join(f"<li>{escape(finding)}</li>" for finding in report.findings)
     return (
-        f"<h2>{escape(text.title(report))}</h2>"
+        f"<h2>{escape(title(report))}</h2>"
         f"<ul>{findings or '<li>Nothing to remark.</li>'}</ul>"
-        f"<h3>Over the step's estimated time</h3>{charts.step_timeline(report)}"
+        f"<h3>Over the step's estimated time</h3>{_step_timeline(report)}"
         f'<p class="note">Read from the schedule: below the peak lies what the compiler reserves '
         f"beyond the buffers that it can be seen to use.</p>"
         f"<details open><summary>All figures</summary>"
-        f"<pre>{escape(text.figures(report))}</pre></details>"
+        f"<pre>{escape(figures(report))}</pre></details>"
     )
+
+
+# ---------------------------------------------------------------- drawings; lengths in pixels
+
+WIDTH, LEFT, RIGHT = 1000, 250, 115  # of a drawing, and of its margins for labels
+INNER = WIDTH - LEFT - RIGHT
+BAR = 30
+HEIGHT, LANE, GAP = 220, 18, 6  # of memory over time, and of the collectives below it
+TICKS = 5
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values in 0 to ``top`` to pixels."""
+
+    top: float
+    start: float
+    length: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + self.length * value / (self.top or 1)
+
+
+def _memory_bars(reports: Sequence[Report]) -> str:
+    """One bar per report, all on one scale; the mark is the chip's capacity."""
+    tops = [max(each.memory.capacity, each.memory.peak) for each in reports]
+    x = _Scale(max(tops, default=0), LEFT, INNER)
+    bars = (_bar(report, x, BAR * number) for number, report in enumerate(reports))
+    return _svg("bars", BAR * len(reports) + 4, "Memory by part against capacity", bars)
+
+
+def _bar(report: Report, x: _Scale, top: float) -> str:
+    memory = report.memory
+    label = f"{report.topology} {options_text(report.options)}".strip()
+    drawn = [_text(LEFT - 8, top + 19, _short(label), "end", hint=label)]
+    done = 0
+    for name, part in PARTS.items():
+        size = getattr(memory, name)
+        hint = f"{part}: {_mib(size)} MiB"
+        drawn.append(_rect(x(done), top + 4, x(done + size) - x(done), 22, _COLORS[name], hint))
+        done += size
+    edge = x(memory.capacity)
+    hint = f"capacity: {_mib(memory.capacity)} MiB"
+    drawn.append(_line(edge, top + 1, edge, top + 29, "capacity", hint))
+    fits = "" if report.fits else " !"
+    drawn.append(_text(WIDTH - RIGHT + 8, top + 19, f"{_mib(memory.peak)} MiB{fits}", "start"))
+    return "".join(drawn)
+
+
+def _step_timeline(report: Report) -> str:
+    """Memory over the step's estimated time, and below it the collectives in their lanes."""
+    timeline = report.timeline
+    x = _Scale(timeline.seconds, LEFT, INNER)
+    lanes = sorted({(span.kind, span.overlapped) for span in timeline.spans})
+    bottom = HEIGHT + 26 + len(lanes) * (LANE + GAP)
+    drawn = [
+        *_areas(report.memory, timeline.moments, timeline.seconds, x),
+        *_time_axis(timeline.seconds, x, bottom),
+    ]
+    for number, lane in enumerate(lanes):
+        drawn += _lane(*lane, timeline.spans, x, HEIGHT + 26 + number * (LANE + GAP))
+    return _svg("timeline", bottom + 22, "Memory and collectives over one step", drawn)
+
+
+def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale) -> Iterator[str]:
+    """Bytes at each moment, one area on top of the other, the inputs lowest."""
+    inputs = memory.parameters + memory.gradients + memory.optimizer_state + memory.data
+    areas: list[tuple[str, str, list[int]]] = [
+        ("optimizer_state", "parameters, optimizer state, batch", [inputs] * len(moments)),
+        ("code", PARTS["code"], [memory.code] * len(moments)),
+        ("gathered_parameters", PARTS["gathered_parameters"],
+         [each.gathered_parameters for each in moments]),
+        ("activations", PARTS["activations"], [each.activations for each in moments]),
+    ]  # fmt: skip
+    highest = max([memory.peak, *map(sum, zip(*(each[2] for each in areas), strict=True))])
+    lines = {"peak": memory.peak}
+    if memory.capacity <= 2 * highest:  # else the areas would be too low to read
+        lines["capacity"] = memory.capacity
+    y = _Scale(1.05 * max(highest, *lines.values()), HEIGHT, -HEIGHT + 10)
+    yield from _memory_axis(y)
+    edges = [*(each.seconds for each in moments), seconds]
+    below = [0] * len(moments)
+    for name, label, sizes in areas:
+        above = [low + size for low, size in zip(below, sizes, strict=True)]
+        outline = [*_stairs(edges, above, x, y), *reversed(list(_stairs(edges, below, x, y)))]
+        points = " ".join(f"{across:.1f},{up:.1f}" for across, up in outline)
+        hint = f"{label}: at most {_mib(max(sizes, default=0))} MiB"
+        yield f'<polygon points="{points}" fill="{_COLORS[name]}">{_hint(hint)}</polygon>'
+        below = above
+    for name, size in lines.items():
+        yield _line(LEFT, y(size), WIDTH - RIGHT, y(size), name, f"{name}: {_mib(size)} MiB")
+        yield _text(WIDTH - RIGHT + 6, y(size) + 4, f"{name} {_mib(size)}", "start")
+
+
+def _stairs(
+    edges: Sequence[float], levels: Sequence[int], x: _Scale, y: _Scale
+) -> Iterator[tuple[float, float]]:
+    for left, right, level in zip(edges[:-1], edges[1:], levels, strict=True):
+        yield x(left), y(level)
+        yield x(right), y(level)
+
+
+def _memory_axis(y: _Scale) -> Iterator[str]:
+    for size in axis_marks(y.top / MIB):
+        at = y(size * MIB)
+        yield _line(LEFT, at, WIDTH - RIGHT, at, "grid")
+        yield _text(LEFT - 8, at + 4, f"{size:,.0f} MiB", "end")
+
+
+def _time_axis(seconds: float, x: _Scale, bottom: float) -> Iterator[str]:
+    for each in axis_marks(1e3 * seconds):
+        at = x(each / 1e3)
+        yield _line(at, HEIGHT, at, bottom, "grid")
+        yield _text(at, bottom + 14, f"{each:g} ms", "middle")
+
+
+def axis_marks(top: float) -> list[float]:
+    """Return at most ``TICKS`` steps of 1, 2 or 5 times a power of ten, from 0 to ``top``."""
+    smallest = 10.0 ** math.floor(math.log10(top / TICKS)) if top > 0 else 1.0
+    step = next(smallest * each for each in (1, 2, 5, 10) if top <= TICKS * smallest * each)
+    return [number * step for number in range(int(top / step) + 1)]
+
+
+def _lane(
+    kind: str, overlapped: bool, spans: Sequence[Span], x: _Scale, top: float
+) -> Iterator[str]:
+    label = f"{kind}, {'overlapped' if overlapped else 'blocking'}"
+    yield _text(LEFT - 8, top + 13, label, "end")
+    yield _rect(LEFT, top, INNER, LANE, "#f4f4f4")
+    color = _COLORS["gathered_parameters" if overlapped else "activations"]
+    own = [each for each in spans if (each.kind, each.overlapped) == (kind, overlapped)]
+    for each in own:
+        left = min(x(each.start), WIDTH - RIGHT - 0.8)
+        width = max(x(each.end) - x(each.start), 0.8)  # never thinner than can be seen
+        hint = (
+            f"{each.kind} {each.dtype}, {each.wire_bytes / MB:.2f} MB"
+            + (f" in {each.times} executions" if each.times > 1 else "")
+            + f", {1e3 * each.start:.2f} to {1e3 * each.end:.2f} ms"
+        )
+        yield _rect(left, top, width, LANE, color, hint, "span")
+    total = sum(each.wire_bytes for each in own) / MB
+    yield _text(WIDTH - RIGHT + 6, top + 13, f"{total:,.0f} MB", "start")
+
+
+# ---------------------------------------------------------------- elements
+
+
+def _svg(name: str, height: float, label: str, drawn: Iterable[str]) -> str:
+    return (
+        f'<svg class="{name}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(drawn)}</svg>'
+    )
+
+
+def _rect(
+    x: float, y: float, width: float, height: float, color: str, hint: str = "", kind: str = "part"
+) -> str:
+    kind = kind if hint else "back"
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" '
+        f'fill="{color}">{_hint(hint)}</rect>'
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str, hint: str = "") -> str:
+    return (
+        f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">'
+        f"{_hint(hint)}</line>"
+    )
+
+
+def _text(x: float, y: float, content: str, anchor: str, hint: str = "") -> str:
+    inside = escape(content) + _hint(hint)
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{inside}</text>'
+
+
+def _hint(words: str) -> str:
+    return f"<title>{escape(words)}</title>" if words else ""
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.0f}"
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 32 else f"{label[:31]}\N{HORIZONTAL ELLIPSIS}"

@@ -1,27 +1,40 @@
-"""What a step of a model needs on a topology: memory by part, collectives, time. Plain data.
+"""The report on a step: its memory, collectives and time as plain data, and as text.
 
-Words: the *peak* is all that a chip must hold for the step, the program's code included; *scratch*
-is what the compiler sets aside beyond the buffers that it can be seen to use; the *capacity* is a
-chip's memory without what the runtime keeps for itself.
-Always true: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
-Made by ``examine``, shown by ``text`` and ``html``; what is worth saying in words by ``findings``.
+Invariants: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from xla_fsdp.preflight.estimate import StepTime
+from xla_fsdp.preflight.topologies import MIB
+
+MB = 10**6
+
+# Labels of the parts of ``Memory``.
+PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients kept",
+    "optimizer_state": "optimizer state",
+    "data": "batch, buffers, padding",
+    "outputs": "other results",
+    "gathered_parameters": "gathered parameters",
+    "activations": "activations, gradients",
+    "scratch": "compiler's scratch",
+    "code": "program code",
+}
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of a chip's memory (HBM) per rank, by part.
 
-    ``too_large_by`` is what the compiler says that the program is short of, where it refused it;
-    the parts are then those of the program for a chip that has room.
+    ``capacity`` is what the chip has without what the runtime keeps for itself. ``too_large_by`` is
+    what the compiler says that the program is short of, where it refused it; the parts are then
+    those of the program for a chip that has room.
     """
 
     parameters: int
@@ -31,7 +44,7 @@ class Memory:
     outputs: int  # results that do not take the place of an input
     gathered_parameters: int
     activations: int
-    scratch: int
+    scratch: int  # set aside beyond the buffers that the schedule shows
     code: int
     capacity: int
     too_large_by: int = 0
@@ -39,8 +52,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Bytes that the step needs."""
-        parts = asdict(self)
-        return sum(size for name, size in parts.items() if name not in ("capacity", "too_large_by"))
+        return sum(getattr(self, part) for part in PARTS)
 
     @property
     def left(self) -> int:
@@ -69,6 +81,21 @@ class Buffer:
     nbytes: int
     shape: str
     origin: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses."""
+
+    compute: float  # of all cycles that the compiler expects, loops included
+    blocking: float  # of collectives under which no compute is scheduled, at full link speed
+    model_flops: int  # of forward and backward, recomputation left out
+    mfu: float  # model FLOPs utilization, from 0 to 1
+
+    @property
+    def total(self) -> float:
+        """Seconds of one step."""
+        return self.compute + self.blocking
 
 
 @dataclass(frozen=True)
@@ -116,7 +143,8 @@ class Report:
         traffic: collectives of one step.
         minimum_wire_bytes: what any program must send for this model and wrapping.
         step_time: an estimate.
-        compile_seconds: that the compiler took, and of CPU time.
+        compile_seconds: that the compiler took.
+        compile_cpu_seconds: of CPU time that the compiler took.
         host_bytes: host memory that the compiler took.
         offloaded_bytes: of the memory of a TPU's host that the step takes per rank.
         warnings: what is done in a worse way than it could be because of the configuration.
@@ -153,11 +181,11 @@ class Report:
 
     @property
     def blocking_bytes(self) -> int:
-        """Those of them under which no compute is scheduled."""
+        """Bytes that a rank sends in collectives under which no compute is scheduled."""
         return sum(each.wire_bytes for each in self.traffic if not each.overlapped)
 
     def to_json(self) -> str:
-        """All figures; derived ones included."""
+        """Return all figures as JSON, derived ones included."""
         derived = {
             "fits": self.fits,
             "peak_bytes": self.memory.peak,
@@ -166,3 +194,111 @@ class Report:
             "estimated_step_seconds": self.step_time.total,
         }
         return json.dumps({**derived, **asdict(self)}, indent=1, default=str)
+
+
+# ---------------------------------------------------------------- text
+
+
+def full_text(report: Report) -> str:
+    """Return everything about one step; warnings come first."""
+    top = "\n".join((title(report), *_warnings(report)))
+    findings = "\n".join(f"- {finding}" for finding in report.findings) or "Nothing to remark."
+    return "\n\n".join((top, figures(report), findings))
+
+
+def title(report: Report) -> str:
+    """Return topology and options in a line."""
+    return f"{report.topology}, {report.num_ranks} ranks {options_text(report.options)}".rstrip()
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return options in a line."""
+    return " ".join(f"{name}={value}" for name, value in options.items())
+
+
+def figures(report: Report) -> str:
+    """Return memory, collectives and time."""
+    return "\n\n".join((_memory(report), _traffic(report), _time(report)))
+
+
+HEADINGS = (
+    "topology", "options", "fits", "peak MiB", "left MiB", "wire MB", "minimum", "blocking",
+    "est. step ms", "est. MFU", "compile s",
+)  # fmt: skip
+
+
+def table(reports: Sequence[Report]) -> str:
+    """Return one row per report, and all warnings below."""
+    warnings = dict.fromkeys(line for report in reports for line in _warnings(report))
+    return "\n".join((*_aligned([HEADINGS, *map(cells, reports)]), *warnings))
+
+
+def cells(report: Report) -> tuple[str, ...]:
+    """Return the row of a report under ``HEADINGS``."""
+    return (
+        report.topology,
+        options_text(report.options),
+        "yes" if report.fits else "NO",
+        f"{report.memory.peak / MIB:,.0f}",
+        f"{report.memory.left / MIB:,.0f}",
+        f"{report.wire_bytes / MB:,.0f}",
+        f"{report.minimum_wire_bytes / MB:,.0f}",
+        f"{report.blocking_bytes / MB:,.0f}",
+        f"{report.step_time.total * 1e3:.1f}",
+        f"{report.step_time.mfu:.0%}",
+        f"{report.compile_seconds:.0f}",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines in which columns are as wide as their longest cell; the first two flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _warnings(report: Report) -> list[str]:
+    return [f"WARNING: {report.topology}: {warning}" for warning in report.warnings]
+
+
+def _memory(report: Report) -> str:
+    memory = report.memory
+    sizes = {label: getattr(memory, name) for name, label in PARTS.items()}
+    sizes["peak"] = memory.peak
+    if report.offloaded_bytes:
+        sizes["beside it, in the host's memory"] = report.offloaded_bytes
+    verdict = f"fits, with {memory.left / MIB:,.0f} left"
+    if not report.fits:
+        verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"
+    head = f"HBM per rank (MiB), {verdict} of {memory.capacity / MIB:,.0f}"
+    if memory.too_large_by:
+        head += " (the compiler refused it, so its code is not known)"
+    rows = [(label, "", f"{size / MIB:,.1f}") for label, size in sizes.items()]
+    return "\n".join((head, *(f"  {line}" for line in _aligned(rows))))
+
+
+def _traffic(report: Report) -> str:
+    rows = [("collective", "dtype", "ranks", "times", "MB", "")]
+    for each in report.traffic:
+        when = "overlapped" if each.overlapped else "blocking"
+        size, count = str(each.group_size), str(each.count)
+        rows.append((each.kind, each.dtype, size, count, f"{each.wire_bytes / MB:,.1f}", when))
+    head = (
+        f"On the wire per rank and step: {report.wire_bytes / MB:,.0f} MB (minimum "
+        f"{report.minimum_wire_bytes / MB:,.0f}), {report.blocking_bytes / MB:,.0f} MB blocking"
+    )
+    return "\n".join((head, *(f"  {line}" for line in _aligned(rows))))
+
+
+def _time(report: Report) -> str:
+    time = report.step_time
+    return (
+        f"Estimated step: {time.total * 1e3:.1f} ms (compute {time.compute * 1e3:.1f}, blocking "
+        f"collectives {time.blocking * 1e3:.1f}), estimated MFU {time.mfu:.1%}. Compiled in "
+        f"{report.compile_seconds:.0f} s with {report.host_bytes / MIB:,.0f} MiB of host memory"
+    )

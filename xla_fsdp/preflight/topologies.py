@@ -1,12 +1,11 @@
 """TPU topologies by name: how many ranks, where each is on the torus, what a chip can do.
 
-Words: a *topology* is a generation and the chips along each torus axis, ``v5e:4x4``, or several
-such slices, ``v5e:4x4*2``, which a network of the data center joins; a *rank* is one device as
-torch_xla runs it: a chip, or on v2 and v3 one of a chip's two cores.
-Always true: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
+A topology is a generation and the chips along each torus axis, ``v5e:4x4``, or several such slices,
+``v5e:4x4*2``, which a network of the data center joins. A rank is one device as torch_xla runs it:
+a chip, or on v2 and v3 one of a chip's two cores.
+
+Invariants: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
 the cores of a chip first, then x, y and z, then slices.
-Pure data and arithmetic: the compiler is asked by ``compile_child``, groups are made by
-``xla_fsdp.torus``. Speeds are the vendor's published peaks.
 """
 
 from __future__ import annotations
@@ -15,45 +14,27 @@ import itertools
 import math
 from dataclasses import dataclass
 
-MIB = 2**20
-
-GIB = 2**30
-
-GB = 10**9
+MIB, GIB, GB = 2**20, 2**30, 10**9
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation of TPU, per rank.
+    """One generation of TPU, per rank; speeds are the vendor's published peaks."""
 
-    Args:
-        hbm_bytes: device memory, as the compiler counts it.
-        reserved_bytes: what the runtime keeps of it for itself; the compiler states it where it
-            refuses a program (``test_capacity_tpu`` asks it), to the MiB.
-        peak_flops: bf16 floating-point operations per second.
-        clock_hz: cycles per second of the compute core.
-        link_bytes: bytes per second of one torus link in one direction.
-        network_bytes: bytes per second and chip of the network between slices.
-        cores: ranks per chip.
-        num_axes: torus axes of a slice.
-        hosts: chips of one host along each axis, a divisor of every slice.
-        config: name of the chip configuration for the compiler, "" for its default.
-        accelerator: an accelerator type of this generation, which the compiler wants to be told.
-        init_args: what torch_xla adds to ``LIBTPU_INIT_ARGS`` on this generation alone.
-    """
-
-    hbm_bytes: int
+    hbm_bytes: int  # as the compiler counts it
+    # What the runtime keeps of it for itself, to the MiB; the compiler states it where it refuses a
+    # program (``test_capacity_tpu`` asks it).
     reserved_bytes: int
-    peak_flops: float
-    clock_hz: float
-    link_bytes: float
-    network_bytes: float = 3.125 * GB
-    cores: int = 1
-    num_axes: int = 2
-    hosts: tuple[int, ...] = (2, 2)
-    config: str = ""
-    accelerator: str = ""
-    init_args: tuple[str, ...] = ()
+    peak_flops: float  # per second, in bf16
+    clock_hz: float  # of the compute core
+    link_bytes: float  # per second, of one torus link in one direction
+    network_bytes: float = 3.125 * GB  # per second and chip, between slices
+    cores: int = 1  # ranks per chip
+    num_axes: int = 2  # torus axes of a slice
+    hosts: tuple[int, ...] = (2, 2)  # chips of one host along each axis; slices are whole hosts
+    config: str = ""  # name of the chip configuration for the compiler, if it needs one
+    accelerator: str = ""  # an accelerator type of this generation, for the compiler's environment
+    init_args: tuple[str, ...] = ()  # which torch_xla sets on this generation alone
 
     @property
     def usable_bytes(self) -> int:
@@ -73,58 +54,24 @@ _ALWAYS = (
 CHIPS = {
     "v2": Chip(8 * GIB, 531 * MIB, 22.5e12, 0.70e9, 62 * GB, cores=2, accelerator="v2-8"),
     "v3": Chip(16 * GIB, 531 * MIB, 61.5e12, 0.94e9, 82 * GB, cores=2, accelerator="v3-8"),
-    "v4": Chip(
-        32 * GIB,
-        1284 * MIB,
-        275e12,
-        1.05e9,
-        50 * GB,
-        num_axes=3,
-        hosts=(2, 2, 1),
-        config="megacore",
-        accelerator="v4-8",
-    ),
-    "v5e": Chip(
-        16 * GIB,
-        259 * MIB,
-        197e12,
-        1.5e9,
-        50 * GB,
-        accelerator="v5litepod-8",
-        init_args=_ASYNC,
-    ),
-    "v5p": Chip(
-        96 * GIB,
-        264 * MIB,
-        459e12,
-        1.75e9,
-        100 * GB,
-        6.25 * GB,
-        num_axes=3,
-        hosts=(2, 2, 1),
-        accelerator="v5p-8",
-        init_args=_ASYNC,
-    ),
-    "v6e": Chip(
-        32 * GIB - 512 * MIB,
-        261 * MIB,
-        918e12,
-        1.75e9,
-        112 * GB,
-        12.5 * GB,
-        accelerator="v6e-8",
-    ),
-}
+    "v4": Chip(32 * GIB, 1284 * MIB, 275e12, 1.05e9, 50 * GB, num_axes=3, hosts=(2, 2, 1),
+               config="megacore", accelerator="v4-8"),
+    "v5e": Chip(16 * GIB, 259 * MIB, 197e12, 1.5e9, 50 * GB, accelerator="v5litepod-8",
+                init_args=_ASYNC),
+    "v5p": Chip(96 * GIB, 264 * MIB, 459e12, 1.75e9, 100 * GB, 6.25 * GB, num_axes=3,
+                hosts=(2, 2, 1), accelerator="v5p-8", init_args=_ASYNC),
+    "v6e": Chip(32 * GIB - 512 * MIB, 261 * MIB, 918e12, 1.75e9, 112 * GB, 12.5 * GB,
+                accelerator="v6e-8"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Slices of one generation: ``name`` as given, ``shape`` the chips along x, y (and z) of a
-    slice."""
+    """Slices of one generation."""
 
-    name: str
+    name: str  # as given to ``find_topology``
     chip: Chip
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # chips along x, y (and z) of a slice
     slices: int = 1
 
     @property
@@ -139,7 +86,7 @@ class Topology:
 
     @property
     def coords(self) -> list[tuple[int, ...]]:
-        """Place of every rank, [core, x, y, z, slice], in rank order."""
+        """Coordinates of every rank, [core, x, y, z, slice], in rank order."""
         padded = (*self.shape, *(1,) * (3 - len(self.shape)))
         axes = [range(size) for size in (self.slices, *reversed(padded))]
         return [
@@ -155,7 +102,7 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """The topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two such slices.
+    """Return the topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two slices.
 
     Raises:
         ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
@@ -166,7 +113,7 @@ def find_topology(name: str) -> Topology:
     if generation not in CHIPS:
         raise ValueError(f"{name!r} is no TPU topology; give one of {known_names()}")
     chip = CHIPS[generation]
-    if star and not _sizes(count):
+    if star and len(_sizes(count)) != 1:
         raise ValueError(f"{name!r}: give the number of slices, such as {example(generation)}*2")
     shape = _sizes(layout)
     if len(shape) != chip.num_axes:
@@ -184,7 +131,7 @@ def find_topology(name: str) -> Topology:
 
 
 def known_names() -> str:
-    """The form of the names that ``find_topology`` takes, one per generation."""
+    """Return the form of the names that ``find_topology`` takes, one per generation."""
     forms = {2: "AxB", 3: "AxBxC"}
     names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
@@ -193,12 +140,13 @@ def known_names() -> str:
 
 
 def example(generation: str) -> str:
-    """A topology of this generation."""
+    """Return a topology of this generation."""
     return f"{generation}:4x4" if CHIPS[generation].num_axes == 2 else f"{generation}:2x2x2"
 
 
 def _sizes(layout: str) -> tuple[int, ...]:
-    parts = layout.split("x")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    """Sizes of "4x4"; () for anything else."""
+    sizes = layout.split("x")
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         return ()
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, sizes))

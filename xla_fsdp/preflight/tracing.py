@@ -1,29 +1,27 @@
-"""Trace one rank's step of the user's own code on this machine, with the other ranks pretended.
+"""Trace one rank's step of the user's own code on this machine, with the other ranks faked.
 
-Words: the *steady state* is a step whose inputs include the optimizer's state, as from the second
-one on; to *cut* is to take what is pending as a program and go on as if it had run; *hollow*
-tensors are zeros without memory.
-Always true: nothing is executed; what is cut is hollow from then on, shapes and dtypes right, and
-so are large parameters from the first cut on: of a unit that is built, nothing stays in memory.
-What the programs need is found by ``compiler`` and ``traffic``.
+Invariants: nothing is executed. Wherever a step would run what is pending, that is taken as a
+program, and *hollow* tensors (zeros that take no memory) stand for its results. Large parameters
+are hollow from the first cut on, so of a model that is built unit by unit nothing stays in memory.
 """
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.fake_rank import HollowTensors, pretended_rank
+from xla_fsdp.distributed.xla.fake_rank import ZeroPages, fake_rank
 from xla_fsdp.distributed.xla.graph import (
     buffer_id,
     input_buffers,
@@ -31,28 +29,35 @@ from xla_fsdp.distributed.xla.graph import (
     program_of,
     tensor_id,
 )
-from xla_fsdp.fsdp.engine.backward_pass import current_pass
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.lower_bound import live_units, parameter_traffic
-from xla_fsdp.preflight.program import DATA, GRADIENT, PARAMETER, STATE, Input, Program, Traced
+from xla_fsdp.preflight.program import (
+    DATA,
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    Input,
+    ParameterTraffic,
+    Program,
+    Traced,
+)
 from xla_fsdp.preflight.traffic import KINDS
 
 Step = Callable[[], Any]
 
+# Bytes from which on a parameter's values are given up; a step may read smaller ones.
 LARGE = 2**20
-
-"""Bytes from which on a parameter's values are given up; a step may read smaller ones."""
 
 
 def trace_step(
     build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
 ) -> Traced:
-    """What ``rank`` runs in a step.
+    """Trace what ``rank`` runs in a step in the steady state.
 
     Args:
         build_step: builds model and optimizer, and returns a function that makes one step.
-        coords: place on the torus of every pretended rank.
+        coords: of every faked rank on the torus.
         rank: which of them to be.
 
     Raises:
@@ -60,26 +65,27 @@ def trace_step(
         ValueError: if a step leaves nothing to run.
     """
     use_one_cpu_device()
-    earlier = {id(unit) for unit in live_units()}
+    earlier = WeakSet(_live_states())
     recorder = Recorder()
-    with pretended_rank(rank, coords, recorder.cut):
+    with fake_rank(rank, coords, recorder.cut):
         step = build_step()
         recorder.cut()
         step()  # makes the optimizer's state
         recorder.cut()
-        with recorder.recording():
-            step()
-            recorder.cut()
-        units = [unit for unit in live_units() if id(unit) not in earlier]
+        recorder.start_recording()
+        step()
+        recorder.cut()
+        states = [state for state in _live_states() if state not in earlier]
         # Last: tensors made under a dispatch mode are of another kind, and nothing can follow.
-        with recorder.discarding():
-            flops = _count_flops(step)
+        recorder.start_discarding()
+        flops = _count_flops(step)
     if not recorder.programs:
         raise ValueError(
             "the step traced no XLA operations. build_step() must return a function that makes one "
             "training step on the XLA device"
         )
-    return Traced(tuple(recorder.programs), flops, parameter_traffic(units))
+    parameters = tuple(each for state in states for each in _parameter_traffic(state))
+    return Traced(tuple(recorder.programs), flops, parameters)
 
 
 def use_one_cpu_device() -> None:
@@ -94,52 +100,62 @@ def use_one_cpu_device() -> None:
     if kind != "CPU" or count != 1:
         raise RuntimeError(
             f"tracing wants one CPU device, and this process uses PJRT_DEVICE={kind} with {count} "
-            f"device(s). Run it in a "
-            f"process of its own with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=1"
+            f"device(s). Run it in a process of its own with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=1"
         )
 
 
-@dataclass
+# ---------------------------------------------------------------- programs
+
+
+class _Phase(enum.Enum):
+    BUILDING = "building"
+    RECORDING = "recording"
+    DISCARDING = "discarding"
+
+
 class Recorder:
-    """Takes what is pending as a program, and puts hollow tensors in its place."""
+    """Takes what is pending as a program, and puts hollow tensors in its place.
 
-    programs: list[Program] = field(default_factory=list)
-    _recording: bool = False
-    _discarding: bool = False
-    _hollow: HollowTensors = field(default_factory=HollowTensors)
-    _before: dict[int, tuple[int, str]] = field(default_factory=dict)  # by tensor: buffer and role
+    Attributes:
+        programs: those that were cut since ``start_recording``.
+    """
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Programs cut inside are kept."""
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self._phase = _Phase.BUILDING
+        self._hollow = ZeroPages()
+        # Buffer and role of each tensor that an earlier program left, by the tensor's id.
+        self._before: dict[int, tuple[int, str]] = {}
+
+    def start_recording(self) -> None:
+        """Keep the programs that are cut from now on."""
         self._note_buffers()
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording = False
+        self._phase = _Phase.RECORDING
 
-    @contextlib.contextmanager
-    def discarding(self) -> Iterator[None]:
-        """What is cut inside is lost; for what follows in the step, shapes stay right."""
-        self._discarding = True
-        yield
+    def start_discarding(self) -> None:
+        """Lose what is cut from now on; shapes stay right for what follows in the step."""
+        self._phase = _Phase.DISCARDING
 
     def cut(self) -> None:
         """Take what is pending."""
         live = _live_tensors()
         pending = [tensor for tensor in live if ops.is_pending(tensor)]
-        if not (self._recording or self._discarding):
+        if self._phase is _Phase.BUILDING:
             waiting = set(map(id, pending))
             self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
         if not pending:
             return
-        if self._recording and not self._discarding:
-            self.programs.append(self._program(_distinct(pending)))
-        if self._discarding:
+        if self._phase is _Phase.DISCARDING:
             for tensor in pending:
                 ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
             return
+        if self._phase is _Phase.RECORDING:
+            self.programs.append(self._program(_distinct(pending)))
+        self._replace(pending)
+        if self._phase is _Phase.RECORDING:
+            self._note_buffers()
+
+    def _replace(self, pending: Sequence[Tensor]) -> None:
         shapes = [tensor.shape for tensor in pending]
         dummy = ops.upload(torch.zeros(1))
         for tensor in pending:
@@ -148,21 +164,17 @@ class Recorder:
             # Not in place, which torch_xla would trace as one more operation on the old value.
             tensor.data = self._hollow.make(shape, tensor.dtype)
         ops.forget_token()
-        if self._recording:
-            self._note_buffers()
 
     def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
-        """Large parameters give up their values; what shares a buffer still does."""
-        placed = [(each, buffer_id(each)) for each in tensors]
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # shards without values act as full parameters
+        """Let large parameters give up their values; those that share a buffer share a new one."""
+        buffers = [(each, buffer_id(each)) for each in tensors]
+        with torch._C.DisableTorchFunctionSubclass():  # shards without values act as parameters
             hollow = {
                 buffer: self._hollow.make(each.shape, each.dtype)
-                for each, buffer in placed
+                for each, buffer in buffers
                 if isinstance(each, torch.nn.Parameter) and each.nbytes >= LARGE
             }
-            for each, buffer in placed:
+            for each, buffer in buffers:
                 if buffer in hollow:
                     each.data = hollow[buffer]
 
@@ -177,12 +189,12 @@ class Recorder:
     def _program(self, pending: list[Tensor]) -> Program:
         roles = dict(self._before.values())
         buffers = input_buffers(pending)
-        place = {buffer: index for index, (buffer, _) in enumerate(buffers)}
+        input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
             buffer, _ = self._before.get(id(tensor), (-1, DATA))
-            if buffer in place:
-                aliases.append((place[buffer], output))
+            if buffer in input_of:
+                aliases.append((input_of[buffer], output))
         inputs = tuple(
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in buffers
@@ -201,7 +213,7 @@ def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    """Every Python object that stands for a tensor on the device."""
+    """Every Python object for a tensor on the device; several may be of one XLA tensor."""
     found: dict[int, Tensor] = {}
     for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -210,13 +222,13 @@ def _live_tensors() -> list[Tensor]:
     return list(found.values())
 
 
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """One of the objects for each tensor on the device."""
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """One of the Python objects for each XLA tensor."""
     return list({tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:
-    """What tensors are for, by identity of the Python object."""
+    """Roles of tensors, by the id of the Python object."""
     roles: dict[int, str] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer):
@@ -229,6 +241,9 @@ def _roles() -> dict[int, str]:
     return roles
 
 
+# ---------------------------------------------------------------- operations
+
+
 class _ForwardFlops(FlopCounterMode):
     """Counts outside of backward passes only, so neither gradients nor recomputations."""
 
@@ -239,7 +254,61 @@ class _ForwardFlops(FlopCounterMode):
 
 
 def _count_flops(step: Step) -> int:
-    """Three times the forward's: each product has two in backward. A loop does not show its own."""
+    """Three times the forward's: each product has two in backward."""
+    # A loop does not show the products in it.
     with blocks_one_by_one(), _ForwardFlops(display=False) as counter:
         step()
     return 3 * counter.get_total_flops()
+
+
+# ---------------------------------------------------------------- the least traffic
+# Counted is what the wrapping asks for: each parameter gathered for its forward, once more for
+# backward where it is freed between, and its gradient reduced once, as a shard also over replicas,
+# without padding, in rings. Remat gathers nothing more; an embedding that sends rows in place of
+# its table may need less.
+
+
+def _live_states() -> list[FSDPState]:
+    """Every FSDP unit of this process."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is FSDPState]
+
+
+def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
+    group = unit.group
+    others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
+    gathered = others + _gathered_for_backward(unit)
+    reduced = others + 2 * (replicas - 1) / replicas
+    off_torus = _off_torus(group.collectives)
+    for param in group.params:
+        layout, needs_grad = param.packing.layout, param.leaf.requires_grad
+        shard_numel = layout.numel / layout.num_shards
+        dtype = param.compute_dtype or param.leaf.dtype
+        grad_dtype = unit.config.gradient_dtype or dtype
+        yield ParameterTraffic(
+            name=param.members[0].names[0],
+            numel=layout.numel,
+            padded=layout.padded_numel,
+            gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
+            reduced_bytes=round(reduced * shard_numel * grad_dtype.itemsize * needs_grad),
+            off_torus=off_torus if needs_grad else (),
+            is_tensor_parallel=any(member.is_cut for member in param.members),
+        )
+
+
+def _gathered_for_backward(unit: FSDPState) -> int:
+    """How many shards of other ranks a rank gathers once more for backward."""
+    if not unit.settings.reshards_after_forward:
+        return 0
+    smaller = unit.group.smaller
+    if smaller is None:
+        return unit.group.collectives.num_shards - 1
+    return (smaller.within.num_shards - 1) * smaller.across.num_shards
+
+
+def _off_torus(collectives: Collectives) -> tuple[int, ...]:
+    """The first group of ranks, if the groups do not follow the torus."""
+    if not isinstance(collectives, XlaCollectives) or collectives.follows_torus:
+        return ()
+    groups = collectives.groups
+    return tuple(groups[0] if groups else range(collectives.num_shards))

@@ -1,64 +1,55 @@
-"""Which modules hand out logits that are cut along their classes.
+"""Cross-entropy of logits whose classes are sharded over the ranks; no rank ever has all of them.
 
-Words: a *head* is an nn.Linear cut by its outputs, of which the plan says that they stay cut and
-are not for general use (``use_local_output=False``), as logits for ``loss_parallel`` are.
-Always true: heads are known to the thread that made them, and no longer than they live. Ranks may
-be threads of one process.
+Of the logits only numbers per row are sent: the greatest, and sums over classes. Results are those
+of ``torch.nn.functional.cross_entropy`` of the global logits, on every rank; they are computed in
+fp32 and have the dtype of the logits.
 
-``loss_parallel``: inside, ``F.cross_entropy`` of cut logits is computed without joining them.
-
-Words: see ``vocabulary`` and ``cross_entropy``. Always true: other functions, and cross-entropies
-of other logits, are torch's own.
+Source: vocabulary-parallel cross-entropy of Megatron-LM (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.tensor_parallel.cross_entropy import parallel_cross_entropy
+
+REDUCTIONS = ("none", "mean", "sum")
 
 
 class _Heads(threading.local):
-    """Of this rank: the modules, and the axis that each is cut along."""
+    """Layers whose outputs are sharded logits, and the axis of each. Of this thread alone: ranks
+    may be threads of one process."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[Any], AxisComm]] = []
+        self.axes: WeakKeyDictionary[nn.Linear, AxisComm] = WeakKeyDictionary()
 
 
 _heads = _Heads()
 
 
 def remember_head(module: nn.Module, axis: AxisComm) -> None:
-    """``module`` is a head."""
+    """Let ``loss_parallel`` know a module whose outputs are sharded logits."""
     if isinstance(module, nn.Linear):
-        _heads.known.append((weakref.ref(module), axis))
-
-
-def known_heads() -> list[tuple[int, AxisComm]]:
-    """Of all heads that are alive: the number of classes on a rank, and the axis."""
-    _heads.known = [each for each in _heads.known if each[0]() is not None]
-    alive: list[tuple[Any, AxisComm]] = [(head(), axis) for head, axis in _heads.known]
-    return [(head.out_features // axis.size, axis) for head, axis in alive]
-
-
-_signature = inspect.signature(F.cross_entropy)
+        _heads.axes[module] = axis
 
 
 @contextmanager
 def loss_parallel(mesh: Any = None) -> Iterator[None]:
     """Inside, ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take logits of which each rank holds
-    a slice of the classes, and targets that are the same on all ranks. The full logits are never
+    a slice of the classes, and targets that are the same on all ranks. The global logits are never
     built, forward or backward; ``backward()`` may be called inside or outside.
 
         plan["output"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -67,35 +58,33 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     Args:
-        mesh: of the axis along which classes are cut: all cross-entropies inside are taken to be
-            of such logits. By default those whose number of classes is that of a slice of a module
-            that the plan says to hand out such logits, as in the example.
+        mesh: of the axis along which classes are sharded: all cross-entropies inside are taken to
+            be of such logits. By default those whose number of classes is that of a slice of a
+            module that the plan says to hand out such logits, as in the example.
 
     Raises:
         ValueError: if no mesh is given, and there is no such module.
     """
-    heads = known_heads()
+    heads = [(head.out_features // axis.size, axis) for head, axis in _heads.axes.items()]
     if mesh is None and not heads:
         raise ValueError(
             "loss_parallel knows no logits that are cut over their classes: give the module that "
             "makes them ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), or call "
             "loss_parallel(mesh['tensor'])"
         )
-    axis = None if mesh is None else AxisComm(as_mesh(mesh))
-    with _CrossEntropies(axis, heads):
+    with _CrossEntropyMode(None if mesh is None else AxisComm(as_mesh(mesh)), heads):
         yield
 
 
-class _CrossEntropies(TorchFunctionMode):
-    """Stands in for ``F.cross_entropy``.
+_signature = inspect.signature(F.cross_entropy)
 
-    Args:
-        axis: along which all logits are cut; None to know them by their number of classes.
-        heads: number of classes and axis of modules that hand out such logits.
-    """
+
+class _CrossEntropyMode(TorchFunctionMode):
+    """Computes ``F.cross_entropy`` of sharded logits by ``parallel_cross_entropy``."""
 
     def __init__(self, axis: AxisComm | None, heads: list[tuple[int, AxisComm]]) -> None:
         super().__init__()
+        # Without an axis, sharded logits are known by the number of a head's local classes.
         self._axis, self._heads = axis, heads
 
     def __torch_function__(
@@ -104,25 +93,161 @@ class _CrossEntropies(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.cross_entropy:
             return func(*args, **kwargs)
-        given = _signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        axis = self._axis or self._axis_of(given.arguments["input"])
-        return func(*args, **kwargs) if axis is None else _computed(axis, given.arguments)
+        bound = _signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        axis = self._axis or self._axis_of(given["input"])
+        if axis is None:
+            return func(*args, **kwargs)
+        if given.pop("size_average") is not None or given.pop("reduce") is not None:
+            raise ValueError(
+                "size_average and reduce are of old torch; say reduction='mean', or sum"
+            )
+        return parallel_cross_entropy(axis=axis, **given)
 
     def _axis_of(self, logits: Tensor) -> AxisComm | None:
         classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
-        return next((axis for own, axis in self._heads if own == classes), None)
+        return next((axis for local, axis in self._heads if local == classes), None)
 
 
-def _computed(axis: AxisComm, arguments: dict[str, Any]) -> Tensor:
-    if arguments["size_average"] is not None or arguments["reduce"] is not None:
-        raise ValueError("size_average and reduce are of old torch; say reduction='mean', or sum")
-    return parallel_cross_entropy(
-        arguments["input"],
-        arguments["target"],
-        axis,
-        weight=arguments["weight"],
-        ignore_index=arguments["ignore_index"],
-        reduction=arguments["reduction"],
-        label_smoothing=arguments["label_smoothing"],
-    )
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    axis: AxisComm,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return ``F.cross_entropy`` of logits sharded along their class dim.
+
+    Args:
+        input: the local logits, [classes], [rows, classes] or [rows, classes, ...]; ranks hold the
+            classes in the order of the axis.
+        target: global numbers of classes, equal on all ranks; [], [rows] or [rows, ...].
+        axis: the ranks that share the classes.
+        weight: of all classes, [global classes].
+        ignore_index: target of rows that count for nothing.
+        reduction: "mean" (over rows that count, by weight), "sum" or "none".
+        label_smoothing: what part of the target is spread over all classes.
+
+    Returns:
+        The loss, equal on all ranks.
+
+    Raises:
+        ValueError: for targets that are probabilities, or arguments out of range.
+    """
+    _check(input, target, axis, weight, reduction, label_smoothing)
+    logits = input.movedim(1, -1) if input.dim() > 1 else input
+    rows = logits.reshape(-1, logits.shape[-1])
+    goal = target.reshape(-1)
+    counts = goal != ignore_index
+    goal = torch.where(counts, goal, 0)
+    share = counts.float()
+    if weight is not None:
+        share = torch.where(counts, weight.float().index_select(0, goal), 0.0)
+    losses = _RowLosses.apply(rows, goal, share, weight, axis, label_smoothing)
+    losses = torch.where(counts, losses, 0.0)
+    if reduction == "none":
+        return losses.reshape(target.shape).to(input.dtype)
+    total = losses.sum()
+    return (total / share.sum() if reduction == "mean" else total).to(input.dtype)
+
+
+class _RowLosses(Function):
+    """Loss of every row. Forward: the greatest logit, then sums over classes, are all-reduced.
+    Backward: no communication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        goal: Tensor,
+        share: Tensor,
+        weight: Tensor | None,
+        axis: AxisComm,
+        smoothing: float,
+    ) -> Tensor:
+        x, local = logits.float(), _LocalClasses(axis, logits, goal, weight)
+        top = axis.all_reduce(x.amax(1), "max")
+        sums = [(x - top[:, None]).exp().sum(1), torch.where(local.is_target, x, 0.0).sum(1)]
+        if smoothing:
+            sums.append((local.weights * x).sum(1))
+        of_all = axis.all_reduce(torch.stack(sums))
+        norm = top + of_all[0].log()
+        ctx.save_for_backward(logits, goal, share, weight, norm)
+        ctx.axis, ctx.smoothing = axis, smoothing
+        losses = share * (norm - of_all[1])
+        if not smoothing:
+            return losses
+        spread = (local.total_weight * norm - of_all[2]) / local.num_classes
+        return (1 - smoothing) * losses + smoothing * spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, goal, share, weight, norm = ctx.saved_tensors
+        local = _LocalClasses(ctx.axis, logits, goal, weight)
+        probabilities = (logits.float() - norm[:, None]).exp()
+        result = share[:, None] * (probabilities - local.is_target.float())
+        if ctx.smoothing:
+            spread = (local.total_weight * probabilities - local.weights) / local.num_classes
+            result = (1 - ctx.smoothing) * result + ctx.smoothing * spread
+        result = (grad.float()[:, None] * result).to(logits.dtype)
+        return result, None, None, None, None, None
+
+
+class _LocalClasses:
+    """The classes of a rank's slice.
+
+    Attributes:
+        is_target: which logits are of the target of their row, [rows, classes].
+        weights: of the local classes, [1, classes].
+        total_weight: of all classes.
+        num_classes: of all ranks.
+    """
+
+    def __init__(self, axis: AxisComm, logits: Tensor, goal: Tensor, weight: Tensor | None) -> None:
+        classes = logits.shape[1]
+        self.num_classes = classes * axis.size
+        # Compared, not looked up: it is fused with what is computed of it. 32 bits, for a TPU.
+        number = torch.arange(classes, dtype=torch.int32, device=logits.device)
+        first = axis.local_rank_on_device.to(torch.int32) * classes if axis.size > 1 else 0
+        self.is_target = number[None, :] == (goal.to(torch.int32) - first)[:, None]
+        self.weights: Tensor | float = 1.0
+        self.total_weight: Tensor | float = float(self.num_classes)
+        if weight is not None:
+            self.weights = axis.own_slice(weight.float(), 0)[None, :]
+            self.total_weight = weight.float().sum()
+
+
+def _check(
+    input: Tensor,
+    target: Tensor,
+    axis: AxisComm,
+    weight: Tensor | None,
+    reduction: str,
+    smoothing: float,
+) -> None:
+    classes = input.shape[1] if input.dim() > 1 else input.shape[0]
+    rows = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
+    problems = []
+    if target.is_floating_point():
+        problems.append("targets are probabilities; only numbers of classes are supported")
+    elif tuple(target.shape) != tuple(rows):
+        problems.append(
+            f"logits of shape {tuple(input.shape)} need targets of shape {tuple(rows)}, not "
+            f"{tuple(target.shape)}"
+        )
+    if weight is not None and tuple(weight.shape) != (classes * axis.size,):
+        problems.append(
+            f"weight has shape {tuple(weight.shape)}; expected one for each of the "
+            f"{classes * axis.size} classes of all ranks"
+        )
+    if reduction not in REDUCTIONS:
+        problems.append(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
+    if not 0 <= smoothing <= 1:
+        problems.append(f"label_smoothing is {smoothing}; expected a number from 0 to 1")
+    if problems:
+        raise ValueError("cross-entropy of logits cut over their classes: " + "; ".join(problems))

@@ -1,103 +1,186 @@
-"""Each collective of tensor parallelism with its gradient: named forward and backward pairs.
+"""The collectives of tensor parallelism with their gradients, and placements changed by them.
 
-Words: a tensor is *replicated* if all ranks of the axis hold the same, *cut* along a dim if each
-holds a slice, *partial* if the sum over the ranks is meant.
-Always true: the gradient of a replicated tensor is replicated, that of a cut one is cut the same
-way, that of a partial one is replicated. Only between a pair that says so (``copied``,
-``gathered_for_use``, ``regathered``) and the product of a cut layer are gradients partial.
-No pair saves a tensor, and none returns its input itself (on several ranks), so they may be shared,
-recomputed, and traced as the body of a loop. Which pair is used where is decided by ``layouts`` and
-``uses``.
+A tensor is replicated if all ranks of the axis hold the same, sharded along a dim if each holds a
+slice of the global tensor, partial if the global tensor is the sum over the ranks. Placements that
+a plan gives are taken to be true: tensors are ordinary ones, which do not know how they are placed.
+
+Invariants: the gradient of a replicated or partial tensor is replicated, that of a sharded one is
+sharded the same way. Only between a mapping whose name ends in ``to_parallel`` and the product of a
+parallel layer are gradients partial. No mapping saves a tensor, and none returns its input itself
+(on several ranks), so they may be shared, recomputed, and traced as the body of a loop.
+
+Source: the mappings of Megatron-LM (arXiv 1909.08053, and for sequences 2205.05198).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
 
 Move = Callable[[Tensor], Tensor]
 
 
-class _Pair(Function):
-    """One way there, another one back for the gradient."""
-
+class _Mapping(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.move_grad = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.move_grad(grad), None, None
 
 
-class _Regathered(Function):
-    """See ``regathered``."""
-
-    @staticmethod
-    def forward(ctx: Any, cut: Tensor, gathered: Tensor, back: Move) -> Tensor:
-        ctx.back = back
-        return gathered.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
+    """Replicated to what parallel layers take. Forward: a copy. Backward: all-reduce."""
+    return _Mapping.apply(x, Tensor.clone, axis.all_reduce)
 
 
-def copied(x: Tensor, axis: AxisComm) -> Tensor:
-    """Replicated to what cut layers take. Forward: the same. Backward: all-reduce."""
-    return _pair(x, _copy, axis.all_reduce)
+def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Sharded to what parallel layers take. Forward: all-gather. Backward: reduce-scatter."""
+    gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
+    return _Mapping.apply(x, gather, scatter)
 
 
-def summed(x: Tensor, axis: AxisComm) -> Tensor:
-    """Partial to replicated. Forward: all-reduce. Backward: the same."""
-    return _pair(x, axis.all_reduce, _copy)
+def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """As ``gather_to_parallel`` of ``x`` that has been gathered already. Forward: a copy of
+    ``gathered``. Backward: reduce-scatter, to ``x``."""
+    value = gathered.detach()
+    return _Mapping.apply(x, lambda _: value.clone(), partial(axis.reduce_scatter, dim=dim))
 
 
-def summed_and_cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Partial to cut. Forward: reduce-scatter. Backward: all-gather."""
-    return _pair(x, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))
+def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
+    """Partial to replicated. Forward: all-reduce. Backward: a copy."""
+    return _Mapping.apply(x, axis.all_reduce, Tensor.clone)
 
 
-def gathered(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Cut to replicated. Forward: all-gather. Backward: this rank's slice."""
-    return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim))
+def reduce_scatter(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Partial to sharded. Forward: reduce-scatter. Backward: all-gather."""
+    scatter, gather = partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim)
+    return _Mapping.apply(x, scatter, gather)
 
 
-def gathered_for_use(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Cut to what cut layers take. Forward: all-gather. Backward: reduce-scatter."""
-    return _pair(x, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
+def all_gather(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Sharded to replicated. Forward: all-gather. Backward: this rank's slice."""
+    gather, own = partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim)
+    return _Mapping.apply(x, gather, own)
 
 
-def regathered(x: Tensor, full: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """As ``gathered_for_use`` of ``x`` that has been gathered already, as ``full``. Forward: that.
-    Backward: reduce-scatter, to ``x``."""
-    return _Regathered.apply(x, full.detach(), partial(axis.reduce_scatter, dim=dim))
+def own_slice(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
+    """Replicated to sharded. Forward: this rank's slice. Backward: all-gather."""
+    own, gather = partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim)
+    return _Mapping.apply(x, own, gather)
 
 
-def cut(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Replicated to cut. Forward: this rank's slice. Backward: all-gather."""
-    return _pair(x, partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim))
+def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
+    """Sharded along one dim to sharded along another. Forward and backward: all-to-all."""
+    there = partial(axis.all_to_all, split_dim=new, concat_dim=old)
+    back = partial(axis.all_to_all, split_dim=old, concat_dim=new)
+    return _Mapping.apply(x, there, back)
 
 
-def recut(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
-    """Cut along one dim to cut along another. Forward: all-to-all. Backward: the way back."""
-    there = partial(axis.all_to_all, cut=new, joined=old)
-    return _pair(x, there, partial(axis.all_to_all, cut=old, joined=new))
+# ---------------------------------------------------------------- placements
+
+# Query, key and value projections take one tensor. It is gathered once for all of them, and the sum
+# of their gradients reduced once. A module that hands on another tensor than it was given (a view,
+# a cast) only makes the collective happen twice.
+# Entries live no longer than the tensor that is the key. Keys are tensors of one rank, so ranks
+# that are threads of one process never meet here.
+
+# By tensor: what was made of it for parallel layers, by kind, version and grad mode.
+_parallel_inputs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+# By gathered tensor: the shard, dim, axis and version that it was gathered from.
+_gathered_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _pair(x: Tensor, there: Move, back: Move) -> Tensor:
-    return _Pair.apply(x, there, back)
+def redistribute_problems(old: Any, new: Any, what: str) -> Iterator[str]:
+    """Yield why ``what`` cannot be brought from one placement to another."""
+    for layout in (old, new):
+        if type(layout) not in (Replicate, Shard, Partial):
+            yield f"{what} has the layout {layout!r}; expected Replicate(), Shard(dim) or Partial()"
+        elif isinstance(layout, Partial) and layout.reduce_op != "sum":
+            yield f"{what} has the layout {layout!r}; only sums are supported: Partial()"
+    if isinstance(new, Partial) and not isinstance(old, Partial):
+        yield f"{what} is {old!r} and is to be {new!r}; no layer takes that. Choose Replicate()"
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.clone()
+def redistribute(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what: str) -> Tensor:
+    """Bring a local tensor from one placement to another, between which there are no problems.
+
+    Raises:
+        ValueError: if the ranks cannot share a dim of ``what`` equally.
+    """
+    if axis.size == 1 or old == new:
+        return x
+    if isinstance(new, Shard):
+        _check_even(x, new.dim, axis, what)
+        dim = new.dim % x.dim()
+        if isinstance(old, Partial):
+            return reduce_scatter(x, axis, dim)
+        if isinstance(old, Shard):
+            old_dim = old.dim % x.dim()
+            return x if dim == old_dim else all_to_all(x, axis, old_dim, dim)
+        return own_slice(x, axis, dim)
+    if isinstance(old, Partial):
+        return all_reduce(x, axis)
+    assert isinstance(old, Shard)  # nothing else becomes Replicate()
+    dim = old.dim % x.dim()
+    gathered = all_gather(x, axis, dim)
+    if torch.is_grad_enabled() and x.requires_grad:
+        _gathered_from[gathered] = (x, dim, axis.key, gathered._version)
+    return gathered
+
+
+def parallel_input(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tensor:
+    """Replicate a tensor as input of a parallel layer, which gives it a partial gradient."""
+    if axis.size == 1:
+        return x
+    if isinstance(old, Shard):
+        dim = old.dim % x.dim()
+        return _made_once(x, (axis.key, dim), lambda: gather_to_parallel(x, axis, dim))
+    x = redistribute(x, old, Replicate(), axis, what)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    shard, dim, key, version = _gathered_from.get(x, (None, 0, None, 0))
+    if (key, version) == (axis.key, x._version):
+        again = partial(regather_to_parallel, shard, x, axis, dim)
+        return _made_once(x, (axis.key, "regathered"), again)
+    return _made_once(x, (axis.key, "copied"), lambda: copy_to_parallel(x, axis))
+
+
+def _made_once(x: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    # Inference tensors have no version; what is made of a leaf would keep it alive.
+    if x.is_inference() or (x.is_leaf and x.requires_grad):
+        return make()
+    key = (kind, x._version, torch.is_grad_enabled())
+    known = _parallel_inputs.get(x)
+    if known is None:
+        known = _parallel_inputs[x] = {}
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _check_even(x: Tensor, dim: int, axis: AxisComm, what: str) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{what} has shape {tuple(x.shape)}, which has no dim {dim} to cut")
+    size = x.shape[dim]
+    if size % axis.size:
+        raise ValueError(
+            f"{what} has shape {tuple(x.shape)}, and the {axis.size} ranks of axis {axis.name!r} "
+            f"cannot share the {size} of dim {dim} equally; pad it to "
+            f"{-(-size // axis.size) * axis.size}"
+        )

@@ -1,11 +1,9 @@
-"""Modules whose forward runs in parallel: the class of a user's module with a forward around it.
+"""Styles, and modules whose forward runs in them.
 
-Words: a *step* is what one style puts around a forward; the last one applied is the outermost.
-Always true: the module stays an instance of its own class, with its names and hooks; a step is a
-plain object that knows its module's name and the axis, and is copied and pickled with the module.
-All communication is done by autograd functions inside of forward, so recomputing a forward or
-tracing it as the body of a loop repeats it.
-What steps do is in ``styles`` and ``prepare``.
+Invariants: a style is a plain description, which may be given to any number of modules. A module
+stays an instance of its own class, with its names and hooks; it can be copied and pickled. All
+communication is done by autograd functions inside of forward, so recomputing a forward or tracing
+it as the body of a loop repeats it.
 """
 
 from __future__ import annotations
@@ -13,82 +11,148 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import remember_placements
 
 Forward = Callable[..., Any]
 
 
-class Step(Protocol):
-    """What a style puts around a module's forward."""
+@dataclass(frozen=True)
+class ParamCut:
+    """How a style distributes one parameter.
 
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """The output for these inputs; ``forward`` is what there was before."""
-        ...
+    Args:
+        owner: the module that holds it.
+        attribute: its name there.
+        dim: along which it is sharded; None to replicate it.
+    """
+
+    owner: nn.Module
+    attribute: str
+    dim: int | None
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter; ValueError if there is none of this name."""
+        found = self.owner._parameters.get(self.attribute)
+        if found is None:
+            raise ValueError(
+                f"a style cuts {self.attribute!r} of {type(self.owner).__name__}, which has no "
+                f"such parameter; leave it out of what the style's cuts() returns"
+            )
+        return found
+
+
+def own_cuts(module: nn.Module, dims: Mapping[str, int | None]) -> list[ParamCut]:
+    """Return cuts of those parameters of a module that are not None."""
+    present = {name for name, param in module._parameters.items() if param is not None}
+    return [ParamCut(module, name, dim) for name, dim in dims.items() if name in present]
+
+
+class ParallelStyle(ABC):
+    """How a module is parallelized; base class of all styles."""
+
+    def find_problems(self, module: nn.Module) -> Iterator[str]:
+        """Yield why ``module`` cannot have this style, sizes apart."""
+        yield from ()
+
+    def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
+        """Return how parameters of ``module`` are distributed; others stay as they are."""
+        return ()
+
+    @abstractmethod
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        """Run a module's forward in this style, and return the output.
+
+        Args:
+            module: the module, whose parameters are distributed.
+            forward: its forward, in the styles that it was given before this one.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            axis: the ranks that share the module.
+            name: of the module, for messages.
+        """
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({options})"
+
+
+@dataclass(frozen=True)
+class AppliedStyle:
+    """A style of one module, whose name and axis it knows."""
+
+    style: ParallelStyle
+    axis: AxisComm
+    name: str
+
+    def run(self, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        return self.style.run(module, forward, args, kwargs, self.axis, self.name)
 
 
 class ParallelModule:
-    """Mixed into the class of a module."""
+    """Mixed into the class of a module that has styles."""
 
-    _tensor_parallel: list[Step]
+    _tensor_parallel: list[AppliedStyle]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward inside of its steps."""
+        """Run the module's own forward in its styles; the last one applied is the outermost."""
         module: Any = self
         remember_placements(module)
-        run: Forward = super().forward  # type: ignore[misc]
-        for step in self._tensor_parallel:
-            run = functools.partial(_run, step, module, run)
-        return run(*args, **kwargs)
+        forward: Forward = super().forward  # type: ignore[misc]
+        for applied in self._tensor_parallel:
+            forward = functools.partial(applied.run, module, forward)
+        return forward(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Tensors that take the place of parameters, on a device say, are placed as these were."""
+        # New parameters, on a device say, are placed as those were.
         module: Any = super()._apply(fn, recurse)  # type: ignore[misc]
         remember_placements(module)
         return module
 
 
-class _MadeClass(type):
+class _ParallelClass(type):
     """Of classes made here, which pickles and copies find by their original class."""
 
 
-def run_in(module: nn.Module, step: Step) -> None:
-    """From now on the module's forward runs in ``step``."""
+def apply_style(module: nn.Module, applied: AppliedStyle) -> None:
+    """Let the module's forward run in one more style from now on."""
     if "_tensor_parallel" not in vars(module):
         original: Any = type(module)
         module.__class__ = parallel_class(original)
         vars(module)["_tensor_parallel"] = []
-    vars(module)["_tensor_parallel"].append(step)
+    vars(module)["_tensor_parallel"].append(applied)
 
 
 @functools.cache
 def parallel_class(original: Any) -> Any:
-    """The class of modules of class ``original`` with steps."""
+    """Return the class of modules of class ``original`` with styles."""
     namespace = {"_parallel_original": original, "__module__": original.__module__}
-    return _MadeClass(f"Parallel{original.__name__}", (ParallelModule, original), namespace)
-
-
-@contextlib.contextmanager
-def computing_with(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Inside, the module's parameters of these names are these tensors, or None."""
-    before = {name: module._parameters[name] for name in tensors}
-    module._parameters.update(tensors)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        module._parameters.update(before)
-
-
-def _run(step: Step, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    return step(module, forward, args, kwargs)
+    return _ParallelClass(f"Parallel{original.__name__}", (ParallelModule, original), namespace)
 
 
 def _reduce_class(made: Any) -> tuple[Any, ...]:
     return parallel_class, (made._parallel_original,)
 
 
-copyreg.pickle(_MadeClass, _reduce_class)
+copyreg.pickle(_ParallelClass, _reduce_class)
+
+
+@contextlib.contextmanager
+def replaced_params(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let the module's parameters of these names be these tensors, or None, inside."""
+    before = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(before)

@@ -1,30 +1,26 @@
-"""Styles that change the layout of what goes into a module, or comes out of it.
+"""Styles that redistribute what goes into a module, or comes out of it.
 
-Names, arguments and defaults are those of ``torch.distributed.tensor.parallel``.
-Always true: tensors stay ordinary local ones, so ``use_local_output`` and ``use_local_input``
-change nothing; a layout of None leaves an argument alone. What several cut layers inside take is
-gathered once, and its gradient reduced once, whatever else takes it (see ``uses``).
+Names, arguments and defaults are those of ``torch.distributed.tensor.parallel``. Inputs and outputs
+are ordinary local tensors, so ``use_local_output`` and ``use_local_input`` change nothing; a layout
+of None leaves an argument alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.tensor_parallel.layouts import change_problems, changed
-from xla_fsdp.tensor_parallel.parallel_module import Forward, Step
-from xla_fsdp.tensor_parallel.style import ParallelStyle
+from xla_fsdp.tensor_parallel.mappings import redistribute, redistribute_problems
+from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle
 
 Layouts = Placement | Sequence[Placement | None] | None
 
-Changes = tuple[tuple[Any, Any], ...]
-
-"""For each of several tensors: the layout that it has, and the one that it is to have."""
+# By number or name of a tensor: the layout that it has, and the one that it is to have.
+Changes = dict[int | str, tuple[Placement, Placement]]
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -57,41 +53,35 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
         _refuse(
-            [
-                *_length_problems("input_layouts", self.input_layouts, self.desired_input_layouts),
-                *_name_problems(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
-            ]
+            *_length_problems("input_layouts", self.input_layouts, self.desired_input_layouts),
+            *_name_problems(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
         )
+        by_name = {
+            name: (old, self.desired_input_kwarg_layouts[name])
+            for name, old in self.input_kwarg_layouts.items()
+        }
+        by_number = _numbered(self.input_layouts, self.desired_input_layouts)
+        self._changes = _without_none({**by_number, **by_name})
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """See ``ParallelStyle``."""
-        for number, (old, new) in enumerate(self._changes or ()):
-            yield from _problems(old, new, f"its input {number}")
-        for name, old in self.input_kwarg_layouts.items():
-            yield from _problems(old, self.desired_input_kwarg_layouts[name], f"its input {name}")
+        for key, (old, new) in self._changes.items():
+            yield from redistribute_problems(old, new, f"its input {key}")
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
-        by_name = {
-            each: (old, self.desired_input_kwarg_layouts[each])
-            for each, old in self.input_kwarg_layouts.items()
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        expected = None if self.desired_input_layouts is None else self.input_layouts
+        if expected is not None and len(args) != len(expected):
+            raise ValueError(
+                f"{name} was called with {len(args)} positional arguments, but input_layouts "
+                f"has {len(expected)}; give one for each, None for those to leave alone"
+            )
+        what = f"{name}: its input"
+        args = [_changed(self._changes, key, arg, axis, what) for key, arg in enumerate(args)]
+        kwargs = {
+            key: _changed(self._changes, key, value, axis, what) for key, value in kwargs.items()
         }
-        return [_Inputs(name, axis, self._changes, by_name)]
-
-    @property
-    def _changes(self) -> Changes | None:
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return None
-        return tuple(zip(self.input_layouts, self.desired_input_layouts, strict=True))
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInput(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        return forward(*args, **kwargs)
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -118,30 +108,30 @@ class PrepareModuleOutput(ParallelStyle):
         self.desired_output_layouts = _several(desired_output_layouts) or ()
         self.use_local_output = use_local_output
         _refuse(
-            list(
-                _length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
-            )
+            *_length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
         )
+        by_number = _numbered(self.output_layouts, self.desired_output_layouts)
+        self._changes = _without_none(by_number)
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """See ``ParallelStyle``."""
-        for number, (old, new) in enumerate(self._changes):
-            yield from _problems(old, new, f"its output {number}")
+        for number, (old, new) in self._changes.items():
+            yield from redistribute_problems(old, new, f"its output {number}")
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
-        return [_Outputs(name, axis, self._changes)]
-
-    @property
-    def _changes(self) -> Changes:
-        return tuple(zip(self.output_layouts, self.desired_output_layouts, strict=True))
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, "
-            f"use_local_output={self.use_local_output})"
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        result = forward(*args, **kwargs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(self.output_layouts):
+            raise ValueError(
+                f"{name} returned {len(outputs)} outputs, but output_layouts has "
+                f"{len(self.output_layouts)}; give one for each, None for those to leave alone"
+            )
+        what = f"{name}: its output"
+        new = tuple(
+            _changed(self._changes, key, out, axis, what) for key, out in enumerate(outputs)
         )
+        return new if isinstance(result, tuple) else new[0]
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -181,14 +171,16 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """See ``ParallelStyle``."""
         yield from self.prepare_module_input.find_problems(module)
         yield from self.prepare_module_output.find_problems(module)
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
-        both = (self.prepare_module_input, self.prepare_module_output)
-        return [step for style in both for step in style.steps(name, module, axis)]
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            return self.prepare_module_input.run(module, forward, args, kwargs, axis, name)
+
+        return self.prepare_module_output.run(module, prepared, args, kwargs, axis, name)
 
     def __repr__(self) -> str:
         return (
@@ -196,77 +188,28 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
 
-# ---------------------------------------------------------------- steps
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    name: str
-    axis: AxisComm
-    changes: Changes | None
-    by_name: Mapping[str, tuple[Any, Any]]
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if self.changes is not None and len(args) != len(self.changes):
-            raise ValueError(
-                f"{self.name} was called with {len(args)} positional arguments, but input_layouts "
-                f"has {len(self.changes)}; give one for each, None for those to leave alone"
-            )
-        where = f"{self.name}: its input"
-        for number, change in enumerate(self.changes or ()):
-            new = _changed(args[number], change, self.axis, f"{where} {number}")
-            args = (*args[:number], new, *args[number + 1 :])
-        kwargs = {
-            name: _changed(
-                value, self.by_name.get(name, (None, None)), self.axis, f"{where} {name}"
-            )
-            for name, value in kwargs.items()
-        }
-        return forward(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    name: str
-    axis: AxisComm
-    changes: Changes
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != len(self.changes):
-            raise ValueError(
-                f"{self.name} returned {len(outputs)} outputs, but output_layouts has "
-                f"{len(self.changes)}; give one for each, None for those to leave alone"
-            )
-        new = tuple(
-            _changed(out, change, self.axis, f"{self.name}: its output {number}")
-            for number, (out, change) in enumerate(zip(outputs, self.changes, strict=True))
-        )
-        return new if isinstance(result, tuple) else new[0]
-
-
-def _changed(value: Any, change: tuple[Any, Any], axis: AxisComm, what: str) -> Any:
-    old, new = change
-    if old is None or new is None:
+def _changed(changes: Changes, key: int | str, value: Any, axis: AxisComm, what: str) -> Any:
+    if key not in changes:
         return value
+    old, new = changes[key]
     if not isinstance(value, Tensor):
-        raise TypeError(f"{what} has the layout {old}, but is a {type(value).__name__}; give None")
-    return changed(value, old, new, axis, what)
-
-
-# ---------------------------------------------------------------- checks
+        found = type(value).__name__
+        raise TypeError(f"{what} {key} has the layout {old}, but is a {found}; give None")
+    return redistribute(value, old, new, axis, f"{what} {key}")
 
 
 def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
-    if layouts is None or isinstance(layouts, Placement):
-        return None if layouts is None else (layouts,)
-    return tuple(layouts)
+    if layouts is None:
+        return None
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
 
 
-def _problems(old: Any, new: Any, what: str) -> Iterator[str]:
-    if old is not None and new is not None:
-        yield from change_problems(old, new, what)
+def _numbered(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
+    return dict(enumerate(zip(given or (), desired or (), strict=False)))
+
+
+def _without_none(changes: Mapping[Any, Any]) -> Changes:
+    return {key: change for key, change in changes.items() if None not in change}
 
 
 def _length_problems(
@@ -283,6 +226,6 @@ def _name_problems(given: Mapping[str, Any], desired: Mapping[str, Any]) -> Iter
         yield f"{name} is missing in {where}; give each keyword both layouts"
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _refuse(*problems: str) -> None:
     if problems:
         raise ValueError("; ".join(problems))

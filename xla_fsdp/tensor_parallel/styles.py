@@ -1,9 +1,9 @@
-"""Styles that cut layers: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel``.
+"""Styles that distribute layers: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel``.
 
-Words: see ``layouts`` and ``style``; names, arguments and defaults are those of
-``torch.distributed.tensor.parallel``.
-Always true: inputs and outputs are ordinary tensors with this rank's part, in the layouts that the
-style says; ``use_local_output`` changes nothing about them, as there are no DTensors on XLA.
+Names, arguments and defaults are those of ``torch.distributed.tensor.parallel``. Inputs and outputs
+are ordinary local tensors, in the layouts that the style says; ``use_local_output`` changes nothing
+about them, as there are no DTensors on XLA.
+
 Sources: column- and row-parallel layers of Megatron-LM (arXiv 1909.08053), its sequence parallelism
 (arXiv 2205.05198).
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,22 +23,55 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.random_bits import random_bits
-from xla_fsdp.tensor_parallel.layouts import change_problems, changed, for_use
-from xla_fsdp.tensor_parallel.loss_parallel import remember_head
-from xla_fsdp.tensor_parallel.mappings import copied, cut
-from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelModule, Step, computing_with
-from xla_fsdp.tensor_parallel.style import ParallelStyle, ParamCut, own_cuts
+from xla_fsdp.tensor_parallel.mappings import (
+    copy_to_parallel,
+    own_slice,
+    parallel_input,
+    redistribute,
+    redistribute_problems,
+)
+from xla_fsdp.tensor_parallel.parallel_module import (
+    Forward,
+    ParallelModule,
+    ParallelStyle,
+    ParamCut,
+    own_cuts,
+    replaced_params,
+)
 
-LAYERS = (nn.Linear, nn.Embedding)
-
-IN_PLACE_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
-
-"""Of nn.Embedding: they look at whole tables or at all ids."""
+# Options of nn.Embedding that look at the global table or at all ids.
+GLOBAL_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
-class ColwiseParallel(ParallelStyle):
-    """Cut an nn.Linear by its outputs, or an nn.Embedding by the features of its vectors: each rank
-    computes a slice of the last dim.
+class _LayerStyle(ParallelStyle):
+    """Base of styles of nn.Linear and nn.Embedding."""
+
+    default_layouts: tuple[Placement, Placement]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = (input_layouts or self.default_layouts[0],)
+        self.output_layouts = (output_layouts or self.default_layouts[1],)
+        self.use_local_output = use_local_output
+        # RowwiseParallel of an nn.Embedding takes ids, which are not sharded by default.
+        self._ids_layout = input_layouts or Replicate()
+
+    def find_problems(self, module: nn.Module) -> Iterator[str]:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            yield (
+                f"is a {type(module).__name__}; {type(self).__name__} cuts nn.Linear and "
+                f"nn.Embedding"
+            )
+
+
+class ColwiseParallel(_LayerStyle):
+    """Shard an nn.Linear by its outputs, or an nn.Embedding by the features of its vectors: each
+    rank computes a slice of the last dim.
 
     Args:
         input_layouts: of the input; default: Replicate().
@@ -48,102 +80,85 @@ class ColwiseParallel(ParallelStyle):
             Shard(-1) tells ``loss_parallel`` that these are its logits.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = (input_layouts or Replicate(),)
-        self.output_layouts = (output_layouts or Shard(-1),)
-        self.use_local_output = use_local_output
+    default_layouts = (Replicate(), Shard(-1))
+
+    @property
+    def is_for_loss_parallel(self) -> bool:
+        """Whether outputs are logits for ``loss_parallel``."""
+        return not self.use_local_output and self.output_layouts[0] in (Shard(-1), Shard(2))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """See ``ParallelStyle``."""
-        yield from _layer_problems(self, module)
-        yield from change_problems(self.input_layouts[0], Replicate(), "its input")
-        yield from change_problems(Shard(-1), self.output_layouts[0], "its output")
+        yield from super().find_problems(module)
+        yield from redistribute_problems(self.input_layouts[0], Replicate(), "its input")
+        yield from redistribute_problems(Shard(-1), self.output_layouts[0], "its output")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             yield "is an nn.Embedding with max_norm, which a rank cannot do with its features alone"
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
-        """See ``ParallelStyle``."""
         is_linear = isinstance(module, nn.Linear)
         return own_cuts(module, {"weight": 0, "bias": 0} if is_linear else {"weight": 1})
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
-        if not self.use_local_output and self.output_layouts[0] in (Shard(-1), Shard(2)):
-            remember_head(module, axis)
-        return [_Colwise(name, axis, self.input_layouts[0], self.output_layouts[0])]
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Tensor:
+        x, *rest = _tensor_first(args, name)
+        x = parallel_input(x, self.input_layouts[0], axis, f"{name}: its input")
+        out = forward(x, *rest, **kwargs)
+        return redistribute(out, Shard(-1), self.output_layouts[0], axis, f"{name}: its output")
 
-    def __repr__(self) -> str:
-        return _shown(self)
 
-
-class RowwiseParallel(ParallelStyle):
-    """Cut an nn.Linear by its inputs, or an nn.Embedding by its rows (the vocabulary): each rank
+class RowwiseParallel(_LayerStyle):
+    """Shard an nn.Linear by its inputs, or an nn.Embedding by its rows (the vocabulary): each rank
     computes a summand of the output.
 
     Args:
         input_layouts: of the input; default: Shard(-1), and Replicate() of the ids that embeddings
             take.
         output_layouts: of the output; default: Replicate(). Shard(1) is what sequence parallelism
-            take.
+            takes.
         use_local_output: accepted; outputs are local tensors in any case.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = (input_layouts or Shard(-1),)
-        self.output_layouts = (output_layouts or Replicate(),)
-        self.use_local_output = use_local_output
-        self._ids_layout = input_layouts or Replicate()
+    default_layouts = (Shard(-1), Replicate())
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """See ``ParallelStyle``."""
-        yield from _layer_problems(self, module)
-        wanted = Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
-        yield from change_problems(self._input_layout(module), wanted, "its input")
-        yield from change_problems(Partial(), self.output_layouts[0], "its output")
+        yield from super().find_problems(module)
         if isinstance(module, nn.Embedding):
-            yield from (
-                f"is an nn.Embedding with {option}, which a rank cannot do with its rows alone"
-                for option in IN_PLACE_OPTIONS
-                if getattr(module, option)
-            )
+            yield from redistribute_problems(self._ids_layout, Replicate(), "its input")
             yield from _look_up_problems(module)
+        else:
+            yield from redistribute_problems(self.input_layouts[0], Shard(-1), "its input")
+        yield from redistribute_problems(Partial(), self.output_layouts[0], "its output")
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
-        """See ``ParallelStyle``."""
         is_linear = isinstance(module, nn.Linear)
         return own_cuts(module, {"weight": 1, "bias": None} if is_linear else {"weight": 0})
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
-        step = _RowwiseLinear if isinstance(module, nn.Linear) else _RowwiseEmbedding
-        return [step(name, axis, self._input_layout(module), self.output_layouts[0])]
-
-    def _input_layout(self, module: nn.Module) -> Placement:
-        return self._ids_layout if isinstance(module, nn.Embedding) else self.input_layouts[0]
-
-    def __repr__(self) -> str:
-        return _shown(self)
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Tensor:
+        where, new = f"{name}: its input", self.output_layouts[0]
+        if isinstance(module, nn.Embedding):
+            ids, *_ = _tensor_first((*args, *kwargs.values()), name)
+            ids = redistribute(ids, self._ids_layout, Replicate(), axis, where)
+            vectors = _look_up(module, ids, axis)
+            return redistribute(vectors, Partial(), new, axis, f"{name}: its output")
+        x, *rest = _tensor_first(args, name)
+        x = redistribute(x, self.input_layouts[0], Shard(-1), axis, where)
+        bias = module._parameters.get("bias")
+        with replaced_params(module, {} if bias is None else {"bias": None}):
+            summand = forward(x, *rest, **kwargs)
+        out = redistribute(summand, Partial(), new, axis, f"{name}: its output")
+        return out if bias is None else out + _bias_like(out, bias, new, axis).to(out.dtype)
 
 
 class SequenceParallel(ParallelStyle):
     """Compute a module on a slice of the sequence: a norm, a dropout, or anything else that treats
-    every position by itself. Parameters are whole on every rank, their gradients summed over the
-    ranks. Masks of nn.Dropout differ between the ranks.
+    every position by itself. Parameters are replicated, their gradients summed over the ranks.
+    Masks of nn.Dropout differ between the ranks.
 
     Args:
-        sequence_dim: along which input and output are cut.
+        sequence_dim: along which input and output are sharded.
         use_local_output: accepted; outputs are local tensors in any case.
     """
 
@@ -152,138 +167,85 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
-        """See ``ParallelStyle``."""
         return [
             cut
             for inner in module.modules()
             for cut in own_cuts(inner, dict.fromkeys(inner._parameters))
         ]
 
-    def steps(self, name: str, module: nn.Module, axis: AxisComm) -> Sequence[Step]:
-        """See ``ParallelStyle``."""
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        if axis.size == 1:
+            return forward(*args, **kwargs)
         if isinstance(module, nn.Dropout):
-            return [_SequenceDropout(axis)]
-        return [_SequenceParallel(axis)]
+            return _dropout(module, forward, args, kwargs, axis)
+        with contextlib.ExitStack() as stack:
+            for inner in module.modules():
+                stack.enter_context(replaced_params(inner, _copies(inner, axis)))
+            return forward(*args, **kwargs)
 
     def __repr__(self) -> str:
         dim = self.sequence_sharding[0].dim
         return f"SequenceParallel(sequence_dim={dim}, use_local_output={self.use_local_output})"
 
 
-# ---------------------------------------------------------------- steps
+def _bias_like(out: Tensor, bias: Tensor, layout: Placement, axis: AxisComm) -> Tensor:
+    """Return the bias in the layout of the output, to be added once, so after the sum."""
+    if axis.size == 1 or isinstance(layout, Replicate):
+        return bias
+    if isinstance(layout, Shard):
+        of_features = layout.dim % out.dim() == out.dim() - 1
+        return own_slice(bias, axis, 0) if of_features else copy_to_parallel(bias, axis)
+    return copy_to_parallel(bias, axis) / axis.size
 
 
-@dataclass(frozen=True)
-class _Colwise:
-    name: str
-    axis: AxisComm
-    old: Placement
-    new: Placement
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Tensor:
-        x, *rest = _inputs(self.name, args)
-        x = for_use(x, self.old, self.axis, f"{self.name}: its input")
-        out = forward(x, *rest, **kwargs)
-        return changed(out, Shard(-1), self.new, self.axis, f"{self.name}: its output")
+def _look_up(module: nn.Embedding, ids: Tensor, axis: AxisComm) -> Tensor:
+    """Return vectors of the ids that are in this rank's rows; zeros for the others."""
+    rows = module.weight.shape[0]
+    local_ids = ids if axis.size == 1 else ids - axis.local_rank_on_device * rows
+    is_local = ((local_ids >= 0) & (local_ids < rows)).unsqueeze(-1)
+    vectors = F.embedding(local_ids.clamp(0, rows - 1), module.weight)
+    if module.padding_idx is not None:  # whose vector gets no gradient
+        is_padding = (ids == module.padding_idx).unsqueeze(-1)
+        vectors = torch.where(is_padding, vectors.detach(), vectors)
+    return torch.where(is_local, vectors, torch.zeros_like(vectors))
 
 
-@dataclass(frozen=True)
-class _RowwiseLinear:
-    name: str
-    axis: AxisComm
-    old: Placement
-    new: Placement
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Tensor:
-        x, *rest = _inputs(self.name, args)
-        x = changed(x, self.old, Shard(-1), self.axis, f"{self.name}: its input")
-        bias = module._parameters.get("bias")
-        with computing_with(module, {} if bias is None else {"bias": None}):
-            part = forward(x, *rest, **kwargs)
-        out = changed(part, Partial(), self.new, self.axis, f"{self.name}: its output")
-        return out if bias is None else out + self._bias_like(out, bias).to(out.dtype)
-
-    def _bias_like(self, out: Tensor, bias: Tensor) -> Tensor:
-        """The bias in the layout of the output. It is added once, so after the sum."""
-        if self.axis.size == 1 or isinstance(self.new, Replicate):
-            return bias
-        if isinstance(self.new, Shard):
-            of_features = self.new.dim % out.dim() == out.dim() - 1
-            return cut(bias, self.axis, 0) if of_features else copied(bias, self.axis)
-        return copied(bias, self.axis) / self.axis.size
+def _copies(module: nn.Module, axis: AxisComm) -> dict[str, Tensor | None]:
+    """Return copies of parameters that sum their gradients, each of one slice, over the ranks."""
+    return {
+        name: copy_to_parallel(param, axis)
+        for name, param in module._parameters.items()
+        if param is not None and param.requires_grad and torch.is_grad_enabled()
+    }
 
 
-@dataclass(frozen=True)
-class _RowwiseEmbedding:
-    name: str
-    axis: AxisComm
-    old: Placement
-    new: Placement
-
-    def __call__(self, module: Any, forward: Forward, args: Any, kwargs: Any) -> Tensor:
-        ids, *_ = _inputs(self.name, (*args, *kwargs.values()))
-        ids = changed(ids, self.old, Replicate(), self.axis, f"{self.name}: its input")
-        part = self._looked_up(module, ids)
-        return changed(part, Partial(), self.new, self.axis, f"{self.name}: its output")
-
-    def _looked_up(self, module: Any, ids: Tensor) -> Tensor:
-        """Vectors of the ids that are in this rank's rows; zeros for the others."""
-        rows = module.weight.shape[0]
-        own = ids if self.axis.size == 1 else ids - self.axis.place_on_device * rows
-        held = ((own >= 0) & (own < rows)).unsqueeze(-1)
-        vectors = F.embedding(own.clamp(0, rows - 1), module.weight)
-        if module.padding_idx is not None:  # whose vector gets no gradient
-            is_padding = (ids == module.padding_idx).unsqueeze(-1)
-            vectors = torch.where(is_padding, vectors.detach(), vectors)
-        return torch.where(held, vectors, torch.zeros_like(vectors))
+def _dropout(
+    module: nn.Dropout, forward: Forward, args: Any, kwargs: Any, axis: AxisComm
+) -> Tensor:
+    if not module.training or not 0 < module.p < 1:
+        return forward(*args, **kwargs)
+    [x] = _tensor_first(args, "nn.Dropout")
+    # All ranks draw the same number; hashed with the rank, it gives each of them another mask.
+    drawn = (torch.rand(1, device=x.device) * 2**16).to(torch.int32)
+    salt = drawn * 2**14 + axis.local_rank_on_device.to(torch.int32)
+    mask = random_bits(x.shape, salt) >= int(module.p * 2**32) - 2**31
+    return x * mask.to(x.dtype) / (1 - module.p)
 
 
-@dataclass(frozen=True)
-class _SequenceParallel:
-    axis: AxisComm
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for inner in module.modules() if self.axis.size > 1 else ():
-                stack.enter_context(computing_with(inner, self._copies(inner)))
-            return forward(*args, **kwargs)
-
-    def _copies(self, module: nn.Module) -> dict[str, Tensor | None]:
-        """Parameters whose gradients, each of this rank's positions, are summed over the ranks."""
-        return {
-            name: copied(param, self.axis)
-            for name, param in module._parameters.items()
-            if param is not None and param.requires_grad and torch.is_grad_enabled()
-        }
-
-
-@dataclass(frozen=True)
-class _SequenceDropout:
-    axis: AxisComm
-
-    def __call__(self, module: Any, forward: Forward, args: Any, kwargs: Any) -> Tensor:
-        if self.axis.size == 1 or not module.training or not 0 < module.p < 1:
-            return forward(*args, **kwargs)
-        [x] = _inputs("nn.Dropout", args)
-        # The ranks' random numbers are the same; with the place, each makes others of them.
-        drawn = (torch.rand(1, device=x.device) * 2**16).to(torch.int32)
-        salt = drawn * 2**14 + self.axis.place_on_device.to(torch.int32)
-        kept = random_bits(x.shape, salt) >= int(module.p * 2**32) - 2**31
-        return x * kept.to(x.dtype) / (1 - module.p)
-
-
-# ---------------------------------------------------------------- shared
-
-
-def _layer_problems(style: ParallelStyle, module: nn.Module) -> Iterator[str]:
-    if not isinstance(module, LAYERS):
-        yield (
-            f"is a {type(module).__name__}; {type(style).__name__} cuts nn.Linear and nn.Embedding"
-        )
+def _tensor_first(args: Any, name: str) -> Any:
+    if not args or not isinstance(args[0], Tensor):
+        found = type(args[0]).__name__ if args else "nothing"
+        raise TypeError(f"{name} takes a tensor as its first argument, by position; got {found}")
+    return args
 
 
 def _look_up_problems(module: nn.Embedding) -> Iterator[str]:
-    """A look-up in a rank's rows takes the place of the forward, and of what is around it."""
+    """Find what forbids looking up a rank's rows in place of the forward of an embedding."""
+    for option in GLOBAL_OPTIONS:
+        if getattr(module, option):
+            yield f"is an nn.Embedding with {option}, which a rank cannot do with its rows alone"
     if isinstance(module, ParallelModule):
         if placement_in(module, "weight") is None:
             yield "has another style already; give it RowwiseParallel first"
@@ -292,17 +254,3 @@ def _look_up_problems(module: nn.Embedding) -> Iterator[str]:
             f"is a {type(module).__name__} with a forward of its own, in whose place "
             f"RowwiseParallel looks up the rows that a rank has; take ColwiseParallel"
         )
-
-
-def _inputs(name: str, args: Any) -> Any:
-    if not args or not isinstance(args[0], Tensor):
-        found = type(args[0]).__name__ if args else "nothing"
-        raise TypeError(f"{name} takes a tensor as its first argument, by position; got {found}")
-    return args
-
-
-def _shown(style: Any) -> str:
-    return (
-        f"{type(style).__name__}(input_layouts={style.input_layouts}, "
-        f"output_layouts={style.output_layouts}, use_local_output={style.use_local_output})"
-    )

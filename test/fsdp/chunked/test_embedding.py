@@ -24,8 +24,8 @@ from test.common.parity import Case, Runs, assert_parity, run_cases, whole
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import StreamedEmbedding
-from xla_fsdp.fsdp.chunked.chunks import Pieces, cut_into
-from xla_fsdp.fsdp.chunked.embedding_runner import _pays
+from xla_fsdp.fsdp.chunked.chunks import Chunks, cut_into
+from xla_fsdp.fsdp.chunked.embedding import _pays
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -153,13 +153,13 @@ def test_every_class_has_one_place_and_what_is_none_has_none(
     classes: int, ranks: int, rows: int, extra: int, data: Any
 ) -> None:
     """Whatever the padding: of shards, and of pieces."""
-    pieces = Pieces(classes, ranks, -(-classes // ranks) + extra, rows)
+    pieces = Chunks(classes, ranks, -(-classes // ranks) + extra, rows)
     wrong = st.integers(-(2**31), -1) | st.integers(classes, 2**31 - 1)
     none = data.draw(st.lists(wrong, max_size=5))
     wanted = torch.tensor([*none, -1, classes, *range(classes)], dtype=torch.int32)
     found = torch.zeros(len(wanted), dtype=torch.int64)
     for number in torch.arange(pieces.count, dtype=torch.int32)[:, None]:
-        places, is_here = pieces.places(wanted, number)
+        places, is_here = pieces.locate(wanted, number)
         assert places.dtype == torch.int32
         assert torch.equal(pieces.classes(number)[places[is_here]], wanted[is_here])
         assert not places[~is_here].any()
@@ -336,7 +336,7 @@ def test_the_usual_batch_is_of_all_pieces_and_repeats_rows() -> None:
         assert len(set(numbers.tolist())) < len(numbers)
         pieces = cut_into(ROWS, RANKS, shard_rows, 3)
         for number in range(3):
-            assert pieces.places(numbers, torch.tensor([number]))[1].any()
+            assert pieces.locate(numbers, torch.tensor([number]))[1].any()
 
 
 @scenarios.add
@@ -736,7 +736,7 @@ def as_any_unit(rank: int, name: str, model: Any) -> Any:
 @scenarios.add
 def not_streamed(rank: int) -> dict[str, list[Any]]:
     """Whether each has something that streams it, how it runs, and what it warns of."""
-    from xla_fsdp.fsdp.chunked.runners import runner_for
+    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 
     models = {name: streamed(build, **options) for name, (build, options) in WHOLE.items()}
     found = {
@@ -746,7 +746,7 @@ def not_streamed(rank: int) -> dict[str, list[Any]]:
     for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            runner_for(model.tokens._fsdp_unit, model.tokens.module)
+            forward_override_for(model.tokens._fsdp_unit, model.tokens.module)
         found[name].append([str(each.message) for each in seen])
     return found
 
@@ -773,7 +773,7 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     from torch.distributed.tensor import Replicate, Shard
 
     from xla_fsdp import fully_shard, init_mesh
-    from xla_fsdp.fsdp.chunked.runners import runner_for
+    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
     from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
 
     def embedding() -> nn.Module:
@@ -794,7 +794,7 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     for name, module in cut.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            runner_for(module._fsdp_unit, module)
+            forward_override_for(module._fsdp_unit, module)
         found[name].extend(str(each.message) for each in seen)
     return found
 

@@ -23,8 +23,8 @@ from test.common.ranks import run_on_ranks
 from test.common.readme_snippets import snippets
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
-from xla_fsdp.fsdp.chunked.chunks import NO_CLASS, PIECE_BYTES, TILE, cut_by_size, cut_into
-from xla_fsdp.fsdp.chunked.softmax import Goal, logits_of
+from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES, NO_CLASS, TILE, cut_by_size, cut_into
+from xla_fsdp.fsdp.chunked.softmax import OnlineCrossEntropy, logits_of
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -175,7 +175,7 @@ def test_automatic_pieces_are_tiles_of_about_one_size_with_little_padding(
     assert pieces.rows % TILE == 0
     assert pieces.padded_rows <= 1.02 * shard_rows + TILE
     size, tile = pieces.rows * ranks * per_class, TILE * ranks * per_class
-    assert size == tile or PIECE_BYTES / 2 <= size <= PIECE_BYTES
+    assert size == tile or CHUNK_BYTES / 2 <= size <= CHUNK_BYTES
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -186,7 +186,7 @@ def test_sums_and_gradients_of_pieces_are_those_of_the_whole(smoothing: float) -
     losses = F.cross_entropy(logits, y, reduction="none", label_smoothing=smoothing)
     share = torch.linspace(0, 2, len(y))
     (expected,) = torch.autograd.grad(losses, logits, share)
-    goal = Goal(y.int(), CLASSES, smoothing)
+    goal = OnlineCrossEntropy(y.int(), CLASSES, smoothing)
     sums = goal.no_sums()
     # The first piece is padding alone, and every piece ends with some, which is worth a lot.
     parts = [torch.empty(0, dtype=torch.int64), *torch.arange(CLASSES).split(10)]
@@ -564,7 +564,7 @@ def test_copies_stream_by_themselves() -> None:
 def not_streamed(rank: int) -> dict[str, Any]:
     """Warnings of heads that run as any unit, and their differences from the plain model."""
 
-    from xla_fsdp.fsdp.chunked.runners import runner_for
+    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 
     class Scaled(LinearCrossEntropy):
         def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
@@ -593,7 +593,7 @@ def not_streamed(rank: int) -> dict[str, Any]:
     for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            runner_for(model.head._fsdp_unit, model.head.module)
+            forward_override_for(model.head._fsdp_unit, model.head.module)
         found[name].append([str(each.message) for each in seen])
     return found
 
@@ -800,7 +800,7 @@ def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
     from xla_fsdp.fsdp.chunked import chunks as pieces
     from xla_fsdp.wrap import transformer_auto_wrap_policy
 
-    pieces.PIECE_BYTES = 1  # of the whole process, which does nothing else
+    pieces.CHUNK_BYTES = 1  # of the whole process, which does nothing else
     [tokens] = to_device(sentences(rank))
     space: dict[str, Any] = {
         "torch": torch,

@@ -56,7 +56,7 @@ def test_contradictions(options: dict[str, Any], kind: type[Exception], text: st
 )
 def test_ignored_options_are_said(options: dict[str, Any], text: str) -> None:
     with pytest.warns(UserWarning, match=text):
-        FSDPConfig(**options)
+        FSDPConfig(**options).warn_about_ignored()
 
 
 def test_options_travel_as_constructor_keywords() -> None:

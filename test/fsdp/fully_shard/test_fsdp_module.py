@@ -339,11 +339,11 @@ def prefetch_unused(rank: int) -> dict[str, Any]:
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
     model.blocks[0](hidden())
     unit = model.blocks[1]._fsdp_unit
-    waiting = unit.params.has_ahead()
+    waiting = unit.group.has_prefetched
     model(rows())
     return {
         "waiting": waiting,
-        "after": unit.params.has_ahead(),
+        "after": unit.group.has_prefetched,
         "refused": message(lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])),
     }
 

@@ -68,7 +68,7 @@ def loops_of(model: Any) -> dict[str, int]:
     """How many different loops backward has run, that step and that do not."""
     [loop] = [
         program.loop
-        for (direction, *_), program in model.scan._programs._loops.items()
+        for (direction, *_), program in model.scan._loops.made.items()
         if direction == "backward"
     ]
     stepping = sum(bool(update) for update in loop._computations)

@@ -794,8 +794,8 @@ def kept_once(rank: int) -> list[tuple[int, ...]]:
     x: Any = torch.ones(3, 4).to("xla").requires_grad_()
     for each in blocks:
         x = each(x)
-    [program] = scan._programs._loops.values()
-    return [like.shape for like in program.loop.collected]
+    [program] = scan._loops.made.values()
+    return [like.shape for like in program.loop.ys]
 
 
 def test_an_input_that_a_policy_keeps_is_kept_once() -> None:

@@ -103,7 +103,7 @@ def scaled_states(rank: int) -> dict[str, bool]:
     import torch_xla
     from torch_xla.amp import syncfree
 
-    from xla_fsdp.fsdp.state_dict.model import load_optim_state_dict, optim_state_dict
+    from xla_fsdp import load_optim_state_dict, optim_state_dict
 
     found = {}
     on_device = torch.zeros((), device=torch_xla.device())
@@ -142,10 +142,10 @@ def places(rank: int) -> dict[str, Any]:
         optimizer = OPTIMIZERS[name](model.parameters())
         train(model, optimizer, 1)
         state = read_optimizer(optimizer, params(model))
-        entries = state.entries["head.weight"]
-        found[name] = {state: entry.place.name for state, entry in entries.items()}
+        entries = state.states["head.weight"]
+        found[name] = {state: entry.kind.name for state, entry in entries.items()}
         found[f"{name}, lr"] = type(state.groups[0].options["lr"]).__name__
-    found["keys"] = state.groups[0].keys == tuple(params(model))
+    found["keys"] = state.groups[0].params == tuple(params(model))
     return found
 
 
@@ -173,7 +173,8 @@ class CodesPair(Pair):
 @scenario
 def wide_and_whole(rank: int) -> dict[str, Any]:
     """State in a wider dtype than the parameter's, and a parameter that is not sharded."""
-    from xla_fsdp.fsdp.state_dict.optim import Place, read_optimizer, write_optimizer
+    from xla_fsdp.checkpoint.format import StateKind
+    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
 
     model = fsdp(make(CodesPair).to(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,9 +188,9 @@ def wide_and_whole(rank: int) -> dict[str, Any]:
         "dtypes": {str(value.dtype) for value in again.values()},
         "values": {value.unique().item() for value in again.values()}
         == {torch.tensor(1.001).item()},
-        "own": all(again[k] is not e["master"].value for k, e in state.entries.items()),
-        "whole": state.entries["codes"]["master"].place is Place.DEVICE,
-        "cut": state.entries["head.weight"]["master"].place is Place.SHARD,
+        "own": all(again[k] is not e["master"].value for k, e in state.states.items()),
+        "whole": state.states["codes"]["master"].kind is StateKind.DEVICE,
+        "cut": state.states["head.weight"]["master"].kind is StateKind.SHARD,
     }
 
 

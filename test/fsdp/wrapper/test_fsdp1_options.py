@@ -239,14 +239,13 @@ def test_options_without_a_meaning_are_named() -> None:
 
 
 def test_one_warning_for_all_of_them() -> None:
+    from xla_fsdp.fsdp.engine.config import FSDPConfig
     from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
 
     options = TorchOptions(backward_prefetch=BackwardPrefetch.BACKWARD_POST, device_id=3)
-    upstream = {"sharding_groups": None, "reshard_after_forward": True}
-    more = {"fp32_reduce_scatter": False, "flatten_parameters": False}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        translate(options, {**upstream, **more})
+        translate(options, FSDPConfig())
     [warning] = found
     assert "backward_prefetch=BACKWARD_POST, device_id=3: ignored" in str(warning.message)
 
@@ -340,8 +339,7 @@ def test_states_are_those_of_the_first_rank() -> None:
 def same_bits(rank: int) -> list[torch.Tensor]:
     import torch_xla
 
-    from xla_fsdp.distributed.broadcast import broadcast_
-    from xla_fsdp.distributed.collectives import LocalCollectives, XlaCollectives
+    from xla_fsdp.distributed.collectives import LocalCollectives, XlaCollectives, broadcast_
 
     values = special_values() if rank == 0 else [torch.ones_like(t) for t in special_values()]
     broadcast_(values, XlaCollectives(None, rank, RANKS), torch_xla.device())

@@ -1,42 +1,112 @@
-"""Stand-ins for torch_xla's functions while ranks are threads of one process.
+"""Changes to torch_xla while ranks are threads of one process.
 
 torch_xla's own recipe for several CPU devices in one process hangs or aborts as soon as ranks
-compile apart or meet late. While a run is in progress (see ``cpu_ranks``) the functions installed
-here stand in for torch_xla's: collectives carry a channel id and are recorded, syncs and reads meet
-at the gate. Always true: outside of a run every call is passed on unchanged; what ranks do to each
-other is decided by ``cpu_ranks``, which knows nothing of torch_xla.
-``launcher`` starts runs.
+compile apart or meet late. Here collectives get a channel id and are recorded, and syncs and reads
+wait for the other ranks (``cpu_ranks.Run``).
+Invariants: outside of a run every call goes to torch_xla unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch_xla
+import torch_xla._internal.pjrt as pjrt
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from xla_fsdp.distributed.cpu_ranks import Run, RunSlot, current_rank_thread
+from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import HOST_COPIES, READS
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
 CHANNEL = 1
-
 """With a channel id the meeting point of a collective no longer depends on the compiled module, so
 ranks whose graphs differ elsewhere still find each other."""
+
+COLLECTIVE_NODES = re.compile(
+    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
+    r"|fsdp_scan)"  # loops of distributed/xla/loop.py
+)
+
+
+@dataclass
+class RunSlot:
+    """Where the replaced functions of torch_xla look up the run in progress; one per process.
+
+    ``start_ranks(fn, args)`` is called where a program asks torch_xla for ranks outside of a run.
+    """
+
+    run: Run | None = None
+    start_ranks: Callable[[Any, Any], Any] | None = None
+
+
+@functools.cache
+def run_slot() -> RunSlot:
+    """Return this process's slot; the first call replaces torch_xla's functions."""
+    # For good: modules that are imported during a run may take the functions by name.
+    slot = RunSlot()
+    _CpuCollectives(slot).install()
+    _replace_step_marker(slot)
+    _replace_reads(slot)
+    _replace_seeding(slot)
+    _replace_spawn(slot)
+    return slot
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Let the ranks of ``run`` be those of this process inside the block.
+
+    Raises:
+        RuntimeError: if there is a run already.
+    """
+    slot = run_slot()
+    if slot.run is not None:
+        raise RuntimeError("a launch is running in another thread of this process; wait for it")
+    slot.run = run
+    try:
+        with ops.using_runtime(_CpuRanks(run)):
+            yield
+    finally:
+        slot.run = None
+
+
+class _CpuRanks(ops.RankRuntime):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def begin_collective(self, value: Tensor) -> None:
+        pass  # CPU ranks may run different programs, in which the order has to be the same
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self._run.exchange(index_of(ops.device()), data)
+
+    def expect_on_all_ranks(self, fact: str) -> None:
+        self._run.record(index_of(ops.device()), fact)
+
+    @contextlib.contextmanager
+    def keep_host_rng(self) -> Iterator[None]:
+        thread = current_rank_thread()
+        seeding = thread is not None and self._run.is_seeding(thread.rank)
+        yield
+        if thread is not None and seeding:
+            self._run.resume_seeding(thread.rank)
+
+
+# ---------------------------------------------------------------- a rank's thread
 
 
 def prepare_cpu_ranks() -> None:
     """Make all devices of this process replicas of one job, before any rank or backward runs."""
-    import torch_xla._internal.pjrt as pjrt
-
     pjrt.initialize_multiprocess(0, 1)
     # A world size asked for before this point was cached as 1.
     xr._WORLD_SIZE = None
@@ -58,39 +128,16 @@ def leave_cpu_rank(rank: int) -> None:
     context.pop("async_step_closures", None)
 
 
-def run_slot() -> RunSlot:
-    """Where to announce a run; the first call puts the stand-ins in place."""
-    slot = getattr(torch_xla._XLAC._xla_step_marker, "run_slot", None)
-    if slot is None:
-        slot = RunSlot()
-        _CpuCollectives(slot).install()
-        _install_step_marker(slot)
-        _install_reads(slot)
-        _install_seeding(slot)
-        _install_spawn(slot)
-    return slot
+def _wait_for(rank: int) -> None:
+    """Wait until the device of ``rank`` has executed what was scheduled on it."""
+    # This call wants the runtime's name of the device; "xla:0" raises an IndexError.
+    torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
 
 
-def tell_peers(fact: str) -> None:
-    """Where ranks are threads: have ``fact`` compared with what the others say at this point, when
-    they next meet. Elsewhere this does nothing."""
-    if (run := ops.run_in_progress()) is not None:
-        run.record(index_of(ops.device()), fact)
+# ---------------------------------------------------------------- syncs, reads, seeding, spawning
 
 
-@contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Where ranks are threads: a rank that has seeded finds the host's random numbers after the
-    block, in which ranks may meet, where it left them. Elsewhere they are its own anyway."""
-    run, thread = ops.run_in_progress(), current_rank_thread()
-    if run is None or thread is None or not run.is_seeding(thread.rank):
-        yield
-        return
-    yield
-    run.resume_seeding(thread.rank)
-
-
-def _install_step_marker(slot: RunSlot) -> None:
+def _replace_step_marker(slot: RunSlot) -> None:
     original = torch_xla._XLAC._xla_step_marker
 
     def step_marker(
@@ -102,59 +149,73 @@ def _install_step_marker(slot: RunSlot) -> None:
         # By device, not by thread: a sync in a backward hook comes from autograd's own thread.
         on = device or torch_xla._XLAC._xla_get_default_device()
         rank = index_of(on)
-        _meet(slot.run, rank)
+        # The holder of the lock waits for the previous execution on its device, which must never
+        # need a peer that wants the lock. So either all ranks have scheduled what they had (the
+        # gate), or that execution is over.
+        if slot.run.needs_gate(rank):
+            slot.run.pass_gate(rank)
+        else:
+            _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
         if wait:  # not under the lock: what we wait for may need peers that have yet to get it
             _wait_for(rank)
 
-    step_marker.run_slot = slot  # type: ignore[attr-defined]
     torch_xla._XLAC._xla_step_marker = step_marker
 
 
-COLLECTIVE_NODES = re.compile(
-    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
-    r"|fsdp_scan)"  # loops of loop_xla_ops
-)
+def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return functions that compute tensors for the host, changed to call ``before`` first.
+
+    Args:
+        before: called with the tensor, or with the first argument of a function of several.
+
+    Returns:
+        Owner, name and changed function of each.
+    """
+    functions = [
+        *((Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "to", "__repr__")),
+        *((Tensor, name) for name in ("__bool__", "__int__", "__float__")),
+        # Of several tensors; xm.save and xm.mesh_reduce call them.
+        (torch_xla._XLAC, "_xla_sync_multi"),
+        (torch_xla._XLAC, "_xla_get_cpu_tensors"),
+    ]
+
+    def changed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if name != "to" or _names_cpu(*args, **kwargs):
+                before(value)
+            return original(value, *args, **kwargs)
+
+        return read
+
+    return [(owner, name, changed(getattr(owner, name), name)) for owner, name in functions]
 
 
-def _install_reads(slot: RunSlot) -> None:
+def _names_cpu(*args: Any, **kwargs: Any) -> bool:
+    """Return whether arguments of ``Tensor.to`` name the CPU."""
+    targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
+    return any(
+        str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
+        for target in targets
+        if target is not None
+    )
+
+
+def _replace_reads(slot: RunSlot) -> None:
     """Make ranks meet before a value is read that collectives have yet to compute.
 
     torch_xla's C++ executes them at once. Ranks that did not make the same ones would then get each
     other's memory, or wait until XLA aborts the process.
     """
 
-    def meets(original: Callable[..., Any], for_host: Callable[..., bool]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(value: Any, *args: Any, **kwargs: Any) -> Any:
-            run = slot.run
-            if run is not None and for_host(*args, **kwargs):
-                _compute_together(run, [value] if isinstance(value, Tensor) else value)
-            return original(value, *args, **kwargs)
+    def before(value: Any) -> None:
+        if slot.run is not None:
+            _compute_together(slot.run, [value] if isinstance(value, Tensor) else value)
 
-        return read
-
-    for name, for_host in READS.items():
-        setattr(Tensor, name, meets(getattr(Tensor, name), for_host))
-    for name in HOST_COPIES:
-        original = getattr(torch_xla._XLAC, name)
-        setattr(torch_xla._XLAC, name, meets(original, lambda *args, **kwargs: True))
-
-
-def _install_seeding(slot: RunSlot) -> None:
-    """A script that seeds and then builds its model does so without another rank in between: the
-    ranks share one host random number generator."""
-    original = torch.manual_seed
-
-    @functools.wraps(original)
-    def manual_seed(seed: int) -> torch.Generator:
-        thread = current_rank_thread()
-        if slot.run is not None and thread is not None:
-            slot.run.begin_seeding(thread.rank)
-        return original(seed)
-
-    torch.manual_seed = manual_seed
+    for owner, name, read in host_reads(before):
+        setattr(owner, name, read)
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
@@ -170,38 +231,35 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
         torch_xla._XLAC._set_all_reduce_token(on, None)
 
 
-def _meet(run: Run, rank: int) -> None:
-    """Wait until it is safe to take the execution lock.
+def _replace_seeding(slot: RunSlot) -> None:
+    """Let no other rank draw random numbers while one seeds and builds its model: the ranks share
+    one host random number generator."""
+    original = torch.manual_seed
 
-    The holder of the lock waits for the previous execution on its device. So that this never needs
-    a peer that wants the lock, either all ranks have scheduled all they had (the gate), or that
-    execution is over.
-    """
-    if run.needs_gate(rank):
-        run.pass_gate(rank)
-    else:
-        _wait_for(rank)
+    @functools.wraps(original)
+    def manual_seed(seed: int) -> torch.Generator:
+        thread = current_rank_thread()
+        if slot.run is not None and thread is not None:
+            slot.run.begin_seeding(thread.rank)
+        return original(seed)
 
-
-def _wait_for(rank: int) -> None:
-    """Wait until the device of ``rank`` has executed what was scheduled on it."""
-    # This call wants the runtime's name of the device; "xla:0" raises an IndexError.
-    torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+    torch.manual_seed = manual_seed
 
 
-def _install_spawn(slot: RunSlot) -> None:
-    import torch_xla._internal.pjrt as pjrt
-
+def _replace_spawn(slot: RunSlot) -> None:
     original = pjrt.spawn
 
     def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
-        if slot.run is None and slot.start_ranks is not None:
+        if slot.run is not None:
+            return fn(xr.global_ordinal(), *args)
+        if slot.start_ranks is not None:
             return slot.start_ranks(fn, args)
-        if slot.run is None:
-            return original(fn, nprocs, start_method, args)
-        return fn(xr.global_ordinal(), *args)
+        return original(fn, nprocs, start_method, args)
 
     pjrt.spawn = spawn
+
+
+# ---------------------------------------------------------------- collectives
 
 
 class _CpuCollectives:
@@ -209,101 +267,45 @@ class _CpuCollectives:
 
     def __init__(self, slot: RunSlot) -> None:
         self._slot = slot
-        self._all_gather = xm.all_gather
-        self._reduce_scatter = xm.reduce_scatter
-        self._all_reduce = xm.all_reduce
+        how: dict[str, Any] = {
+            "pin_layout": False,
+            "channel_id": CHANNEL,
+            "use_global_device_ids": True,
+        }
+        self._gather: Callable[..., Tensor] = functools.partial(xm.all_gather, **how)
+        self._scatter: Callable[..., Tensor] = functools.partial(xm.reduce_scatter, **how)
 
     def install(self) -> None:
-        """Put the methods in the place of torch_xla's functions."""
-        xm.all_gather = self.all_gather
-        xm.reduce_scatter = self.reduce_scatter
-        xm.all_reduce = self.all_reduce
+        """Replace torch_xla's functions."""
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
         for name in ("all_to_all", "collective_permute"):
             setattr(xm, name, self._recorded(name, getattr(xm, name)))
 
-    def all_gather(
-        self,
-        value: Any,
-        dim: int = 0,
-        groups: Groups = None,
-        output: Any = None,
-        pin_layout: bool = True,
-        channel_id: int | None = None,
-        use_global_device_ids: bool | None = None,
-    ) -> Any:
-        """Stands in for xm.all_gather."""
-        if self._idle() or (pin_layout and not isinstance(value, Tensor)):
-            return self._all_gather(
-                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
-            )
-        full_groups = _all_groups(groups)
+    def _replaced(
+        self, original: Callable[..., Any], collective: Callable[[SimpleNamespace], Any]
+    ) -> Callable[..., Any]:
+        """Return ``original`` that calls ``collective`` with its arguments by name in a run."""
+        signature = inspect.signature(original)
 
-        def gather(part: Tensor) -> Tensor:
-            self._record("all_gather", part, f"dim {dim}", full_groups)
-            return self._gather(part, dim, full_groups)
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = NotImplemented
+            if self._slot.run is not None:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                result = collective(SimpleNamespace(**given.arguments))
+            return original(*args, **kwargs) if result is NotImplemented else result
 
-        return _each(gather, value, output)
+        return call
 
-    def reduce_scatter(
-        self,
-        reduce_type: str,
-        input: Any,
-        scale: float,
-        scatter_dim: int,
-        shard_count: int,
-        groups: Groups = None,
-        output: Any = None,
-        pin_layout: bool = True,
-        channel_id: int | None = None,
-        use_global_device_ids: bool | None = None,
-    ) -> Any:
-        """Stands in for xm.reduce_scatter."""
-        if self._idle():
-            return self._reduce_scatter(
-                reduce_type,
-                input,
-                scale,
-                scatter_dim,
-                shard_count,
-                groups,
-                output,
-                pin_layout,
-                channel_id,
-                use_global_device_ids,
-            )
-        full_groups = _all_groups(groups)
+    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._record(kind, value, f"{args} {kwargs}", [])
+            return original(value, *args, **kwargs)
 
-        def scatter(part: Tensor) -> Tensor:
-            how = f"{reduce_type}, scale {scale:g}, dim {scatter_dim}"
-            self._record("reduce_scatter", part, how, full_groups)
-            return self._scatter(part, reduce_type, scale, scatter_dim, shard_count, full_groups)
-
-        return _each(scatter, input, output)
-
-    def all_reduce(
-        self,
-        reduce_type: str,
-        inputs: Any,
-        scale: float = 1.0,
-        groups: Groups = None,
-        pin_layout: bool = True,
-    ) -> Any:
-        """Stands in for xm.all_reduce."""
-        if self._idle() or xr.world_size() == 1:  # of one rank torch_xla returns the input
-            return self._all_reduce(reduce_type, inputs, scale, groups, pin_layout)
-        full_groups = _all_groups(groups)
-
-        def reduce(part: Tensor) -> Tensor:
-            self._record("all_reduce", part, f"{reduce_type}, scale {scale:g}", full_groups)
-            return self._reduce(part, reduce_type, scale, full_groups)
-
-        if isinstance(inputs, Tensor):
-            return reduce(inputs)
-        _each(reduce, list(inputs), list(inputs))
-        return inputs
-
-    def _idle(self) -> bool:
-        return self._slot.run is None
+        return collective
 
     def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
         run = self._slot.run
@@ -312,46 +314,58 @@ class _CpuCollectives:
             what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
             run.record(index_of(value.device), what)
 
-    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._idle():
-                self._record(kind, value, f"{args} {kwargs}", [])
-            return original(value, *args, **kwargs)
+    def all_gather(self, given: SimpleNamespace) -> Any:
+        """Gather with a channel id."""
+        if given.pin_layout and not isinstance(given.value, Tensor):
+            return NotImplemented
+        groups = _all_groups(given.groups)
 
-        return collective
+        def gather(value: Tensor) -> Tensor:
+            self._record("all_gather", value, f"dim {given.dim}", groups)
+            return self._gather(value, given.dim, groups)
 
-    def _gather(self, value: Tensor, dim: int, groups: list[list[int]]) -> Tensor:
-        return self._all_gather(value, dim, groups, None, False, CHANNEL, True)
+        return _each(gather, given.value, given.output)
 
-    def _scatter(
-        self,
-        value: Tensor,
-        reduce_type: str,
-        scale: float,
-        dim: int,
-        shard_count: int,
-        groups: list[list[int]],
-    ) -> Tensor:
-        return self._reduce_scatter(
-            reduce_type, value, scale, dim, shard_count, groups, None, False, CHANNEL, True
-        )
+    def reduce_scatter(self, given: SimpleNamespace) -> Any:
+        """Scatter with a channel id."""
+        groups = _all_groups(given.groups)
+        reduction, scale, dim = given.reduce_type, given.scale, given.scatter_dim
 
-    def _reduce(
-        self, value: Tensor, reduce_type: str, scale: float, groups: list[list[int]]
-    ) -> Tensor:
-        """All-reduce takes no channel id; a reduce-scatter and an all-gather do, and share a token
-        that keeps them in program order where the graphs of the ranks differ."""
-        if not value.numel():
-            return value.clone()
-        size, parts = value.numel(), len(groups[0])
-        flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % parts))
-        shard = self._scatter(flat, reduce_type, scale, 0, parts, groups)
-        return self._gather(shard, 0, groups)[:size].reshape(value.shape)
+        def scatter(value: Tensor) -> Tensor:
+            how = f"{reduction}, scale {scale:g}, dim {dim}"
+            self._record("reduce_scatter", value, how, groups)
+            return self._scatter(reduction, value, scale, dim, given.shard_count, groups)
+
+        return _each(scatter, given.input, given.output)
+
+    def all_reduce(self, given: SimpleNamespace) -> Any:
+        """Reduce by a reduce-scatter and an all-gather.
+
+        An all-reduce takes no channel id. These do, and share a token that keeps them in program
+        order where the graphs of the ranks differ.
+        """
+        if xr.world_size() == 1:  # torch_xla returns the input
+            return NotImplemented
+        groups = _all_groups(given.groups)
+        reduction, scale = given.reduce_type, given.scale
+
+        def reduce(value: Tensor) -> Tensor:
+            self._record("all_reduce", value, f"{reduction}, scale {scale:g}", groups)
+            if not value.numel():
+                return value.clone()
+            size, ranks = value.numel(), len(groups[0])
+            flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % ranks))
+            shard = self._scatter(reduction, flat, scale, 0, ranks, groups)
+            return self._gather(shard, 0, groups)[:size].reshape(value.shape)
+
+        if isinstance(given.inputs, Tensor):
+            return reduce(given.inputs)
+        _each(reduce, list(given.inputs), list(given.inputs))
+        return given.inputs
 
 
 def _all_groups(groups: Groups) -> list[list[int]]:
-    """The groups spelled out; they must be of one size."""
+    """Return the groups spelled out; they must be of one size."""
     if not groups:
         return [list(range(xr.world_size()))]
     if len({len(group) for group in groups}) > 1:
@@ -366,7 +380,7 @@ def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> An
         return result if output is None else _overwrite(output, result)
     if output is not None and len(output) != len(value):
         raise ValueError(f"output holds {len(output)} tensors, the input {len(value)}")
-    results = [collective(part) for part in value]
+    results = [collective(each) for each in value]
     if output is None:
         return results
     for old, new in zip(output, results, strict=True):

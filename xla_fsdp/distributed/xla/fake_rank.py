@@ -1,14 +1,8 @@
-"""One rank of many, on a machine that has none of them: traced, never executed.
-
-Words: a *hollow* tensor is zeros on the device that take no memory.
-What a step would run is taken as it is traced; wherever torch_xla would execute it, the caller of
-``pretended_rank`` is asked first. What becomes of the programs is ``preflight``'s business.
-"""
+"""One rank of a job that does not exist: its program is traced and never executed."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,49 +16,55 @@ from torch import Tensor
 from torch_xla.utils.dlpack import from_dlpack
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import HOST_COPIES, READS
-
-
-@contextlib.contextmanager
-def pretended_rank(
-    rank: int, coords: Sequence[Sequence[int]], instead_of_running: Callable[[], None]
-) -> Iterator[None]:
-    """Inside, the caller is ``rank`` of as many as there are ``coords``, and nothing is executed:
-    wherever a sync or a read would run the traced program, ``instead_of_running()`` is called
-    first. It must leave nothing pending."""
-
-    def first(original: Callable[..., Any], runs: Callable[..., bool]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if runs(*args, **kwargs) and (not isinstance(value, Tensor) or ops.is_pending(value)):
-                instead_of_running()
-            return original(value, *args, **kwargs)
-
-        return call
-
-    def step_marker(*args: Any, **kwargs: Any) -> None:
-        instead_of_running()
-
-    with contextlib.ExitStack() as stack:
-        replace = stack.enter_context
-        replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
-        places = [list(place) for place in coords]
-        replace(mock.patch.object(ops.torus_coords, "pretended", places, create=True))
-        replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
-        for name in HOST_COPIES:
-            call = first(getattr(torch_xla._XLAC, name), lambda *args, **kwargs: True)
-            replace(mock.patch.object(torch_xla._XLAC, name, call))
-        for name, runs in READS.items():
-            replace(mock.patch.object(Tensor, name, first(getattr(Tensor, name), runs)))
-        yield
-
+from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
 
 PAGE = 4096
 
 
-class HollowTensors:
-    """Makes hollow tensors: device buffers over pages that nobody has written to, which the system
-    only counts. Each is a buffer of its own, over the same pages, and reads as zeros."""
+@contextlib.contextmanager
+def fake_rank(
+    rank: int, coords: Sequence[Sequence[int]], before_running: Callable[[], None]
+) -> Iterator[None]:
+    """Let the caller be one rank of a TPU job, and execute nothing, inside the block.
+
+    Args:
+        rank: of the caller.
+        coords: of every rank on the torus.
+        before_running: called wherever a sync or a read would run what has been traced; it must
+            leave nothing pending.
+    """
+
+    def before_read(value: Any) -> None:
+        if not isinstance(value, Tensor) or ops.is_pending(value):
+            before_running()
+
+    def step_marker(*args: Any, **kwargs: Any) -> None:
+        before_running()
+
+    with contextlib.ExitStack() as stack:
+        replace = stack.enter_context
+        replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
+        replace(ops.using_runtime(_FakeTpu(coords)))
+        replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
+        for owner, name, read in host_reads(before_read):
+            replace(mock.patch.object(owner, name, read))
+        yield
+
+
+class _FakeTpu(ops.RankRuntime):
+    def __init__(self, coords: Sequence[Sequence[int]]) -> None:
+        self._coords = [list(each) for each in coords]
+
+    def device_type(self) -> str:
+        return "TPU"
+
+    def torus_coords(self) -> list[list[int]]:
+        return self._coords
+
+
+class ZeroPages:
+    """Makes tensors of zeros that take no memory: device buffers over pages that nobody has written
+    to, which the system only counts. Each is a buffer of its own over the same pages."""
 
     def __init__(self) -> None:
         self._zeros = torch.empty(0, dtype=torch.uint8)
@@ -73,8 +73,8 @@ class HollowTensors:
         self._views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """One on the caller's device, which must be the CPU's."""
-        if dtype.itemsize == 1 and dtype.is_floating_point:  # those of 8 bits: unknown to DLPack
+        """Return a tensor on the caller's device, which must be the CPU's."""
+        if dtype.itemsize == 1 and dtype.is_floating_point:  # unknown to DLPack
             return ops.upload(torch.zeros(tuple(shape), dtype=dtype))
         kind = tuple(shape), dtype
         if kind not in self._views:
@@ -84,12 +84,12 @@ class HollowTensors:
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > len(self._zeros):
-            self._zeros = _untouched(nbytes)
+            self._zeros = _unwritten(nbytes)
         return self._zeros[:nbytes].view(dtype).view(shape)
 
 
-def _untouched(nbytes: int) -> Tensor:
-    """Zeros from the system, bytes [nbytes]; ``torch.zeros`` would write them."""
+def _unwritten(nbytes: int) -> Tensor:
+    """Return zeros, uint8 [nbytes], from the system; ``torch.zeros`` would write them."""
     pages = torch.from_numpy(np.zeros(nbytes + PAGE, np.uint8))
     start = -pages.data_ptr() % PAGE  # a device buffer begins where vectors may
     return pages[start : start + nbytes]

@@ -1,9 +1,4 @@
-"""Read what has been traced: the program that computes some tensors, and what it takes.
-
-Words: a program's *inputs* are device buffers, which tensors of one shape and dtype stand for; two
-Python objects may stand for one tensor. Always true: nothing is compiled or executed.
-What becomes of programs is the business of ``preflight``.
-"""
+"""Read the program that has been traced for some tensors; nothing is compiled or executed."""
 
 from __future__ import annotations
 
@@ -14,31 +9,30 @@ from torch import Tensor
 
 
 def lowered_hlo(tensors: Sequence[Tensor]) -> str:
-    """HLO text, before optimization, of the program that computes ``tensors``."""
+    """Return the HLO text, before optimization, of the program that computes ``tensors``."""
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
 
 
 def program_of(tensors: Sequence[Tensor]) -> bytes:
-    """The serialized HLO module, before optimization, of the program that computes ``tensors``."""
+    """Return the serialized HLO module, before optimization, that computes ``tensors``."""
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(tensors))
 
 
 def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The device buffers that ``program_of(tensors)`` takes, in the order of its parameters: an
-    identity, and a tensor of the same shape and dtype."""
+    """Return the device buffers that ``program_of(tensors)`` takes, in the order of its parameters:
+    an identity, and a tensor of the same shape and dtype."""
     _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))
     return list(zip(torch_xla._XLAC._get_tensors_handle(values), values, strict=True))
 
 
 def buffer_id(tensor: Tensor) -> int | None:
-    """Identity of a tensor's device buffer; None if it has none yet, as values that have only been
-    announced for the device."""
+    """Return the identity of a tensor's device buffer; None if it has none yet."""
     try:
         return torch_xla._XLAC._get_tensors_handle([tensor])[0]
-    except RuntimeError:
+    except RuntimeError:  # a value that has only been announced for the device
         return None
 
 
 def tensor_id(tensor: Tensor) -> int:
-    """The same for Python objects that stand for one XLA tensor."""
+    """Return a number that Python objects which stand for one XLA tensor share."""
     return torch_xla._XLAC._xla_get_tensor_id(tensor)

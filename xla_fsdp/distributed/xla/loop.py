@@ -1,21 +1,9 @@
-"""Functions of tensors traced apart from the program around them, for loops to run.
+"""XLA While loops: a function of tensors, traced apart from the program around it, is run once for
+each slice of its inputs.
 
-Words: a *body* is such a function as one XLA computation.
-Always true: a body shares no chain of collectives or random numbers with the program around it; all
-its random numbers come from a seed that is one of its inputs.
-Loops of bodies are ``loop_xla_ops``'; what they compute is decided in ``scan``.
-
-Loops of XLA: a traced function run once for each slice of its inputs.
-
-Words: a *body* is such a function (``scan_xla_ops``); *carried* tensors go from one round to the
-next; *sliced* ones, [length, ...], are cut along their first dim, a slice for each round (those
-*ahead* one round early); *constant* ones are the same in all; *collected* ones are stacked again;
-an *update* makes new slices of stacks of what would be collected.
-Layout of a loop: one While whose state is (counter, carried, sliced, constant, captured, seeds, an
-update's stacks and what it captured, collected); a stack that is sliced anyway is there once. The
-counter is an int32 that starts from a constant, so that the compiler knows the number of rounds;
-each round calls the body once and writes its slices of what is collected.
-What loops compute is decided in ``scan``.
+The words are those of ``jax.lax.scan``: ``carry``, ``xs``, ``ys``. A body shares no chain of
+collectives or random numbers with the program around it; all its random numbers come from a seed
+that is one of its inputs.
 """
 
 from __future__ import annotations
@@ -23,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_xla
@@ -34,49 +22,43 @@ from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Like:
+class TensorSpec:
     """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Like:
-        """Those of ``tensor``."""
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return those of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @classmethod
-    def slice_of(cls, stack: Tensor) -> Like:
-        """Those of a slice of ``stack``."""
+    def slice_of(cls, stack: Tensor) -> TensorSpec:
+        """Return those of a slice of ``stack`` along its first dim."""
         return cls(tuple(stack.shape[1:]), stack.dtype)
 
 
 @dataclass(frozen=True)
 class Body:
-    """A traced function.
+    """A traced function as one XLA computation."""
 
-    Args:
-        computation: takes the inputs that are used, the seed and what is captured, in the order of
-            their parameter numbers.
-        text: serialized; equal for functions that compute the same.
-        numbers: parameter number of each input; -1 for one that is not used.
-        seed: parameter number of the seed, or -1.
-        captured: other device values that the function used, by parameter number.
-        outputs: what it returns.
-    """
-
+    # takes the inputs that are used, the seed and the captured values, in the order of their
+    # parameter numbers
     computation: Any
-    text: bytes
-    numbers: tuple[int, ...]
-    seed: int
-    captured: dict[int, Tensor]
-    outputs: tuple[Like, ...]
+    text: bytes  # serialized; equal for functions that compute the same
+    numbers: tuple[int, ...]  # parameter number of each input; -1 for one that is not used
+    seed: int  # parameter number of the seed, or -1
+    captured: dict[int, Tensor]  # other device values that the function used, by parameter number
+    outputs: tuple[TensorSpec, ...]  # of the values that it returns
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether a seed is needed."""
+        """Whether it needs a seed."""
         return self.seed != -1
 
 
@@ -89,18 +71,18 @@ class ChangedInPlaceError(Exception):
 
 
 def trace_body(
-    function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Like], name: str
+    function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[TensorSpec], name: str
 ) -> Body:
-    """Trace ``function``, called with tensors that have no values.
+    """Trace ``function`` with tensors that have no values.
 
     Raises:
         ChangedInPlaceError: if it changes them.
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
-    before = [identity(tensor) for tensor in given]
-    with _apart() as seed, torch.no_grad():
+    before = [graph_hash(tensor) for tensor in given]
+    with _separate_graph() as seed, torch.no_grad():
         results = list(function(list(given)))
-        changed = [at for at, each in enumerate(given) if identity(each) != before[at]]
+        changed = [at for at, each in enumerate(given) if graph_hash(each) != before[at]]
         if changed:
             raise ChangedInPlaceError(changed)
         context = torch_xla._XLAC.lowering.LoweringContext(name)
@@ -118,26 +100,22 @@ def trace_body(
             numbers,
             seed_number,
             captured,
-            tuple(Like.of(each) for each in results),
+            tuple(TensorSpec.of(each) for each in results),
         )
 
 
-def cast_here(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, computed where it stands, in every round of a loop.
-
-    Of a float32 slice the TPU compiler would cast the whole stack before the loop, also from behind
-    a barrier: what is only used in bf16 it turns into bf16 as far back as it can. What it takes
-    for integers it leaves alone.
-    """
+def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, computed in every iteration of a loop."""
+    # The TPU compiler would cast the whole float32 stack before the loop instead of a slice, also
+    # through a barrier: what is only used in bf16 it casts as early as it can. Integers it leaves.
     if tensor.dtype != torch.float32 or dtype == tensor.dtype:
         return tensor.to(dtype)
-    bits = _as_type(tensor, xb.Type.S32)
+    bits = _bitcast(tensor, xb.Type.S32)
     torch_xla._XLAC._xla_optimization_barrier_([bits])
-    return _as_type(bits, xb.Type.F32).to(dtype)
+    return _bitcast(bits, xb.Type.F32).to(dtype)
 
 
-def _as_type(tensor: Tensor, kind: Any) -> Tensor:
-    """The same bits."""
+def _bitcast(tensor: Tensor, kind: Any) -> Tensor:
     builder = xb.create_builder("bits")
     param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
     computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
@@ -152,26 +130,22 @@ def depends_on(tensor: Tensor, given: Tensor) -> bool:
     return context.tensor_parameter_id(given) != -1
 
 
-def identity(tensor: Tensor) -> bytes:
-    """Equal for traced tensors that are computed alike."""
+def graph_hash(tensor: Tensor) -> bytes:
+    """Return a hash that is equal for traced tensors that are computed alike."""
     return bytes(torch_xla._XLAC._get_graph_hash([tensor]))
 
 
 def new_seeds(length: int, device: torch.device) -> Tensor:
-    """Seeds, [length], from the device's random numbers."""
+    """Draw seeds, [length] int64, from the device's random numbers."""
+    # Continue these from a value known on the host, as tracing a body does: else a step whose loop
+    # was traced before would be another program than the first one.
+    ops.set_rng_state(ops.get_rng_state(device), device)
     return torch.randint(2**31 - 1, (length,), dtype=torch.int64, device=device)
 
 
-def reroot_random_numbers(device: torch.device) -> None:
-    """Continue the device's random numbers from a value known on the host. Tracing a body apart
-    does so, too: a step makes one program whether it traces bodies or not."""
-    ops.set_rng_state(ops.get_rng_state(device), device)
-
-
 @contextlib.contextmanager
-def _apart() -> Iterator[Tensor]:
-    """Inside, collectives wait for nothing outside, and random numbers come from the tensor that
-    this yields."""
+def _separate_graph() -> Iterator[Tensor]:
+    """Inside, collectives wait for none outside; yield the seed of all random numbers there."""
     device = ops.device()
     token = torch_xla._XLAC._get_all_reduce_token(str(device))
     state = ops.get_rng_state(device)
@@ -188,81 +162,83 @@ LOOP_NAME = "fsdp_scan"
 
 
 @dataclass(frozen=True)
-class Update:
-    """New values for slices of stacks, in every round, from what the round would collect.
+class StackUpdate:
+    """Change slices of stacks in every iteration, by some of the ys, which are then not stacked."""
 
-    Args:
-        body: of (what it takes, the slices) to the new slices.
-        takes: how many of what is collected it takes, from the first on; they are not collected.
-        stacks: [length, ...], whose slices it changes.
-        sliced: for each stack, which of the loop's sliced inputs it is; None if none of them.
-    """
-
-    body: Body
-    takes: int
-    stacks: tuple[Tensor, ...]
-    sliced: tuple[int | None, ...]
+    body: Body  # of (the ys that it takes, the slices) to the new slices
+    takes: int  # how many of the ys it takes, from the first on
+    stacks: tuple[Tensor, ...]  # [length, ...], whose slices it changes
+    xs: tuple[int | None, ...]  # for each stack, which of the loop's xs it is; None if none of them
 
     @property
     def key(self) -> Hashable:
         """Equal for updates that one loop can make, with these operands in its order."""
         body = self.body
-        return body.text, body.numbers, tuple(body.captured), self.takes, self.sliced
+        return body.text, body.numbers, tuple(body.captured), self.takes, self.xs
 
     @property
     def operands(self) -> list[Tensor]:
-        """What the loop takes besides its own inputs."""
-        new = [stack for stack, at in zip(self.stacks, self.sliced, strict=True) if at is None]
+        """The loop's inputs besides its own."""
+        new = [stack for stack, x in zip(self.stacks, self.xs, strict=True) if x is None]
         return [*new, *self.body.captured.values()]
 
 
 class Loop:
-    """``length`` rounds of a body with inputs (carried, sliced, constant) and outputs (carried,
-    collected).
+    """A While loop over a body with inputs (carry, xs, constants) and outputs (carry, ys).
+
+    Its state is (counter, carry, xs, constants, captured, seeds, an update's stacks and captured
+    values, ys); a stack that is updated and one of the xs is there once. The counter is an int32
+    that starts from a constant, so that the compiler knows the number of iterations.
 
     Args:
-        body: the function of a round.
-        length: number of rounds.
-        carried: how many tensors are carried.
-        sliced: how many are sliced.
-        ahead: which of the sliced come one round early; the last round gets its own once more.
-        backwards: from the last slice to the first.
+        body: the function of one iteration.
+        length: number of iterations.
+        num_carry: how many tensors go from one iteration to the next.
+        num_xs: how many inputs, [length, ...], are sliced along their first dim.
+        prefetched: which of the xs come one iteration early; the last iteration gets its own slice
+            once more.
+        reverse: from the last slice to the first.
     """
 
     def __init__(
         self,
         body: Body,
         length: int,
-        carried: int,
-        sliced: int,
+        num_carry: int,
+        num_xs: int,
         *,
-        ahead: Sequence[int] = (),
-        backwards: bool = False,
+        prefetched: Iterable[int] = (),
+        reverse: bool = False,
     ) -> None:
         self._body = body
         self._length = length
-        self._carried = range(carried)
-        self._sliced = range(carried, carried + sliced)
-        self._ahead = frozenset(carried + each for each in ahead)
-        self._backwards = backwards
-        self._inputs = len(body.numbers)
-        self._computations: dict[Hashable, Any] = {}  # by what the update computes, and of what
+        self._num_carry = num_carry
+        self._xs = range(num_carry, num_carry + num_xs)
+        self._prefetched = frozenset(num_carry + each for each in prefetched)
+        self._reverse = reverse
+        # An optimizer's update is traced anew in every step, as its numbers change; the loop with
+        # it is only built anew if the update computes something else.
+        self._computations: dict[Hashable, Any] = {}
 
     @property
-    def collected(self) -> tuple[Like, ...]:
-        """What a round collects."""
-        return self._body.outputs[len(self._carried) :]
+    def draws_random_numbers(self) -> bool:
+        """Whether it needs seeds."""
+        return self._body.draws_random_numbers
+
+    @property
+    def ys(self) -> tuple[TensorSpec, ...]:
+        """One iteration's."""
+        return self._body.outputs[self._num_carry :]
 
     def run(
-        self, inputs: Sequence[Tensor], seeds: Tensor | None, update: Update | None = None
+        self, inputs: Sequence[Tensor], seeds: Tensor | None, update: StackUpdate | None = None
     ) -> list[Tensor]:
-        """The carried tensors after the last round, the collected ones, [length, ...], and then
-        the stacks that were updated.
+        """Return the last carry, the ys, [length, ...], and then the stacks that were updated.
 
         Args:
-            inputs: carried, sliced and constant ones.
+            inputs: carry, xs and constants.
             seeds: [length] int64, if the body draws random numbers.
-            update: what becomes of stacks.
+            update: stacks to change.
         """
         operands = [*inputs, *self._body.captured.values()]
         if self._body.draws_random_numbers and seeds is not None:
@@ -271,13 +247,14 @@ class Loop:
         key = None if update is None else update.key
         if key not in self._computations:
             self._computations[key] = self._build(operands, further, update)
-        name = f"xla::{LOOP_NAME}"
         computation = self._computations[key]
         operands += further
-        return list(torch_xla._XLAC._xla_user_computation(name, operands, computation))
+        return list(
+            torch_xla._XLAC._xla_user_computation(f"xla::{LOOP_NAME}", operands, computation)
+        )
 
     def _build(
-        self, operands: Sequence[Tensor], further: Sequence[Tensor], update: Update | None
+        self, operands: Sequence[Tensor], further: Sequence[Tensor], update: StackUpdate | None
     ) -> Any:
         builder = xb.create_builder(LOOP_NAME)
         params = [
@@ -285,90 +262,93 @@ class Loop:
             for at, each in enumerate([*operands, *further])
         ]
         counter = _int32(builder, 0)
-        updated = None if update is None else self._updated(update, len(operands))
-        collected = self.collected[0 if update is None else update.takes :]
-        zeros = [_zeros(builder, self._length, each) for each in collected]
-        done = xb.Op.mkwhile(
-            (counter, *params, *zeros), self._goes_on, functools.partial(self._round, updated)
-        )
-        end = 1 + len(params)
-        kept = [1 + at for at in self._carried] + [end + at for at in range(len(zeros))]
-        kept += [] if updated is None else [1 + at for at in updated.places]
-        return xb.Op.tuple([done.get_tuple_element(at) for at in kept]).build(LOOP_NAME)
+        ys = self.ys[0 if update is None else update.takes :]
+        zeros = [_zeros(builder, self._length, each) for each in ys]
+        iterate = functools.partial(self._iterate, update, len(operands))
+        done = xb.Op.mkwhile((counter, *params, *zeros), self._condition, iterate)
+        stacks = [] if update is None else self._stacks(update, len(operands))
+        results = [*range(self._num_carry), *range(len(params), len(params) + len(ys)), *stacks]
+        return xb.Op.tuple([done.get_tuple_element(1 + at) for at in results]).build(LOOP_NAME)
 
-    def _updated(self, update: Update, first: int) -> _Updated:
-        """Where an update's stacks and captured values are, if what it adds begins at ``first``."""
+    def _stacks(self, update: StackUpdate, first: int) -> list[int]:
+        """Return where an update's stacks are in the state, if its own operands begin at
+        ``first``."""
         at = itertools.count(first)
-        places = [next(at) if k is None else self._sliced[k] for k in update.sliced]
-        return _Updated(update.body, update.takes, places, [next(at) for _ in update.body.captured])
+        return [next(at) if x is None else self._xs[x] for x in update.xs]
 
-    def _goes_on(self, counter: Any, *rest: Any) -> Any:
+    def _condition(self, counter: Any, *rest: Any) -> Any:
         return counter < _int32(counter.builder(), self._length)
 
-    def _round(self, updated: _Updated | None, counter: Any, *state: Any) -> tuple[Any, ...]:
+    def _iterate(
+        self, update: StackUpdate | None, first: int, counter: Any, *state: Any
+    ) -> tuple[Any, ...]:
         one = _int32(counter.builder(), 1)
-        at = _int32(counter.builder(), self._length - 1) - counter if self._backwards else counter
-        then = at - one if self._backwards else at + one  # slices are clamped to the ends
-        results = xb.Op.call(self._body.computation, self._arguments(state, at, then))
-        parts = [results.get_tuple_element(k) for k in range(len(self._body.outputs))]
-        carried, collected = parts[: len(self._carried)], parts[len(self._carried) :]
-        now = list(state)
-        if updated is not None:
-            for place, stack in updated.stacks(state, collected, at):
-                now[place] = stack
-            collected = collected[updated.takes :]
-        first = len(state) - len(collected)
-        stacks = [_write(state[first + k], each, at) for k, each in enumerate(collected)]
-        return (counter + one, *carried, *now[len(carried) : first], *stacks)
+        at = _int32(counter.builder(), self._length - 1) - counter if self._reverse else counter
+        next_at = at - one if self._reverse else at + one  # XLA clamps slices to the ends
+        outputs = self._call_body(state, at, next_at)
+        carry, ys = outputs[: self._num_carry], outputs[self._num_carry :]
+        new_state = list(state)
+        if update is not None:
+            captured = state[first + update.xs.count(None) :][: len(update.body.captured)]
+            stacks = self._stacks(update, first)
+            slices = [_read(state[place], at) for place in stacks]
+            new_slices = _call(update.body, [*ys[: update.takes], *slices], captured)
+            for place, new in zip(stacks, new_slices, strict=True):
+                new_state[place] = _write(state[place], new, at)
+            ys = ys[update.takes :]
+        end = len(state) - len(ys)
+        stacked = [_write(state[end + k], each, at) for k, each in enumerate(ys)]
+        return (counter + one, *carry, *new_state[len(carry) : end], *stacked)
 
-    def _arguments(self, state: Sequence[Any], at: Any, then: Any) -> list[Any]:
-        """What the body takes in this round, by parameter number."""
-        body, found = self._body, {}
+    def _call_body(self, state: Sequence[Any], at: Any, next_at: Any) -> list[Any]:
+        body = self._body
+        inputs = []
         for place, number in enumerate(body.numbers):
-            if number != -1:
-                where = then if place in self._ahead else at
-                cut = place in self._sliced
-                found[number] = _read(state[place], where) if cut else state[place]
-        for place, number in enumerate(body.captured, self._inputs):
-            found[number] = state[place]
-        if body.draws_random_numbers:
-            found[body.seed] = _read(state[self._inputs + len(body.captured)], at)
-        return [found[number] for number in range(len(found))]
+            each = None
+            if number != -1:  # else not even a slice of it is computed
+                where = next_at if place in self._prefetched else at
+                each = _read(state[place], where) if place in self._xs else state[place]
+            inputs.append(each)
+        end = len(inputs) + len(body.captured)
+        seed = _read(state[end], at) if body.draws_random_numbers else None
+        return _call(body, inputs, state[len(inputs) : end], seed)
 
 
-@dataclass(frozen=True)
-class _Updated:
-    """An update in a loop: its body, how much it takes, and the places in the loop's state of its
-    stacks and captured values."""
+def _call(
+    body: Body, inputs: Sequence[Any], captured: Sequence[Any], seed: Any = None
+) -> list[Any]:
+    """Call a body; return its outputs."""
+    by_number = dict(zip(body.numbers, inputs, strict=True))
+    by_number.update(zip(body.captured, captured, strict=True))
+    by_number[body.seed] = seed
+    by_number.pop(-1, None)
+    results = xb.Op.call(body.computation, [by_number[at] for at in range(len(by_number))])
+    return [results.get_tuple_element(k) for k in range(len(body.outputs))]
 
-    body: Body
-    takes: int
-    places: list[int]
-    captured: list[int]
 
-    def stacks(
-        self, state: Sequence[Any], collected: Sequence[Any], at: Any
-    ) -> Iterator[tuple[int, Any]]:
-        """Place and new value of each stack."""
-        slices = [_read(state[place], at) for place in self.places]
-        given = [*collected[: self.takes], *slices]
-        pairs = zip(self.body.numbers, given, strict=True)
-        found = {number: each for number, each in pairs if number != -1}
-        for number, place in zip(self.body.captured, self.captured, strict=True):
-            found[number] = state[place]
-        arguments = [found[number] for number in range(len(found))]
-        results = xb.Op.call(self.body.computation, arguments)
-        for k, place in enumerate(self.places):
-            yield place, _write(state[place], results.get_tuple_element(k), at)
+class LoopCache:
+    """Loops that were traced before, by what they depend on. Copies trace their own."""
+
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made for an equal key, or make it."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoopCache, ()
 
 
 def _int32(builder: Any, value: int) -> Any:
     return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
 
 
-def _zeros(builder: Any, length: int, like: Like) -> Any:
-    zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(like.dtype))
-    return zero.broadcast([length, *like.shape])
+def _zeros(builder: Any, length: int, spec: TensorSpec) -> Any:
+    zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(spec.dtype))
+    return zero.broadcast([length, *spec.shape])
 
 
 def _starts(stack: Any, at: Any) -> tuple[list[int], list[Any]]:

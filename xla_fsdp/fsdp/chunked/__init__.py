@@ -1,4 +1,4 @@
-"""Modules that never hold their whole weight: the catalogue of what others use."""
+"""A head and an embedding that never hold their whole weight."""
 
 from __future__ import annotations
 

@@ -1,26 +1,41 @@
-"""``LinearCrossEntropy``: a head with its loss, in place of an nn.Linear.
+"""``LinearCrossEntropy``: a linear layer with its loss, whose weight is never whole under FSDP.
 
-Words: *rows* are the positions that have a target. Always true: parameters, their names and state
-dicts are those of ``nn.Linear``; the loss is that of ``torch.nn.functional.cross_entropy`` of the
-logits in float32. How losses of rows are computed is replaced (``instead``) where an FSDP unit
-streams the weight (see ``head_runner``); what is here knows nothing of ranks.
+Invariants: parameters, their names and state dicts are those of ``nn.Linear``; the loss is that of
+``torch.nn.functional.cross_entropy`` of the logits in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.placement import placement_in
-from xla_fsdp.fsdp.chunked.hooks import compute_of
+from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
+from xla_fsdp.fsdp.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
+from xla_fsdp.fsdp.chunked.hooks import (
+    ChunkedModule,
+    Compute,
+    compute_of,
+    end_backward,
+    pieces_problems,
+    reduces,
+    shards_for_forward,
+    start_backward,
+)
+from xla_fsdp.fsdp.chunked.weights import BIAS, WEIGHT, ChunkedWeights
+from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
+from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class LinearCrossEntropy(nn.Linear):
+class LinearCrossEntropy(nn.Linear, ChunkedModule):
     """A linear layer whose outputs are logits of classes, together with their cross-entropy.
 
     Called with targets it returns the loss. As a unit of its own under FSDP it then never holds the
@@ -41,14 +56,17 @@ class LinearCrossEntropy(nn.Linear):
         ignore_index: target of rows that count for nothing.
         label_smoothing: what part of the target is spread over all classes, from 0 to 1.
         reduction: "mean" over rows that count (NaN if none does, as in torch), "sum" or "none".
-        pieces: in how many to stream, at most; None for pieces of up to 16 MiB, weight and logits
-            together. A head that is one piece is gathered whole, like any unit.
+        pieces: in how many to gather the weight, at most; None for pieces of up to 16 MiB, weight
+            and logits together. A head that is one piece is gathered whole, like any unit.
         device: where parameters are.
         dtype: of parameters.
 
     Raises:
         ValueError: for options out of range.
     """
+
+    _fsdp_unsharded = "its whole weight, and all logits"
+    _fsdp_without_reshard = "keeps the pieces for backward"
 
     def __init__(
         self,
@@ -72,8 +90,8 @@ class LinearCrossEntropy(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LinearCrossEntropy:
-        """A head with the very parameters of ``linear``, to put in its place in a model, before
-        anything is wrapped. Ties to other modules stay.
+        """Make a head with the very parameters of ``linear``, to put in its place in a model,
+        before anything is wrapped. Ties to other modules stay.
 
         Args:
             linear: the layer; of transformers' causal language models, ``model.lm_head``.
@@ -106,7 +124,7 @@ class LinearCrossEntropy(nn.Linear):
         return head.train(linear.training)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss; without a target, the logits.
+        """Return the loss; without a target, the logits.
 
         Args:
             input: [..., in_features].
@@ -123,25 +141,43 @@ class LinearCrossEntropy(nn.Linear):
         if target is None:
             return super().forward(input)
         self._check(input, target)
-        rows = input.reshape(-1, self.in_features)
+        hidden = input.reshape(-1, self.in_features)
         goal = target.reshape(-1).to(torch.int64)
         counts = goal != self.ignore_index
         is_class = (goal >= 0) & (goal < self.out_features)
         compute = compute_of(self, self._losses)
-        losses = compute(rows, torch.where(counts & is_class, goal, 0))
+        losses = compute(hidden, torch.where(counts & is_class, goal, 0))
         losses = torch.where(is_class, losses, float("nan"))
         return self._reduced(torch.where(counts, losses, 0.0), counts, target.shape)
 
     def extra_repr(self) -> str:
-        """The layer's, and the options."""
         return (
             f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
             f"label_smoothing={self.label_smoothing}, reduction={self.reduction!r}, "
             f"pieces={self.pieces}"
         )
 
-    def _losses(self, rows: Tensor, goal: Tensor) -> Tensor:
-        logits = super().forward(rows).float()
+    def _fsdp_why_unsharded(self) -> str:
+        if type(self).forward is not LinearCrossEntropy.forward:
+            return f"{type(self).__name__} has a forward of its own"
+        return ""
+
+    def _fsdp_compute_for(
+        self, unit: FSDPState, loops: LoopCache, input: Any = None, target: Any = None, **_: Any
+    ) -> Compute | None:
+        """None without targets, or with all classes in one chunk."""
+        if not isinstance(input, Tensor) or not isinstance(target, Tensor):
+            return None
+        weights = ChunkedWeights(unit.group, rings=True)
+        autocast = torch.is_autocast_enabled("xla")
+        dtype = torch.get_autocast_dtype("xla") if autocast else weights.dtype
+        chunks = weights.cut(self.pieces, input.numel() // weights.width, dtype)
+        keeps = not unit.settings.reshards_after_forward
+        config = HeadConfig(chunks, self.label_smoothing, dtype, keeps)
+        return HeadCall(unit, weights, config, loops).losses if chunks.count > 1 else None
+
+    def _losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
+        logits = super().forward(hidden).float()
         return F.cross_entropy(logits, goal, reduction="none", label_smoothing=self.label_smoothing)
 
     def _reduced(self, losses: Tensor, counts: Tensor, shape: torch.Size) -> Tensor:
@@ -184,7 +220,151 @@ def _check_options(smoothing: float, reduction: str, pieces: int | None) -> None
         problems.append(f"label_smoothing is {smoothing}; expected a number from 0 to 1")
     if reduction not in REDUCTIONS:
         problems.append(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if pieces is not None and (not isinstance(pieces, int) or pieces < 1):
-        problems.append(f"pieces is {pieces!r}; expected a number from 1, or None")
+    problems += pieces_problems(pieces)
     if problems:
         raise ValueError("LinearCrossEntropy: " + "; ".join(problems))
+
+
+# ---------------------------------------------------------------- as a unit of its own
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """One forward of a head."""
+
+    unit: FSDPState  # the head's
+    weights: ChunkedWeights  # its parameters
+    config: HeadConfig  # what the loops depend on
+    loops: LoopCache  # those that were traced before
+
+    def losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
+        """Return the loss of every row, [rows] float32.
+
+        Args:
+            hidden: hidden states, [rows, width].
+            goal: classes, [rows], integers.
+
+        Raises:
+            ValueError: for inputs in host memory, or of another dtype than the weight's.
+        """
+        if torch.is_autocast_enabled("xla"):
+            hidden = hidden.to(self.config.dtype)
+        self._check(hidden, goal)
+        targets, shards = goal.to(torch.int32), self.unit.group.shards
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (hidden, *shards)):
+            return _Losses.apply(self, hidden, targets, *shards)
+        alone = replace(self, config=replace(self.config, keeps_chunks=False))
+        return alone.forward(hidden, targets)[0]
+
+    def _check(self, hidden: Tensor, goal: Tensor) -> None:
+        dtype = self.config.dtype
+        problems = [
+            f"the {what} is in host memory; move it to the XLA device"
+            for what, tensor in (("input", hidden), ("target", goal))
+            if not on_device(tensor)
+        ]
+        if hidden.dtype != dtype:
+            problems.append(
+                f"the input is {hidden.dtype}, and the weight is gathered as {dtype}; cast the "
+                f"input, or give the unit a compute_dtype"
+            )
+        if problems:
+            raise ValueError("LinearCrossEntropy: " + "; ".join(problems))
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return losses, norms, the last gathered chunk (or all), and the bias in chunks."""
+        weights, config = self.weights, self.config
+        with torch.no_grad():
+            shards = shards_for_forward(self.unit, [hidden])
+            numbers = config.chunks.numbers(shards[0].device)
+            bias = weights.bias(shards, config.chunks)
+            xs = [weights.sent(shards, config.chunks), numbers, *bias]
+            loop = self.loops.get(
+                ("forward", config, TensorSpec.of(hidden), TensorSpec.of(targets)),
+                lambda: forward_loop(config, weights, xs, hidden, targets),
+            )
+            cross_entropy = config.cross_entropy(targets)
+            start, first = cross_entropy.no_sums(), weights.gather(xs[0][0])
+            results = loop.run([*start, first, *xs, hidden, targets], None)
+            losses, norm = cross_entropy.losses(results[: len(start)])
+            self.unit.context.forward_gate.hold([losses])
+        return losses, norm, results[-1], bias
+
+    def backward(
+        self, saved: Sequence[Tensor], share: Tensor, *, needs_hidden: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return gradients of the hidden states and of the unit's shards.
+
+        Args:
+            saved: hidden states, targets, norms, the last gathered chunk (or all), and the bias in
+                chunks if there is one.
+            share: the gradient of the losses.
+            needs_hidden: whether that of the hidden states is needed.
+        """
+        weights, config = self.weights, self.config
+        share, *shards = start_backward(self.unit, share, *self.unit.group.shards)
+        hidden, targets, norm, gathered, *bias = saved
+        numbers = config.chunks.numbers(shards[0].device)
+        sent = gathered if config.keeps_chunks else weights.sent(shards, config.chunks)
+        first = [] if config.keeps_chunks else [gathered]
+        xs, constants = [sent, numbers, *bias], [hidden, targets, norm, share]
+        needed = NeededGrads(
+            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), reduces(self.unit)
+        )
+        predivide = self.unit.group.reduction.predivide  # a constant of the program
+        loop = self.loops.get(
+            ("backward", config, needed, predivide, *map(TensorSpec.of, constants)),
+            lambda: backward_loop(config, weights, needed, xs, constants),
+        )
+        start = [torch.zeros_like(hidden, dtype=torch.float32)] if needs_hidden else []
+        results = iter(loop.run([*first, *start, *xs, *constants], None)[len(first) :])
+        of_hidden = next(results) if needs_hidden else None
+        of_weight = next(results) if needed.weight else None
+        of_bias = next(results) if needed.bias else None
+        of_shards = self._shard_grads(of_weight, of_bias, reduced=needed.reduced)
+        end_backward(self.unit, of_hidden, of_shards)
+        return None if of_hidden is None else of_hidden.to(hidden.dtype), of_shards
+
+    def _shard_grads(
+        self, weight: Tensor | None, bias: Tensor | None, *, reduced: bool
+    ) -> list[Tensor | None]:
+        """Return gradients of the unit's shards, from those of the chunks: of the weight [chunks,
+        rows, width] if ``reduced``, else [chunks, ranks * rows, width]; of the bias [chunks, ranks
+        * rows]."""
+        weights, chunks = self.weights, self.config.chunks
+        unsharded: dict[str, Tensor] = {}
+        if bias is not None:
+            unsharded[BIAS] = weights.in_order(bias, chunks).to(weights.dtype)
+        if reduced:
+            return weights.finished(weight, unsharded.get(BIAS))
+        if weight is not None:
+            unsharded[WEIGHT] = weights.in_order(weight, chunks)
+        return weights.reduce_by_unit(self.unit, unsharded)
+
+
+class _Losses(torch.autograd.Function):
+    """(hidden states, targets, shards) to losses. It keeps for backward the hidden states, a few
+    numbers per row and one gathered chunk, or all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: HeadCall, hidden: Tensor, targets: Tensor, *shards: Tensor
+    ) -> Tensor:
+        losses, norm, gathered, bias = call.forward(hidden, targets)
+        ctx.call, ctx.versions = call, call.unit.group.versions
+        ctx.save_for_backward(hidden, targets, norm, gathered, *bias)
+        mark_constants(ctx, [losses], [True])
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, share: Tensor | None) -> tuple[Tensor | None, ...]:
+        if share is None:
+            return (None,) * len(ctx.needs_input_grad)
+        refuse_changed(ctx.versions, ctx.call.unit.group.versions)
+        hidden, shards = ctx.call.backward(
+            ctx.saved_tensors, share, needs_hidden=ctx.needs_input_grad[1]
+        )
+        return (None, hidden, None, *shards)

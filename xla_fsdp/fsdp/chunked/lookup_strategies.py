@@ -1,12 +1,10 @@
 """The two ways to look rows up in a table of which every rank has a shard.
 
-Words: *numbers* are those of the rows that a rank asks for, [n] int32, or -1; a rank's *shard* has
-``shard_rows`` rows, as it is sent. To *stream*, a loop gathers a piece of all shards at a time (one
-round is one piece; see ``pieces``, and ``loop_xla_ops`` for the words of loops). To *exchange*,
-every rank looks up what all ranks ask for in its own shard, and what it found is sent instead.
-Always true: neither holds the table or its gradient; to exchange takes memory for the rows of all
-ranks, and for their gradients in float32. Gradients are summed in float32, streaming over a rank's
-own numbers, exchanging over all ranks'.
+Neither has the whole table or its gradient. ``GatherChunks`` gathers a chunk of all shards at a
+time, in a loop. With ``ExchangeRows`` every rank looks up what all ranks ask for in its own shard,
+and what it found is sent instead; that takes memory for the rows of all ranks, and for their
+gradients in float32.
+
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 """
@@ -20,126 +18,116 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import Like, Loop, trace_body
-from xla_fsdp.fsdp.chunked.chunks import Pieces
-from xla_fsdp.fsdp.chunked.hooks import Kept
-from xla_fsdp.fsdp.chunked.weights import StreamedWeights
+from xla_fsdp.distributed.xla.loop import Loop, LoopCache, TensorSpec, trace_body
+from xla_fsdp.fsdp.chunked.chunks import Chunks
+from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
 
 
-class Way(Protocol):
-    """How rows are looked up."""
+class LookupStrategy(Protocol):
+    """How rows are looked up. ``numbers`` are those that this rank asks for, [n] int32, or -1."""
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """[n, width] in the dtype that is sent; anything for -1."""
+        """Return the rows, [n, width] in the dtype that is sent; anything for -1."""
         ...
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """From the rows' gradients [n, width] to this rank's rows of their sum over the ranks, as
-        gradients travel: divided by the first of the divisors."""
+        """Return this rank's rows of the table's gradient, summed over the ranks in the dtype of
+        reductions and divided by the first of the divisors, from the rows' gradients [n, width]."""
         ...
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """Piece by piece, each gathered in its own round.
+class GatherChunks:
+    """Gather the table chunk by chunk. Gradients of equal numbers are summed in float32."""
 
-    Args:
-        weights: how the table travels.
-        pieces: how it is cut.
-        kept: loops that are there already.
-    """
-
-    weights: StreamedWeights
-    pieces: Pieces
-    kept: Kept
+    weights: ChunkedWeights  # the table
+    chunks: Chunks  # how it is cut
+    loops: LoopCache  # those that were traced before
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """See ``Way``."""
-        sent = self.weights.sent(shards, self.pieces)
+        sent = self.weights.sent(shards, self.chunks)
         start = torch.zeros(len(numbers), sent.shape[-1], dtype=sent.dtype, device=sent.device)
-        key = ("rows", self.pieces, Like.of(numbers), sent.dtype)
-        loop = self.kept.get(key, lambda: self._rows_loop(start, sent, numbers))
-        [found] = loop.run([start, sent, self.pieces.numbers(sent.device), numbers], None)
+        key = ("rows", self.chunks, TensorSpec.of(numbers), sent.dtype)
+        loop = self.loops.get(key, lambda: self._rows_loop(start, sent, numbers))
+        [found] = loop.run([start, sent, self.chunks.numbers(sent.device), numbers], None)
         return found
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """See ``Way``."""
-        predivide = self.weights.group.reduction.predivide
-        like = (Like.of(numbers), Like.of(grad), self.weights.dtype)
-        key = ("sums", self.pieces, predivide, *like)
-        loop = self.kept.get(key, lambda: self._sums_loop(numbers, grad))
-        [found] = loop.run([self.pieces.numbers(grad.device), numbers, grad], None)
+        predivide = self.weights.group.reduction.predivide  # a constant of the program
+        specs = (TensorSpec.of(numbers), TensorSpec.of(grad), self.weights.dtype)
+        key = ("sums", self.chunks, predivide, *specs)
+        loop = self.loops.get(key, lambda: self._sums_loop(numbers, grad))
+        [found] = loop.run([self.chunks.numbers(grad.device), numbers, grad], None)
         return found
 
     def _rows_loop(self, start: Tensor, sent: Tensor, numbers: Tensor) -> Loop:
         def body(values: list[Tensor]) -> list[Tensor]:
             found, sent, number, wanted = values
-            piece = self.weights.gather(sent)
-            place, is_here = self.pieces.places(wanted, number)
-            return [torch.where(is_here[:, None], piece[place], found)]
+            chunk = self.weights.gather(sent)
+            row, is_here = self.chunks.locate(wanted, number)
+            return [torch.where(is_here[:, None], chunk[row], found)]
 
-        likes = [Like.of(start), Like.slice_of(sent), Like((1,), torch.int32), Like.of(numbers)]
-        return Loop(trace_body(body, likes, "fsdp_embedding_rows"), self.pieces.count, 1, 2)
+        number = TensorSpec((1,), torch.int32)
+        specs = [TensorSpec.of(start), TensorSpec.slice_of(sent), number, TensorSpec.of(numbers)]
+        return Loop(trace_body(body, specs, "fsdp_embedding_rows"), self.chunks.count, 1, 2)
 
     def _sums_loop(self, numbers: Tensor, grad: Tensor) -> Loop:
-        num_rows = self.weights.num_ranks * self.pieces.rows
+        num_rows = self.weights.num_ranks * self.chunks.rows
 
         def body(values: list[Tensor]) -> list[Tensor]:
             number, wanted, grad = values
-            place, is_here = self.pieces.places(wanted, number)
-            found = _added(num_rows, place, is_here, grad)
+            row, is_here = self.chunks.locate(wanted, number)
+            found = _scatter_add(num_rows, row, is_here, grad)
             return [self.weights.reduce(found.to(self.weights.dtype))]
 
-        likes = [Like((1,), torch.int32), Like.of(numbers), Like.of(grad)]
-        return Loop(trace_body(body, likes, "fsdp_embedding_sums"), self.pieces.count, 0, 1)
+        specs = [TensorSpec((1,), torch.int32), TensorSpec.of(numbers), TensorSpec.of(grad)]
+        return Loop(trace_body(body, specs, "fsdp_embedding_sums"), self.chunks.count, 0, 1)
 
 
 @dataclass(frozen=True)
-class Exchanging:
-    """What all ranks ask for, from each rank's own rows.
+class ExchangeRows:
+    """Send what all ranks ask for, from each rank's own rows. Gradients of equal numbers are summed
+    in float32, over all ranks."""
 
-    Args:
-        weights: how the table travels otherwise.
-        kept: which rows are this rank's, as a value: all ranks have one program.
-    """
-
-    weights: StreamedWeights
-    kept: Kept
+    weights: ChunkedWeights  # the table
+    cache: LoopCache  # for the number of this rank's first row
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """See ``Way``. All but one rank send zeros for a row, so sums are exact."""
-        by = self.weights.group.collectives
-        place, is_here = self._places(by.all_gather(numbers))
+        collectives = self.weights.group.collectives
+        row, is_here = self._locate(collectives.all_gather(numbers))
         own = self.weights.sent_rows(shards)
-        return by.reduce_scatter(torch.where(is_here[:, None], own[place], 0.0))
+        # All ranks but one send zeros for a row, so the sums are exact.
+        return collectives.reduce_scatter(torch.where(is_here[:, None], own[row], 0.0))
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """See ``Way``."""
-        by = self.weights.group.collectives
-        place, is_here = self._places(by.all_gather(numbers))
-        found = _added(self.weights.shard_rows, place, is_here, by.all_gather(grad))
-        reduction = self.weights.group.reduction
+        collectives, reduction = self.weights.group.collectives, self.weights.group.reduction
+        row, is_here = self._locate(collectives.all_gather(numbers))
+        all_grads = collectives.all_gather(grad)
+        found = _scatter_add(self.weights.shard_rows, row, is_here, all_grads)
         return reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
 
-    def _places(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Which row of the own shard each is, 0 where it is none, and whether it is one."""
-        row = numbers - self.kept.get("first row", self._first_row)
+    def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which row of this rank's shard each is, 0 where it is none, and whether it is
+        one."""
+        row = numbers - self.cache.get("first row", self._first_row)
         is_here = (row >= 0) & (row < self.weights.shard_rows)
         return torch.where(is_here, row, 0), is_here
 
     def _first_row(self) -> Tensor:
+        # A value on the device, not a constant: all ranks have one program.
         first = self.weights.group.collectives.rank * self.weights.shard_rows
         return ops.upload(torch.tensor([first], dtype=torch.int32))
 
 
-def whole_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
-    """[num_rows, width] float32, of this rank's numbers alone."""
+def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the whole table from this rank's numbers alone, [num_rows, width]
+    float32."""
     is_row = numbers >= 0
-    return _added(num_rows, torch.where(is_row, numbers, 0), is_row, grad)
+    return _scatter_add(num_rows, torch.where(is_row, numbers, 0), is_row, grad)
 
 
-def _added(num_rows: int, places: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    """[num_rows, width] float32, where those that count are added at their places."""
+def _scatter_add(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    """[num_rows, width] float32: the sum of the gradients that count, by row."""
     share = torch.where(counts[:, None], grad.float(), 0.0)
     start = torch.zeros(num_rows, grad.shape[-1], dtype=torch.float32, device=grad.device)
-    return start.index_add(0, places, share)
+    return start.index_add(0, rows, share)

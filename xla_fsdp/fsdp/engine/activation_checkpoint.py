@@ -1,13 +1,14 @@
 """Rematerialization: recompute a module's forward in backward instead of keeping activations.
 
-Words: a *region* is one forward call whose saved tensors are dropped; when backward asks for the
-first of them, the forward runs again, and what autograd would have saved is picked up by position.
-Always true: the recomputation sees the same inputs, random numbers, autocast state and buffers as
-the original, leaves buffers and the random state as they were, and stands behind a barrier on the
+When backward asks for the first tensor that a checkpointed forward has saved, the forward runs
+again, and what autograd would have saved is picked up by position. Inputs need no gradient, keyword
+arguments and nested containers work, and checkpoints nest, as the original graph is differentiated.
+(The idea of saved-tensor hooks as a checkpoint is that of ``torch.utils.checkpoint``, which knows
+no XLA device.)
+
+Invariants: the recomputation sees the inputs, random numbers, autocast state and buffers of the
+original, leaves buffers and the random state as they were, and stands behind a barrier on the
 incoming gradients, so that XLA neither merges it with the original nor runs it early.
-Not reentrant: the original graph is differentiated, so inputs need no gradient, keyword arguments
-and nested containers work, and regions nest. (The idea of saved-tensor hooks as a checkpoint is
-that of ``torch.utils.checkpoint``, which knows no XLA device.)
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
-from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
+from xla_fsdp.fsdp.engine.state import current_pass, running_units
 from xla_fsdp.wrap import has_forward
 
 _SAME_TWICE = (
@@ -59,7 +60,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _own.once:
+        if not torch.is_grad_enabled() or _mode.keeps_activations:
             return original(self, *args, **kwargs)
         return _Region(self, partial(original, self)).run(args, kwargs)
 
@@ -69,24 +70,25 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     return module
 
 
-class _Own(threading.local):
-    """Whether the calling thread recomputes by other means."""
+class _Mode(threading.local):
+    """Whether the calling thread keeps the activations of checkpointed modules."""
 
     def __init__(self) -> None:
-        self.once = False
+        self.keeps_activations = False
 
 
-_own = _Own()
+_mode = _Mode()
 
 
 @contextlib.contextmanager
 def regions_run_once() -> Iterator[None]:
-    """Inside, checkpointed modules keep their activations: whoever calls them recomputes."""
-    before, _own.once = _own.once, True
+    """Let checkpointed modules keep their activations inside the block, for callers that recompute
+    by themselves."""
+    before, _mode.keeps_activations = _mode.keeps_activations, True
     try:
         yield
     finally:
-        _own.once = before
+        _mode.keeps_activations = before
 
 
 def checkpoint_wrapper(
@@ -142,9 +144,9 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class _Environment:
-    """What besides its inputs decides what a module's forward computes.
+    """Random numbers, autocast state and buffers that a forward begins with.
 
-    Made just before the forward; ``settle`` just after it drops what the forward did not touch.
+    Made just before the forward; ``settle``, called just after it, drops what it did not touch.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -170,7 +172,7 @@ class _Environment:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, things are as they were; afterwards, as they are now."""
+        """Restore what the forward began with inside the block, and today's state after it."""
         xla_rng, cpu_rng = ops.get_rng_state(self._device), torch.get_rng_state()
         buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
         self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
@@ -204,7 +206,7 @@ class _Region:
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The original forward."""
+        """Run the original forward."""
         inputs = (args, kwargs)
         tensors = tensors_in(inputs)
         # Saved by a node of its own, inputs go through the hooks of regions around this one.
@@ -237,7 +239,7 @@ class _Region:
             Variable._execution_engine.queue_callback(partial(_forget, own))
         # Usually open already; not if backward began at a tensor that the outputs do not lead to.
         for unit in self._units:
-            unit.ensure_open()
+            unit.ensure_unsharded()
         found: list[Tensor] = []
         args, kwargs = self._inputs()
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -255,7 +257,7 @@ class _Region:
         return found
 
     def _inputs(self) -> Any:
-        """The original inputs as fresh leaves, not available before the outputs' gradients."""
+        """Return the inputs as fresh leaves, not available before the gradients of the outputs."""
         kept = self._keeper.grad_fn.saved_tensors
         lazy = [tensor for tensor in kept if on_device(tensor)]
         ready = iter(ops.barrier([*lazy, *self._output_grads])[: len(lazy)])

@@ -1,21 +1,20 @@
-"""From the shards of a unit's parameters to full tensors.
+"""From the shards of a unit's parameters to unsharded tensors.
 
-Words: see ``operands``; what is *sent* of a shard is the tensor that travels: in the compute dtype,
-flat [n] or in rows [rows, width]; a *larger* shard is shared by the ranks of one smaller group.
-Always true: one collective per dtype, and one for each large matrix, whose shards are rows; unless
+A shard is *sent* in the compute dtype, flat [n] or in rows [rows, width]. A *larger* shard is one
+that the ranks of a smaller group share between forward and backward.
+Invariants: one collective per dtype, and one for each large matrix, whose shards are rows, unless
 the configuration asks for one per parameter. Nothing here is known to autograd.
-When parameters are gathered is decided by ``unit``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.buckets import Operand, carried, operands_for, operands_of
+from xla_fsdp.distributed.buckets import Bucket, buckets_for, by_number, plan_buckets
 from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
@@ -26,10 +25,10 @@ class AllGather:
     """All-gathers of one unit.
 
     Args:
-        params: the unit's shards, in the order of the module's parameters.
+        params: the unit's parameters, in the order of the module's.
         collectives: communication among the ranks that share them.
         smaller: for parameters that are kept in larger shards between forward and backward.
-        config: whether collectives are joined.
+        config: whether tensors share collectives.
     """
 
     def __init__(
@@ -43,18 +42,19 @@ class AllGather:
         self._collectives = collectives
         self._smaller = smaller
         self._limit = math.inf if config.coalesce_all_gather_ops else 0
-        self._operands: dict[tuple[torch.dtype, ...], tuple[Operand, ...]] = {}
+        self._buckets: dict[tuple[torch.dtype, ...], tuple[Bucket, ...]] = {}
 
     # ------------------------------------------------------------ all parameters
 
-    def after(self, before: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
-        """What ``full`` makes full tensors of; not available until ``before`` are. In the dtype of
-        the shards: what is cast ahead of time takes memory until then.
+    def pack(self, before: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
+        """Return buckets of all shards for ``unshard``, in the dtype of the shards.
+
+        They are cast when they are sent: what is cast early takes memory until then.
 
         Args:
-            before: what is to be computed first.
-            again: there was a gather of the same shards in the program. What was cast and laid out
-                for that is not to be kept for this: it takes as much memory as all shards.
+            before: tensors that are to be computed first.
+            again: whether the program has gathered the same shards already. Its cast and packed
+                copies must not be kept for this: they take as much memory as all shards.
         """
         with torch.no_grad():
             shards = [param.shard for param in self._params]
@@ -63,33 +63,36 @@ class AllGather:
                 shards = ops.once_computed(first, [shard.detach() for shard in shards])
             pairs = zip(self._params, shards, strict=True)
             rows = [param.packing.in_rows(shard) for param, shard in pairs]
-            return ops.after_(before, [operand.join(rows) for operand in self._all])
+            return ops.after_(before, [bucket.pack(rows) for bucket in self._all])
 
-    def full(self, joined: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors of all members, in order, in their compute dtype."""
-        with torch.no_grad():
-            stacks = self._gathered(joined, self._collectives.all_gather)
-            return _split(self._params, stacks)
+    def unshard(self, packed: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded tensors of all original parameters, in their compute dtype."""
+        return self._unshard(packed, self._collectives.all_gather)
 
-    def larger(self, joined: Sequence[Tensor]) -> list[Tensor]:
-        """The larger shards by which the ranks of one smaller group share the parameters, in their
-        compute dtype."""
+    def gather_larger(self, packed: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's larger shards, packed, in their compute dtype."""
         across = self._smaller_groups.across
         with torch.no_grad():
-            pairs = zip(self._all, joined, strict=True)
-            return [across.all_gather(each.to(operand.dtype)).clone() for operand, each in pairs]
+            pairs = zip(self._all, packed, strict=True)
+            return [across.all_gather(each.to(bucket.dtype)).clone() for bucket, each in pairs]
 
-    def full_of_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors of all members from this rank's larger shards, within its smaller group."""
+    def unshard_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded tensors of all original parameters from packed larger shards."""
+        return self._unshard(larger, self._gather_within)
+
+    def _unshard(
+        self, packed: Sequence[Tensor], gather: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        sent = dict(zip(self._all, packed, strict=True))
         with torch.no_grad():
-            return _split(self._params, self._gathered(larger, self._gather_within))
+            gathered = self._unpacked(self._all, lambda each: gather(sent[each].to(each.dtype)))
+            return _unpack(self._params, gathered)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
-        """A stack of the operands of some ranks to that of all."""
         by, width = self._smaller_groups, larger.shape[-1]
-        stack = by.within.all_gather(larger)
+        gathered = by.within.all_gather(larger)
         # Rank r is number r % ranks of its group, and each group holds one of each.
-        in_order = stack.reshape(by.within.num_shards, by.across.num_shards, -1, width)
+        in_order = gathered.reshape(by.within.num_shards, by.across.num_shards, -1, width)
         return in_order.transpose(0, 1).reshape(-1, width)
 
     @property
@@ -99,77 +102,74 @@ class AllGather:
         return self._smaller
 
     @property
-    def _all(self) -> tuple[Operand, ...]:
-        """The operands of all parameters."""
+    def _all(self) -> tuple[Bucket, ...]:
+        """The buckets of all parameters."""
         dtypes = tuple(param.compute_dtype or param.leaf.dtype for param in self._params)
-        if dtypes not in self._operands:
-            self._operands[dtypes] = self._planned(self._params, dtypes)
-        return self._operands[dtypes]
-
-    def _gathered(
-        self, joined: Sequence[Tensor], gather: Callable[[Tensor], Tensor]
-    ) -> dict[int, Tensor]:
-        sent = dict(zip(self._all, joined, strict=True))
-        return self._carried(sent, lambda operand: gather(sent[operand].to(operand.dtype)))
+        if dtypes not in self._buckets:
+            self._buckets[dtypes] = self._plan(self._params, dtypes)
+        return self._buckets[dtypes]
 
     # ------------------------------------------------------------ some parameters
 
-    def sent(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
-        """What is sent of this rank's ``shards`` of some of the unit's parameters."""
+    def sent(
+        self, params: Sequence[FSDPParam], shards: Sequence[Tensor], *, stacked: bool = False
+    ) -> list[Tensor]:
+        """Return what is sent of this rank's shards of some of the unit's parameters.
+
+        Args:
+            params: some of the unit's.
+            shards: of this rank, in any shapes; if ``stacked``, [length, *shape] each.
+            stacked: whether shards of several blocks lie along a first dim, as do the results.
+        """
         return [
             ops.shaped(
                 param.packing.in_rows(shard.to(param.compute_dtype or shard.dtype)),
-                param.packing.sent_shape,
+                (*shard.shape[: int(stacked)], *param.packing.sent_shape),
             )
             for param, shard in zip(params, shards, strict=True)
         ]
 
-    def sent_of_all(self, params: Sequence[FSDPParam], stacks: Sequence[Tensor]) -> list[Tensor]:
-        """``sent`` of each of what has a first dim more, [length, *shape of the shard]."""
-        return [
-            ops.shaped(
-                param.packing.all_in_rows(stack.to(param.compute_dtype or stack.dtype)),
-                (len(stack), *param.packing.sent_shape),
-            )
-            for param, stack in zip(params, stacks, strict=True)
-        ]
-
-    def of_sent(self, params: Sequence[FSDPParam], sent: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors of the members of some of the unit's parameters, from their ``sent``."""
-        operands = self._planned(params, [each.dtype for each in sent])
-        with torch.no_grad():
-            return _split(params, self._stacks(operands, sent))
+    def unshard_sent(self, params: Sequence[FSDPParam], sent: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded tensors of some of the unit's parameters from what is ``sent``."""
+        buckets = self._plan(params, [each.dtype for each in sent])
+        return _unpack(params, self._gather(buckets, sent))
 
     def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors of the members of some of the unit's parameters, in the dtype of ``shards``,
-        which may be anything that is cut like these: gradients, optimizer state."""
+        """Return unsharded tensors in the dtype of ``shards``, of some of the unit's parameters or
+        of what is cut like these: gradients, optimizer state."""
         with torch.no_grad():
             pairs = zip(params, shards, strict=True)
-            return self.of_sent(params, [param.packing.in_rows(shard) for param, shard in pairs])
+            rows = [param.packing.in_rows(shard) for param, shard in pairs]
+            return self.unshard_sent(params, rows)
 
-    def stacks(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """[num_shards, n] each, from [n] of every rank; these may be anything."""
-        stacks = self._stacks(operands_for(dict(enumerate(sent)), self._limit), sent)
-        return [stacks[at] for at in range(len(sent))]
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return [num_shards, n] each, from any tensors [n] of every rank."""
+        gathered = self._gather(buckets_for(dict(enumerate(tensors)), self._limit), tensors)
+        return [gathered[at] for at in range(len(tensors))]
 
-    def _stacks(self, operands: Sequence[Operand], sent: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _gather(self, buckets: Sequence[Bucket], sent: Sequence[Tensor]) -> dict[int, Tensor]:
         with torch.no_grad():
             gather = self._collectives.all_gather
-            return self._carried(operands, lambda operand: gather(operand.join(sent)))
+            return self._unpacked(buckets, lambda bucket: gather(bucket.pack(sent)))
 
-    def _carried(
-        self, operands: Iterable[Operand], send: Callable[[Operand], Tensor]
+    def _unpacked(
+        self, buckets: Sequence[Bucket], gather: Callable[[Bucket], Tensor]
     ) -> dict[int, Tensor]:
-        """Stacks by number."""
-        ranks = self._collectives.num_shards
-        return carried(operands, lambda operand: operand.stacks_apart(send(operand), ranks))
+        """Return the gathered tensors of all buckets, by number."""
+        num_shards = self._collectives.num_shards
+        return by_number(buckets, lambda bucket: bucket.unpack(gather(bucket), num_shards))
 
-    def _planned(
+    def _plan(
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]
-    ) -> tuple[Operand, ...]:
+    ) -> tuple[Bucket, ...]:
         shapes = {at: param.packing.sent_shape for at, param in enumerate(params)}
-        return operands_of(shapes, dict(enumerate(dtypes)), self._limit)
+        return plan_buckets(shapes, dict(enumerate(dtypes)), self._limit)
 
 
-def _split(params: Sequence[FSDPParam], stacks: Mapping[int, Tensor]) -> list[Tensor]:
-    return [full for at, param in enumerate(params) for full in param.packing.split(stacks[at])]
+@torch.no_grad()
+def _unpack(params: Sequence[FSDPParam], gathered: Mapping[int, Tensor]) -> list[Tensor]:
+    return [
+        unsharded
+        for at, param in enumerate(params)
+        for unsharded in param.packing.unpack(gathered[at])
+    ]

@@ -1,23 +1,21 @@
-"""What the autograd nodes of this package have in common.
+"""The autograd nodes that one forward call of an FSDP unit adds to the graph, and what it saves.
 
-Words: a *node* is an ``autograd.Function`` that takes tensors and returns as many. Always true:
-only tensors on an XLA device go through a node; others pass by untouched, as there is nothing to
-order or recompute for them.
+    inputs ── PostBackward ── module's forward ── PreBackward ── outputs
+    shards ── Unshard ── (EarlyReduce, of a root) ──┘
 
-The autograd nodes that a forward call of a unit adds to the graph.
+Backward meets them in reverse: ``PreBackward`` gathers the parameters again, ``Unshard``
+reduce-scatters their gradients, ``PostBackward`` hands the gradients of the inputs on. Each node is
+given the tensors that it returns; what computes them stands at the caller.
 
-``Enter`` takes the inputs, ``Unshard`` turns shard parameters into full ones, ``Exit`` takes the
-outputs. Backward meets them in reverse: ``Exit`` gathers the parameters again, ``Unshard``
-reduce-scatters their gradients, ``Enter`` hands the input gradients on. ``Arrive`` stands between
-``Unshard`` and the forward of a root.
-Always true: autograd itself decides when a unit's gradients are complete, and accumulates the
-shards. What happens at each node is ``unit_backward``'s business.
+Invariants: autograd itself decides when a unit's gradients are complete, and accumulates those of
+the shards. Only tensors on an XLA device go through a node; for others there is nothing to order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,150 +23,152 @@ from torch.autograd.function import once_differentiable
 
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
-
-if TYPE_CHECKING:
-    from xla_fsdp.fsdp.engine.state import UnitBackward
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
-def through(node: Callable[..., tuple[Tensor, ...]], tree: Any) -> Any:
-    """``tree`` with its device tensors replaced by ``node(*device_tensors)``."""
-    given = tensors_in(tree)
-    moved = iter(node(*filter(on_device, given)))
-    return replace_tensors(tree, [next(moved) if on_device(t) else t for t in given])
+class BackwardSteps(Protocol):
+    """The part of ``FSDPState`` that the nodes call in backward."""
 
+    group: FSDPParamGroup
 
-def on_device(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is lazy, on an XLA device."""
-    return tensor.device.type == "xla"
+    def pre_backward(
+        self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gather the parameters; return the gradients of the outputs, tied to that."""
+        ...
 
+    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
+        """Reduce one gradient ahead of the rest, or return it."""
+        ...
 
-def mark_constants(ctx: Any, outputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
-    """Declare outputs whose inputs need no gradient to need none either; one input that needs a
-    gradient would otherwise make every output of the node need one."""
-    constants = [out for out, needed in zip(outputs, needs_grad, strict=True) if not needed]
-    ctx.mark_non_differentiable(*constants)
-    ctx.set_materialize_grads(False)
+    def reduce_grads(
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
+    ) -> list[Tensor | None]:
+        """Return gradient shards for unsharded gradients."""
+        ...
 
+    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs, tied."""
+        ...
 
-def present(items: Sequence[Tensor | None]) -> list[Tensor]:
-    """The items that are there."""
-    return [item for item in items if item is not None]
+    def post_backward(self, call: ForwardCall) -> None:
+        """Free the parameters: all gradients of the call are computed."""
+        ...
 
 
 class ForwardCall:
-    """What the three graph nodes of one forward call share."""
+    """What the nodes of one forward call share.
 
-    def __init__(self, unit: UnitBackward, recomputed: bool) -> None:
+    Args:
+        unit: handles backward.
+        recomputed: whether the call recomputes a forward inside a backward pass.
+        reshards: whether the parameters are freed between forward and backward.
+
+    Attributes:
+        versions: of the shards that forward has seen.
+    """
+
+    def __init__(self, unit: BackwardSteps, *, recomputed: bool, reshards: bool) -> None:
         self.unit = unit
         self.recomputed = recomputed
-        self.before: list[Tensor] = []  # what the gather waits for
-        self.early: Sums = {}  # what was reduced before the rest
+        self.reshards = reshards
         self.versions = unit.group.versions
-        self.reshards = unit.settings.reshards_after_forward
+        self.reduced_early: ReducedBuckets = {}
         self._num_nodes = 0  # that take part in backward
         self._waiting: set[int] = set()
         self._restarted_in = -1
 
-    def take_before(self) -> list[Tensor]:
-        """What the gather waits for. The graph holds this object: kept here, it would live as
-        long."""
-        before, self.before = self.before, []
-        return before
-
-    def take_early(self) -> Sums:
-        """What was reduced early in this backward pass."""
-        early, self.early = self.early, {}
+    def take_reduced_early(self) -> ReducedBuckets:
+        """Return, and forget, what ``EarlyReduce`` nodes have reduced in this backward pass."""
+        early, self.reduced_early = self.reduced_early, {}
         return early
 
-    def expect(self) -> int:
-        """One more node takes part in this call's backward; returns its number."""
+    def add_node(self) -> int:
+        """Count one more node that takes part in backward; return its number."""
         self._num_nodes += 1
         return self._num_nodes
 
     def restart(self, number: int) -> None:
-        """The backward pass of this number begins, or goes on from another output; with
-        ``retain_graph`` there may be several passes."""
+        """Wait for all nodes anew, if the backward pass of this number has only just come here.
+        With ``retain_graph`` there may be several passes."""
         if number != self._restarted_in:
             self._restarted_in = number
             self._waiting = set(range(1, self._num_nodes + 1))
 
-    def done(self, node: int) -> None:
-        """This node has run backward; after the last one the unit's parameters can go."""
+    def node_done(self, node: int) -> None:
+        """Note that this node has run backward; after the last one the parameters are freed."""
         self._waiting.discard(node)
         if not self._waiting:
-            self.unit.finish(self)
+            self.unit.post_backward(self)
 
 
-class Enter(torch.autograd.Function):
-    """Inputs behind a barrier; backward hands their gradients on."""
+class PostBackward(torch.autograd.Function):
+    """Inputs; backward hands their gradients on. ``ready`` are the inputs behind a barrier."""
 
     @staticmethod
-    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: ForwardCall, ready: list[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
-        ready, call.before = call.unit.tie(inputs, recomputed=call.recomputed)
-        mark_constants(ctx, ready, ctx.needs_input_grad[1:])
+        mark_constants(ctx, ready, ctx.needs_input_grad[2:])
         if any(ctx.needs_input_grad):
-            ctx.number = call.expect()
+            ctx.number = call.add_node()
         return tuple(ready)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.leave_inputs(grads)
-        ctx.call.done(ctx.number)
-        return (None, *result)
+        result = ctx.call.unit.post_backward_inputs(grads)
+        ctx.call.node_done(ctx.number)
+        return (None, None, *result)
 
 
 class Unshard(torch.autograd.Function):
-    """All-gather shards into full parameters; backward reduce-scatters their gradients.
-
-    ``gathered`` returns the full parameters, of tensors that autograd knows nothing of.
-    """
+    """Shards to unsharded parameters; backward reduce-scatters the gradients. ``unsharded`` are all
+    gathered parameters, of tensors that autograd knows nothing of."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: ForwardCall, gathered: Callable[[], list[Tensor]], *params: Tensor
+        ctx: Any, call: ForwardCall, unsharded: list[Tensor], *shards: Tensor
     ) -> tuple[Tensor, ...]:
-        unit = call.unit
         ctx.call = call
-        full = gathered()
         needs = [
             need
-            for param, need in zip(unit.group.params, ctx.needs_input_grad[2:], strict=True)
+            for param, need in zip(call.unit.group.params, ctx.needs_input_grad[2:], strict=True)
             for _ in param.members
         ]
-        mark_constants(ctx, full, needs)
+        mark_constants(ctx, unsharded, needs)
         if any(needs):
-            ctx.number = call.expect()
-        return tuple(full)
+            ctx.number = call.add_node()
+        return tuple(unsharded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.reduce(grads, ctx.call.take_early())
-        ctx.call.done(ctx.number)
+        result = ctx.call.unit.reduce_grads(grads, ctx.call.take_reduced_early())
+        ctx.call.node_done(ctx.number)
         return (None, None, *result)
 
 
-def unshard(call: ForwardCall, gathered: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """The full parameters that ``gathered`` returns, connected to the shards."""
+def connect(call: ForwardCall, unsharded: list[Tensor]) -> list[Tensor]:
+    """Return the gathered parameters, connected to the shards of the call's unit."""
     shards = call.unit.group.shards
-    return list(Unshard.apply(call, gathered, *shards)) if shards else []
+    return list(Unshard.apply(call, unsharded, *shards)) if shards else []
 
 
-class Arrive(torch.autograd.Function):
-    """A full parameter; backward reduces its gradient at once, if it travels alone.
+class EarlyReduce(torch.autograd.Function):
+    """An unsharded parameter; backward reduces its gradient at once, if it travels alone.
 
-    A root's ``Unshard`` has all gradients when the last one is there, which is after the units
+    The ``Unshard`` of a root has all gradients when the last one is there, which is after the units
     inside it. Until then the head's would wait, or what it is computed from: the logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ForwardCall, number: int, full: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
         ctx.call, ctx.number = call, number
         ctx.set_materialize_grads(False)
-        return full.detach()
+        return unsharded.detach()
 
     @staticmethod
     @once_differentiable
@@ -178,44 +178,156 @@ class Arrive(torch.autograd.Function):
         return None, None, grad
 
 
-def arrive(call: ForwardCall, number: int, full: Tensor) -> Tensor:
-    """``full``, member ``number``, behind an ``Arrive`` that runs when its gradient is complete."""
-    if not full.requires_grad:
-        return full
-    arrived = Arrive.apply(call, number, full)
-    node: Any = arrived.grad_fn
-    node._set_sequence_nr(AT_ONCE)
-    return cast(Tensor, arrived)
-
-
 AT_ONCE = 2**64 - 1
-
 """Sequence number of a node that comes before any others that are ready, as autograd's own nodes of
 leaves do; else those of the latest forward operations come first."""
 
 
-class Exit(torch.autograd.Function):
-    """Outputs behind a barrier; backward gathers the parameters again.
+def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
+    """Return original parameter ``number`` behind an ``EarlyReduce`` that runs as soon as the
+    gradient is complete."""
+    if not unsharded.requires_grad:
+        return unsharded
+    result = EarlyReduce.apply(call, number, unsharded)
+    node: Any = result.grad_fn
+    node._set_sequence_nr(AT_ONCE)
+    return cast(Tensor, result)
 
-    The first ``num_kept`` tensors are what the unit keeps of its parameters until backward. They
+
+class PreBackward(torch.autograd.Function):
+    """Outputs; backward gathers the parameters again. ``ready`` are the outputs behind a barrier.
+
+    The first ``num_saved`` tensors are what the unit keeps of its parameters until backward. They
     are saved the way autograd saves tensors, which frees them when the backward is over; as
     attributes they would live as long as the loss that the user still holds.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ForwardCall, num_kept: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.num_kept = call, num_kept
-        ctx.save_for_backward(*tensors[:num_kept])
-        outputs = tensors[num_kept:]
-        if call.unit.config.optimization_barrier_in_forward:
-            ready = ops.barrier(outputs)
-        else:
-            ready = [output.clone() for output in outputs]
-        mark_constants(ctx, ready, ctx.needs_input_grad[2 + num_kept :])
+    def forward(
+        ctx: Any, call: ForwardCall, ready: list[Tensor], num_saved: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.num_saved = call, num_saved
+        ctx.save_for_backward(*tensors[:num_saved])
+        mark_constants(ctx, ready, ctx.needs_input_grad[3 + num_saved :])
         return tuple(ready)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.start(ctx.call, ctx.saved_tensors, grads)
-        return (None, None, *[None] * ctx.num_kept, *result)
+        result = ctx.call.unit.pre_backward(ctx.call, ctx.saved_tensors, grads)
+        return (None, None, None, *[None] * ctx.num_saved, *result)
+
+
+# ---------------------------------------------------------------- saved tensors
+
+
+@dataclass(frozen=True)
+class _ParamReference:
+    index: int
+    view: Tensor | None  # a released view; only its recipe of view ops is used
+
+
+@dataclass(frozen=True)
+class _PackedOutside:
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class SavedParams:
+    """Saved-tensor hooks of one forward: keep the parameters out of what autograd saves.
+
+    Autograd stores a reference in place of a parameter, or of a view of one such as the transpose
+    that ``F.linear`` saves; it is resolved against the parameters gathered again in backward. Every
+    other tensor goes through the hooks that were active outside (a checkpoint's, say).
+
+    Args:
+        full: the gathered parameters that this forward computes with.
+        regathered: returns the parameters in backward, in the same order.
+    """
+
+    def __init__(self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]) -> None:
+        self._full = list(full)
+        self._versions = [_version(tensor) for tensor in full]
+        self._index = {id(tensor): index for index, tensor in enumerate(full)}
+        self._views: list[Tensor] = []
+        self._regathered = regathered
+        self._outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the context manager to run the forward in."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def changed_in_place(self) -> list[int]:
+        """Return the indices of parameters that the forward modified."""
+        pairs = zip(self._full, self._versions, strict=True)
+        return [index for index, (tensor, before) in enumerate(pairs) if _version(tensor) > before]
+
+    def release(self, dummy: Tensor) -> None:
+        """Point the parameters of this forward, and their saved views, at ``dummy``."""
+        for tensor in (*self._full, *self._views):
+            ops.release(tensor, dummy)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop this object's own references to the parameters; the hooks outlive the forward."""
+        self._full.clear()
+        self._views.clear()
+        self._index.clear()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        index = self._index.get(id(tensor))
+        if index is not None:
+            return _ParamReference(index, None)
+        index = self._index.get(id(tensor._base)) if tensor._base is not None else None
+        if index is not None and tensor._version == self._versions[index]:
+            self._views.append(tensor)
+            return _ParamReference(index, tensor)
+        if self._outside is not None:
+            pack, unpack = self._outside
+            return _PackedOutside(pack(tensor), unpack)
+        return tensor
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _PackedOutside):
+            return packed.unpack(packed.value)
+        if not isinstance(packed, _ParamReference):
+            return packed
+        full = self._regathered()[packed.index]
+        if packed.view is None:
+            return full
+        # The strides of an XLA tensor do not describe its views; the recorded view ops do.
+        with torch.no_grad():
+            return packed.view._view_func_unsafe(full)
+
+
+def _version(tensor: Tensor) -> int:
+    # In inference mode nothing counts changes in place.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# ---------------------------------------------------------------- shared by all nodes
+
+
+def through(node: Callable[..., tuple[Tensor, ...]], tree: Any) -> Any:
+    """Return ``tree`` with its device tensors replaced by ``node(*device_tensors)``."""
+    given = tensors_in(tree)
+    moved = iter(node(*filter(on_device, given)))
+    return replace_tensors(tree, [next(moved) if on_device(t) else t for t in given])
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is lazy, on an XLA device."""
+    return tensor.device.type == "xla"
+
+
+def mark_constants(ctx: Any, outputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
+    """Declare that outputs whose inputs need no gradient need none either; one input that needs a
+    gradient would otherwise make every output of the node need one."""
+    constants = [out for out, needed in zip(outputs, needs_grad, strict=True) if not needed]
+    ctx.mark_non_differentiable(*constants)
+    ctx.set_materialize_grads(False)
+
+
+def present(items: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the items that are not None."""
+    return [item for item in items if item is not None]

@@ -1,13 +1,4 @@
-"""The options of one unit, as one frozen object that is validated when it is made.
-
-Words: *compute dtype* is what full parameters are gathered and used in; *reduce dtype* is what
-gradients are reduce-scattered in; *buffer dtype* is what floating-point buffers are kept in; the
-*upstream* options are those of ``torch_xla.distributed.fsdp``, the first ones here.
-Always true: a config that exists is consistent, and it never changes afterwards.
-Names and order of the upstream options are those of the constructor of
-``XlaFullyShardedDataParallel``, so that they can be handed to any wrapper callable as keywords.
-The others are said in other words there (``mixed_precision``) and translated by ``torch_options``.
-"""
+"""The options of one unit, as one frozen object that is validated when it is made."""
 
 from __future__ import annotations
 
@@ -23,13 +14,8 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class FSDPConfig:
-    """See ``XlaFullyShardedDataParallel`` for what each option does.
-
-    Raises:
-        ValueError: for options that contradict each other or are out of range.
-        TypeError: for a dtype that is not a floating-point ``torch.dtype``.
-    """
+class UpstreamOptions:
+    """The options of torch_xla's own FSDP, which ``XlaFullyShardedDataParallel`` documents."""
 
     reshard_after_forward: bool | int = True
     flatten_parameters: bool = False
@@ -48,48 +34,77 @@ class FSDPConfig:
     pin_layout_in_collective_ops: bool = False
     reduce_scatter_bucket_size_mb: float | None = None
     coalesce_all_gather_ops: bool = True
-    # Beyond upstream's. The mesh has one axis, to shard over, or two: replicas and shards.
+
+
+@dataclass(frozen=True)
+class FSDPConfig(UpstreamOptions):
+    """All options of a unit.
+
+    Args:
+        mesh: of one axis, to shard over, or of two: replicas and shards.
+        reduce_dtype: in which gradients are reduced; None for the one they are computed in.
+        output_dtype: to which floating-point outputs are cast; None for no cast.
+        cast_buffers: cast buffers to the compute dtype where there is no buffer dtype.
+        cast_forward_inputs: cast inputs of units inside others to the compute dtype.
+        cast_root_forward_inputs: the same for the outermost unit.
+
+    Raises:
+        ValueError: for options that contradict each other or are out of range.
+        TypeError: for a dtype that is not a floating-point ``torch.dtype``.
+    """
+
     mesh: Mesh | None = None
-    reduce_dtype: torch.dtype | None = None  # None: fp32, or the gradient's own
-    output_dtype: torch.dtype | None = None  # None: as computed
-    cast_buffers: bool = True  # to the compute dtype, where no buffer dtype is given
-    cast_forward_inputs: bool = True  # of units inside others
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_buffers: bool = True
+    cast_forward_inputs: bool = True
     cast_root_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         _check_reshard(self.reshard_after_forward)
-        _check_dtype("compute_dtype", self.compute_dtype)
-        _check_dtype("buffer_dtype", self.buffer_dtype)
-        _check_dtype("reduce_dtype", self.reduce_dtype)
-        _check_dtype("output_dtype", self.output_dtype)
+        for name in ("compute_dtype", "buffer_dtype", "reduce_dtype", "output_dtype"):
+            _check_dtype(name, getattr(self, name))
         _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
         _check_bucket(self.reduce_scatter_bucket_size_mb)
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
         _check_mesh(self.mesh, self.sharding_groups)
-        _warn_about_ignored(self)
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether full parameters are freed after forward; in groups of one rank they are not."""
+        """Whether unsharded parameters are freed after forward; groups of one rank keep them."""
         return self.reshard_after_forward is True or self.reshard_after_forward > 1
 
     def as_keywords(self) -> dict[str, Any]:
-        """The upstream options as constructor keywords, by reference (nothing is copied)."""
-        names = [field.name for field in fields(self)]
-        return {name: getattr(self, name) for name in names[: names.index("mesh")]}
+        """Return the upstream options as keywords of a wrapper's constructor."""
+        return {each.name: getattr(self, each.name) for each in fields(UpstreamOptions)}
+
+    def warn_about_ignored(self) -> None:
+        """Warn the caller of a wrapper's constructor about options that have no effect."""
+        if self.pin_layout_in_collective_ops:
+            warnings.warn(
+                "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
+                "all-gather into an all-reduce with twice the traffic",
+                stacklevel=3,
+            )
+        if self.shard_param_on_dim_0 and self.flatten_parameters:
+            warnings.warn(
+                "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
+                "parameters into one vector",
+                stacklevel=3,
+            )
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """What gradients are reduced in; None for the dtype that they are computed in."""
+        """Dtype in which gradients are reduced; None for the one they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
     @property
     def wanted_buffer_dtype(self) -> torch.dtype | None:
-        """What floating-point buffers are cast to; None for no cast."""
+        """Dtype to which floating-point buffers are cast; None for no cast."""
         return self.buffer_dtype or (self.compute_dtype if self.cast_buffers else None)
 
     def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
-        """What floating-point inputs of a unit are cast to; None for no cast."""
+        """Dtype to which floating-point inputs of a unit are cast; None for no cast."""
         casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
         return self.compute_dtype if casts else None
 
@@ -140,8 +155,8 @@ def _check_groups(groups: list[list[int]] | None, rank: int | None, world_size: 
             f"every group of sharding_groups must have sharding_world_size={world_size} ranks, "
             f"got {groups}"
         )
-    members = [member for group in groups for member in group]
-    if len(set(members)) != len(members):
+    ranks = [each for group in groups for each in group]
+    if len(set(ranks)) != len(ranks):
         raise ValueError(f"a rank appears twice in sharding_groups {groups}")
     if not 0 <= rank < world_size:
         raise ValueError(f"sharding_rank {rank} is not in range(sharding_world_size={world_size})")
@@ -161,20 +176,4 @@ def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
         raise ValueError(
             f"the mesh has axes {', '.join(mesh.axis_names)}; the first one is for replicas, the "
             f"second for shards"
-        )
-
-
-def _warn_about_ignored(config: FSDPConfig) -> None:
-    # The level is that of who calls the wrapper, from where options come by ``torch_options``.
-    if config.pin_layout_in_collective_ops:
-        warnings.warn(
-            "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
-            "all-gather into an all-reduce with twice the traffic",
-            stacklevel=6,
-        )
-    if config.shard_param_on_dim_0 and config.flatten_parameters:
-        warnings.warn(
-            "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
-            "parameters into one vector",
-            stacklevel=6,
         )

@@ -1,17 +1,15 @@
-"""Refuse what is right for whole parameters and silently wrong for shards.
+"""Refuse what is right for unsharded parameters and silently wrong for shards.
 
-Words: a *guard* stands in for a function of torch or torch_xla, or before a step of an optimizer,
-and raises where it would be given shards.
-Always true: guards are put in place by the first unit or tensor-parallel module of a process, once;
-they look at parameters only, and let everything else through. Functions that a script imported by
-name before that are not guarded.
+Functions of torch and torch_xla are replaced by ones that raise for shards, once in a process, by
+the first unit or tensor-parallel module. Functions that a script imported by name before that are
+not guarded.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,35 +22,62 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
-from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.registry import known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.registry import KnownParam, known_shard, refuse_shown
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
+
+class _OptimizerGuard:
+    """Checks that optimizers hold what is trained, before the first step and after a change."""
+
+    def __init__(self) -> None:
+        self._num_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._is_registered = False
+
+    def register(self) -> bool:
+        """Check all optimizers from now on; return whether that is new."""
+        is_new, self._is_registered = not self._is_registered, True
+        if is_new:
+            register_optimizer_step_pre_hook(self)
+        return is_new
+
+    def forget(self) -> None:
+        """Check all again: a new unit may have replaced parameters of optimizers."""
+        self._num_checked.clear()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._num_checked.get(optimizer) == count:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _refuse_replaced(optimizer, param)
+        _refuse_empty_groups(optimizer)
+        _warn_about_stacks(optimizer)
+        self._num_checked[optimizer] = count
+
+
+# What is replaced belongs to the process, so this does, too.
 _installing = Lock()
+_optimizer_guard = _OptimizerGuard()
 
 
 def install() -> None:
-    """Put the guards in place, unless they are; from now on they know of a new unit."""
+    """Install the guards, unless they are; they know of a new unit from now on."""
     with _installing:
         ops.refuse_reduce_gradients_of(_is_part)
-        guard = getattr(clip_grad.clip_grad_norm_, "optimizers", None)
-        if guard is not None:
-            guard.forget()
-            return
-        guard = _OptimizerGuard()
-        clip_grad.clip_grad_norm_ = _whole_only(clip_grad.clip_grad_norm_)
-        clip_grad.clip_grad_norm_.optimizers = guard  # type: ignore[attr-defined]
-        torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
-        register_optimizer_step_pre_hook(guard)
+        _optimizer_guard.forget()
+        if _optimizer_guard.register():
+            clip_grad.clip_grad_norm_ = _refuse_shards(clip_grad.clip_grad_norm_)
+            torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
 
 
 def is_guard(hook: Any) -> bool:
-    """Whether a hook that all optimizers' steps call is one of these."""
+    """Whether a hook that the steps of all optimizers call is the guard of optimizers."""
     return isinstance(hook, _OptimizerGuard)
 
 
-def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -70,36 +95,12 @@ def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_part(param: Tensor) -> bool:
+    """Whether ranks hold different parts of what ``param`` is."""
     known = known_shard(param) if is_sharded(param) else None
-    if known is None:
-        placement = known_placement(param)
-        return placement is not None and placement.parts > 1
-    return known.packing.layout.num_shards > 1 or any(
-        member.placement is not None and member.placement.parts > 1 for member in known.members
-    )
-
-
-class _OptimizerGuard:
-    """Before an optimizer's first step, and the first after a change: does it hold what is
-    trained?"""
-
-    def __init__(self) -> None:
-        self._passed: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
-    def forget(self) -> None:
-        """A new unit may have replaced parameters of optimizers that have made steps before."""
-        self._passed.clear()
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._passed.get(optimizer) == count:
-            return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _refuse_replaced(optimizer, param)
-        _refuse_empty_groups(optimizer)
-        _warn_about_stacks(optimizer)
-        self._passed[optimizer] = count
+    if known is not None and known.packing.layout.num_shards > 1:
+        return True
+    placements = [known_placement(param)] if known is None else [m.placement for m in known.members]
+    return any(each is not None and each.parts > 1 for each in placements)
 
 
 def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
@@ -114,9 +115,10 @@ def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
 
 
 def _refuse_empty_groups(optimizer: Optimizer) -> None:
-    """Where parameters are chosen by name, as for weight decay, flattened ones are not found."""
+    # Where parameters are chosen by name, as for weight decay, flattened ones are not found.
     empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
-    flat = next(_flat(p for group in optimizer.param_groups for p in group["params"]), None)
+    known = (known_shard(p) for group in optimizer.param_groups for p in group["params"])
+    flat = next((param for param in known if param is not None and param.is_flat), None)
     if empty and flat is not None:
         names = ", ".join(member.names[0] for member in flat.members)
         raise ValueError(
@@ -128,7 +130,7 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
 
 
 def _warn_about_stacks(optimizer: Optimizer) -> None:
-    """The slices of a stack are several parameters, which is the same for what is elementwise."""
+    # Slices of a stack are parameters of their own; elementwise optimizers do not see a difference.
     stacks = [p for group in optimizer.param_groups for p in group["params"] if is_stack(p)]
     if stacks and not steps_elementwise(optimizer):
         warnings.warn(
@@ -140,12 +142,7 @@ def _warn_about_stacks(optimizer: Optimizer) -> None:
         )
 
 
-def _names(param: FSDPParam) -> str:
-    """Of a flat shard, which member a tensor was is not known."""
+def _names(param: KnownParam) -> str:
+    # Which member of a flat shard a tensor was is not known.
     names = [member.names[0] for member in param.members]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-
-
-def _flat(params: Iterable[Tensor]) -> Iterator[FSDPParam]:
-    known = (known_shard(param) for param in params)
-    return (param for param in known if param is not None and param.is_flat)

@@ -1,42 +1,38 @@
-"""Let ``load_state_dict`` of a sharded model take what it is given: shards, full tensors, or
-upstream's shards.
+"""Let ``load_state_dict`` of a sharded model take shards, full tensors, or torch_xla's shards.
 
-Words: the *form* of a state dict is ``SHARDS`` (this rank's, as ``state_dict()`` gives them) or
-``FULL`` (tensors of the plain model); upstream's shards have the form ``SHARDS`` and other names.
-Always true: the form is decided once, for all units below the module that is loaded: by a mark that
-our own state dicts carry, else by shapes; where neither tells, the user is asked. What was missing,
-unexpected or of a wrong size is reported by original names and full shapes.
-Full tensors are cut on the device where they are, so that the rank's device sees only its shard.
-Shards of units that keep theirs in stacks become stacks (``shard_stacks``) when all are shards.
+Invariants: whether a state dict holds shards or full tensors is decided once for a load, by a mark
+that our own state dicts carry, else by shapes; where neither tells, the user is asked. Problems are
+reported by original names and full shapes. Full tensors are cut on the device where they are, so
+that the rank's device sees only its shard.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.checkpoint.torch_xla_format import original_name
+from xla_fsdp.checkpoint.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import OriginalParam
-from xla_fsdp.fsdp.engine.stacked_params import taken_in
+from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 from xla_fsdp.fsdp.engine.tp_params import own_parts
 
+# Key of the form in the metadata that torch's state dicts carry for each module.
 MARK = "xla_fsdp_form"
 
-"""Key of the form in the metadata that torch's state dicts carry for each module."""
-
+# Parts of the names that torch_xla's wrappers make.
 UPSTREAM_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
-
 UPSTREAM_SHARD = "_fsdp_shard."
 
 
 class Form(Enum):
-    """What the tensors of a state dict are."""
+    """What the tensors of a state dict are: this rank's shards, or the original model's tensors."""
 
     SHARDS = "shards"
     FULL = "full"
@@ -48,7 +44,7 @@ def mark_shards(local_metadata: dict[str, Any]) -> None:
 
 
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
-    """``state`` as a state dict that says its form, to be loaded into ``module``."""
+    """Return ``state`` as a state dict that says its form, to be loaded into ``module``."""
     result = OrderedDict(state)
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     versions = getattr(state, "_metadata", {})
@@ -59,10 +55,10 @@ def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDi
 
 
 class StateLoading:
-    """Makes shards of what a state dict holds for one module and the units in it.
+    """Replaces what a state dict holds for one module and the units in it by shards.
 
-    Knows the load that is going on, and no module: a reference back would make every model a cycle,
-    which is freed some time later, with what of its graph has not been computed.
+    Holds no module: a reference back would make every model a cycle, which is freed some time
+    later, with what of its graph has not been computed.
     """
 
     def __init__(self) -> None:
@@ -80,7 +76,7 @@ class StateLoading:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Before a module is loaded from ``state``: replace full tensors by shards.
+        """Replace full tensors by shards, before a module is loaded from ``state``.
 
         Args:
             shards: the sharded parameters of the module and of units in it, outer ones first.
@@ -94,191 +90,170 @@ class StateLoading:
             return
         for shard in shards:
             shard.param.settle()  # else torch takes one without values for the full parameter
-        _rename_upstream(state, prefix)
-        _complete_ties(state, prefix, shards)
-        if _form(state, prefix, shards, local_metadata.get(MARK)) is Form.FULL:
-            for shard in shards:
-                _Cut(state, prefix, shard, missing, errors).run()
+        load = _Load(shards, state, prefix, missing, errors)
+        load.rename_upstream()
+        load.complete_ties()
+        if load.form(local_metadata.get(MARK)) is Form.FULL:
+            load.cut()
         else:
-            errors += _other_layouts(state, prefix, shards)
-        taken_in(shards, state, prefix, missing)
+            load.drop_other_layouts()
+        stack_loaded_shards(shards, state, prefix, missing)
         for other in inside:
             other._done_in = errors
 
     def finish(self) -> None:
-        """Afterwards."""
+        """Forget the load."""
         self._done_in = None
 
 
-class _Cut:
-    """Replaces the full tensors of one sharded parameter by this rank's shard."""
+@dataclass
+class _Load:
+    """What a state dict holds for ``shards``, under names that begin with ``prefix``."""
 
-    def __init__(
-        self,
-        state: dict[str, Any],
-        prefix: str,
-        shard: NamedShard,
-        missing: list[str],
-        errors: list[str],
-    ) -> None:
-        self._state = state
-        self._prefix = prefix
-        self._shard = shard
-        self._missing = missing
-        self._errors = errors
+    shards: Sequence[NamedShard]
+    state: dict[str, Any]
+    prefix: str
+    missing: list[str]
+    errors: list[str]
 
-    def run(self) -> None:
-        """Do it; parts that are missing or of a wrong size keep their values."""
-        if self._shard.param.is_flat:
-            self._join()
-        else:
-            for name in self._shard.names_of(self._shard.param.members[0]):
-                self._replace(self._prefix + name)
+    def rename_upstream(self) -> None:
+        """Take what torch_xla's wrappers add out of the names."""
+        for key in [key for key in self.state if key.startswith(self.prefix)]:
+            name = key.removeprefix(self.prefix).replace(UPSTREAM_SEPARATOR, ".")
+            name = self.prefix + original_name(name).replace(UPSTREAM_SHARD, "")
+            if name != key:
+                self.state[name] = self.state.pop(key)
 
-    def _replace(self, key: str) -> None:
-        if key in self._state and isinstance(self._state[key], Tensor):
-            param = self._shard.param
-            fits = self._fits(key, self._state[key], param.members[0].whole_shape)
-            self._state[key] = self._sliced([self._state[key]]) if fits else param.shard.detach()
+    def complete_ties(self) -> None:
+        """Put tied parameters under all of their names; torch_xla and safetensors have only one."""
+        names: dict[object, list[str]] = defaultdict(list)
+        for shard in self.shards:
+            if not shard.param.is_flat:
+                names[shard.param.slots] += self._keys(shard, shard.param.members[0])
+        for tied in names.values():
+            present = [key for key in tied if key in self.state]
+            for key in tied if present else ():
+                self.state.setdefault(key, self.state[present[0]])
 
-    def _join(self) -> None:
-        members = self._shard.param.members
-        found = [self._take(self._shard.names_of(member)) for member in members]
-        fits = [self._usable(*pair) for pair in zip(members, found, strict=True)]
-        self._state[self._prefix + self._shard.key] = self._merged(found, fits)
+    def form(self, mark: Any) -> Form:
+        """Tell the form.
 
-    def _take(self, names: Sequence[str]) -> Any:
-        """What the state dict has for a parameter of these names, which leave it."""
-        values = [self._state.pop(self._prefix + name, None) for name in names]
-        return next((value for value in values if value is not None), None)
+        A mark that says shards only decides where shapes do not: a user may have put full tensors
+        into what ``state_dict()`` returned. One tensor that can only be full makes all others full,
+        and those of other shapes errors.
+        """
+        full, shards, either = self._evidence()
+        if full or mark == Form.FULL.value:
+            return Form.FULL
+        if either and not shards and mark is None:
+            raise ValueError(
+                f"whether the state dict holds full tensors or shards cannot be told: {either[0]} "
+                f"and all others are of a size for which both have one shape. Say it: call "
+                f"xla_fsdp.load_full_state_dict(model, state_dict) or "
+                f"xla_fsdp.load_sharded_state_dict(model, state_dict)"
+            )
+        return Form.SHARDS
 
-    def _usable(self, member: OriginalParam, value: Any) -> bool:
-        name = self._prefix + self._shard.names_of(member)[0]
-        if value is None:
-            self._missing.append(name)
-            return False
-        return self._fits(name, value, member.whole_shape)
+    def cut(self) -> None:
+        """Replace full tensors by shards; what is missing or of a wrong size keeps its values."""
+        for shard in self.shards:
+            param = shard.param
+            if param.is_flat:
+                self.state[self.prefix + shard.key] = self._flat_shard(shard)
+                continue
+            [member] = param.members
+            for key in self._keys(shard, member):
+                if isinstance(value := self.state.get(key), Tensor):
+                    fits = self._fits(key, value, member.whole_shape)
+                    self.state[key] = _cut(shard, [value]) if fits else param.shard.detach()
 
-    def _merged(self, found: Sequence[Any], fits: Sequence[bool]) -> Tensor:
-        """The members that fit, and the rest as it is."""
-        param = self._shard.param
-        if not any(fits):
+    def drop_other_layouts(self) -> None:
+        """Replace shards that are cut otherwise than the model's by its own; each is an error."""
+        for shard in self.shards:
+            for key in self._shard_keys(shard):
+                value, own = self.state.get(key), shard.param.shard_shape
+                if isinstance(value, Tensor) and value.shape != own:
+                    self.state[key] = shard.param.shard.detach()
+                    self.errors.append(
+                        f"size mismatch for {key}: the state dict holds {tuple(value.shape)}, this "
+                        f"rank's shard has shape {tuple(own)}. If it was sharded over another "
+                        f"number of ranks or flattened otherwise, merge the shards of all ranks "
+                        f"(consolidate_sharded_state_dicts) and load the result."
+                    )
+
+    def _keys(self, shard: NamedShard, member: OriginalParam) -> list[str]:
+        return [self.prefix + name for name in shard.names_of(member)]
+
+    def _shard_keys(self, shard: NamedShard) -> list[str]:
+        if shard.param.is_flat:
+            return [self.prefix + shard.key]
+        return self._keys(shard, shard.param.members[0])
+
+    def _evidence(self) -> tuple[list[str], list[str], list[str]]:
+        """Return names in the state dict that can only be full, that can only be shards, and others
+        for which it matters. Sizes that fit neither say nothing."""
+        full: list[str] = []
+        shards: list[str] = []
+        either: list[str] = []
+        for shard in self.shards:
+            param = shard.param
+            present = [key for key in self._shard_keys(shard) if key in self.state]
+            if param.is_flat:
+                shards += present
+                names = [key for member in param.members for key in self._keys(shard, member)]
+                full += [key for key in names if key in self.state]
+                continue
+            for key in present:
+                value = self.state[key]
+                if not isinstance(value, Tensor):
+                    continue
+                is_full = value.shape == param.members[0].whole_shape
+                is_shard = value.shape == param.shard_shape
+                if is_full and is_shard:
+                    either += [key] if param.packing.layout.num_shards > 1 else []
+                elif is_full or is_shard:
+                    (full if is_full else shards).append(key)
+        return full, shards, [key.removeprefix(self.prefix) for key in either]
+
+    def _flat_shard(self, shard: NamedShard) -> Tensor:
+        """Return a flat shard of the members that are there and fit, the rest as it is."""
+        param, members = shard.param, shard.param.members
+        found = [self._pop(shard, member) for member in members]
+        if all(value is None for value in found):
             return param.shard.detach()
+        fits = [value is not None for value in found]
         full = [
-            value if fit else torch.zeros(member.whole_shape)
-            for value, fit, member in zip(found, fits, param.members, strict=True)
+            torch.zeros(member.whole_shape) if value is None else value
+            for value, member in zip(found, members, strict=True)
         ]
-        new = self._sliced([tensor.to(param.shard.dtype) for tensor in full])
+        new = _cut(shard, [tensor.to(param.shard.dtype) for tensor in full])
         if all(fits):
             return new
-        taken = [
-            torch.full(member.whole_shape, fit)
-            for member, fit in zip(param.members, fits, strict=True)
-        ]
-        return torch.where(self._sliced(taken), new, param.shard.detach().to(new.device))
+        pairs = zip(members, fits, strict=True)
+        is_new = _cut(shard, [torch.full(member.whole_shape, fit) for member, fit in pairs])
+        return torch.where(is_new, new, param.shard.detach().to(new.device))
 
-    def _sliced(self, full: Sequence[Tensor]) -> Tensor:
-        param = self._shard.param
-        return param.slice_of(own_parts(full, param.members), self._shard.rank)
+    def _pop(self, shard: NamedShard, member: OriginalParam) -> Tensor | None:
+        """Take a member of a flat shard out of the state dict, if it is there and fits."""
+        keys = self._keys(shard, member)
+        values = [self.state.pop(key, None) for key in keys]
+        value = next((value for value in values if value is not None), None)
+        if value is None:
+            self.missing.append(keys[0])
+            return None
+        return value if self._fits(keys[0], value, member.whole_shape) else None
 
     def _fits(self, key: str, value: Any, shape: torch.Size) -> bool:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if found == tuple(shape):
             return True
-        self._errors.append(
+        self.errors.append(
             f"size mismatch for {key}: the state dict holds {found}, the full parameter of the "
             f"model has shape {tuple(shape)}."
         )
         return False
 
 
-# ---------------------------------------------------------------- which form
-
-
-def _form(state: Mapping[str, Any], prefix: str, shards: Sequence[NamedShard], mark: Any) -> Form:
-    """A mark that says shards only decides where shapes do not: a user may have put full tensors
-    into what ``state_dict()`` returned. One tensor that can only be full makes all others full, and
-    those of other shapes errors."""
-    full, cut, unclear = _evidence(state, prefix, shards)
-    if full or mark == Form.FULL.value:
-        return Form.FULL
-    if unclear and not cut and mark is None:
-        raise ValueError(
-            f"whether the state dict holds full tensors or shards cannot be told: {unclear[0]} and "
-            f"all others are of a size for which both have one shape. Say it: call "
-            f"xla_fsdp.load_full_state_dict(model, state_dict) or "
-            f"xla_fsdp.load_sharded_state_dict(model, state_dict)"
-        )
-    return Form.SHARDS
-
-
-def _evidence(
-    state: Mapping[str, Any], prefix: str, shards: Sequence[NamedShard]
-) -> tuple[list[str], list[str], list[str]]:
-    """Names in the state dict that can only be full, that can only be shards, and others for which
-    it matters. Sizes that fit neither say nothing."""
-    full, cut, unclear = [], [], []
-    for shard in shards:
-        names = [name for member in shard.param.members for name in shard.names_of(member)]
-        if shard.param.is_flat:
-            cut += [shard.key] if prefix + shard.key in state else []
-            full += [name for name in names if prefix + name in state]
-            continue
-        for name in names:
-            value = state.get(prefix + name)
-            if not isinstance(value, Tensor):
-                continue
-            is_full = value.shape == shard.param.members[0].whole_shape
-            is_cut = value.shape == shard.param.shard_shape
-            if is_full and is_cut:
-                unclear += [name] if shard.param.packing.layout.num_shards > 1 else []
-            elif is_full or is_cut:
-                (full if is_full else cut).append(name)
-    return full, cut, unclear
-
-
-def _other_layouts(
-    state: dict[str, Any], prefix: str, shards: Sequence[NamedShard]
-) -> Iterator[str]:
-    """One line for each shard that is cut otherwise than the model's, which keeps its value."""
-    for shard in shards:
-        own = shard.param.shard_shape
-        names = [shard.key] if shard.param.is_flat else shard.names_of(shard.param.members[0])
-        for key in [prefix + name for name in names]:
-            value = state.get(key)
-            if isinstance(value, Tensor) and value.shape != own:
-                state[key] = shard.param.shard.detach()
-                yield (
-                    f"size mismatch for {key}: the state dict holds {tuple(value.shape)}, this "
-                    f"rank's shard has shape {tuple(own)}. If it was sharded over another "
-                    f"number of ranks or flattened otherwise, merge the shards of all ranks "
-                    f"(consolidate_sharded_state_dicts) and load the result."
-                )
-
-
-# ---------------------------------------------------------------- names
-
-
-def _complete_ties(state: dict[str, Any], prefix: str, shards: Sequence[NamedShard]) -> None:
-    """One name of a tied parameter is enough: upstream and safetensors files have only one."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for shard in shards:
-        if not shard.param.is_flat:
-            own = shard.names_of(shard.param.members[0])
-            names[id(shard.param.slots)] += [prefix + name for name in own]
-    for tied in names.values():
-        present = [name for name in tied if name in state]
-        for name in tied if present else ():
-            state.setdefault(name, state[present[0]])
-
-
-def _rename_upstream(state: dict[str, Any], prefix: str) -> None:
-    """Take what upstream's wrappers add out of the names below ``prefix``."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        name = _unwrapped_name(key.removeprefix(prefix))
-        if prefix + name != key:
-            state[prefix + name] = state.pop(key)
-
-
-def _unwrapped_name(name: str) -> str:
-    return original_name(name.replace(UPSTREAM_SEPARATOR, ".")).replace(UPSTREAM_SHARD, "")
+def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
+    """Return this rank's shard of the full members."""
+    return shard.param.slice_of(own_parts(full, shard.param.members), shard.rank)

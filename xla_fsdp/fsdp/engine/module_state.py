@@ -1,12 +1,10 @@
-"""What a module carries that runs as a unit, or as a part of one, whichever way it came to do so.
+"""The FSDP modules of a model: what each carries, how they are found, how their state dicts work.
 
-Words: a *host* is such a module: a wrapper (``unit_module``), or a user's own module of which
-``fully_shard`` has changed the class; a unit has one host or, where several modules share their
-collectives, one for each.
-Always true: a host is found by its class and has one ``ModuleState``; its state dicts know shards
-from full tensors and take either; whoever looks at its parameters sees shards, also after a
-backward pass that raised.
-How a host's forward gets to run by the unit, and what its names are, is the host's own business.
+An FSDP module runs as a unit, or as one of several modules that share a unit. It is a wrapper, or a
+user's own module of which ``fully_shard`` has changed the class.
+
+Invariants: state dicts of FSDP modules take shards and unsharded tensors, and tell them apart.
+Whoever looks at their parameters sees shards, also after a backward pass that raised.
 """
 
 from __future__ import annotations
@@ -23,30 +21,30 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.engine.stacked_params import shown
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.engine.unsharded_params import ShardedState
 
 
 class ForwardOverride(Protocol):
-    """Runs several hosts' forwards together."""
+    """Runs a module's forward in another way: several blocks as one loop, a head in chunks."""
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """In the place of ``unit.run``."""
+        """Return the result of the forward; called in place of ``unit.run``."""
         ...
 
 
 @dataclass
 class ModuleState:
-    """What a host carries.
+    """What an FSDP module carries.
 
     Args:
-        unit: runs the host's forward.
-        communication: who shares the unit's parameters.
-        part: which of the unit's modules the host is.
+        unit: runs the module's forward.
+        communication: the ranks that share the unit's parameters.
+        part: number of the module among those of the unit.
         cast_buffers: original dtype, by name, of the buffers that were cast.
         loading: makes shards of what is loaded.
-        runner: runs the host's forward together with others', where there is one.
+        runner: runs the module's forward instead of the unit, where there is one.
     """
 
     unit: FSDPState
@@ -58,7 +56,7 @@ class ModuleState:
 
 
 class FSDPModuleBase:
-    """Base class of hosts, mixed into a module's class."""
+    """Base class of FSDP modules, mixed into a module's class."""
 
     _fsdp_attachment: ModuleState
     _fsdp_is_wrapper = False  # a module around the one that it runs
@@ -74,7 +72,7 @@ class FSDPModuleBase:
         return self._fsdp_run_alone(forward, args, kwargs)
 
     def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """For methods other than the forward: runners know that alone."""
+        """Run another method than the forward, which is all that a ``ForwardOverride`` knows."""
         refuse_dynamo()
         return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_attachment.part)
 
@@ -89,7 +87,7 @@ class FSDPModuleBase:
 
 
 class FSDPModuleLike(Protocol):
-    """A host, as type checkers need to see it: also a module."""
+    """An FSDP module, for type checkers; ``FSDPModuleBase`` by itself is no ``nn.Module``."""
 
     _fsdp_attachment: ModuleState
 
@@ -100,9 +98,9 @@ class FSDPModuleLike(Protocol):
 
 
 def attach(module: nn.Module, attachment: ModuleState) -> None:
-    """Make ``module``, which is of a host's class, the unit's; units inside it join its tree.
+    """Let a unit run ``module``, an ``FSDPModuleBase``; units inside join its tree.
 
-    Hooks of the host's own that change names in state dicts must be registered after this.
+    Hooks that change names in state dicts must be registered after this.
     """
     module._fsdp_attachment = attachment  # type: ignore[assignment]
     for _, inner in named_hosts(module):
@@ -115,13 +113,13 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
 
 
 def mark_state_dicts(module: nn.Module) -> None:
-    """Let state dicts hold shards, and say so; after a host's hooks that change names."""
+    """Let state dicts hold shards, and say so; to be called after hooks that change names."""
     # A partial because torch sets an attribute on this hook.
     module.register_state_dict_post_hook(partial(_mark_shards))
 
 
 def is_unit(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
-    """Whether ``module`` runs as a unit, or as a part of one."""
+    """Return whether ``module`` runs as a unit, or as a part of one."""
     return isinstance(module, FSDPModuleBase)
 
 
@@ -133,20 +131,20 @@ def is_wrapper(module: nn.Module) -> bool:
 def named_hosts(
     module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, FSDPModuleLike]]:
-    """The hosts in ``module``, itself included, outer ones first, by their original names."""
+    """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
     for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
         if is_unit(inner):
             yield name, inner
 
 
 def units_in(module: nn.Module) -> list[FSDPState]:
-    """The units in ``module``, each once, outer ones first."""
-    return list({id(host._fsdp_unit): host._fsdp_unit for _, host in named_hosts(module)}.values())
+    """Return the units in ``module``, each once, outer ones first."""
+    return list(dict.fromkeys(host._fsdp_unit for _, host in named_hosts(module)))
 
 
 def outermost_units(module: nn.Module) -> list[FSDPState]:
-    """The units in ``module``, each once, that have a host in no other host."""
-    return list({id(unit): unit for unit in _outermost(module)}.values())
+    """Return the units in ``module``, each once, that are in no other one."""
+    return list(dict.fromkeys(_outermost(module)))
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPState]:
@@ -158,38 +156,38 @@ def _outermost(module: nn.Module) -> Iterator[FSDPState]:
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep full
-    parameters."""
+    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep
+    unsharded parameters."""
     for unit in units_in(module):
         unit.reshard()
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
-    """The sharded parameters of the units in ``module``, outer ones first. Without
+    """Yield the sharded parameters in ``module``, those of outer units first. Without
     ``remove_duplicate`` those of a module that has several names come once for each."""
-    for unit, prefixes in _places(module, remove_duplicate=remove_duplicate):
+    for unit, prefixes in _units_with_names(module, remove_duplicate=remove_duplicate):
         for param in unit.group.params:
             shard = NamedShard(prefixes, param, unit.group)
             if shard.is_reachable:
                 yield shard
 
 
-def _places(
+def _units_with_names(
     module: nn.Module, *, remove_duplicate: bool
 ) -> list[tuple[FSDPState, tuple[list[str], ...]]]:
-    """Every unit, with the names of its hosts in ``module``."""
-    places: list[tuple[FSDPState, tuple[list[str], ...]]] = []
-    several: dict[int, tuple[list[str], ...]] = {}
+    """Return every unit with the names of its modules in ``module``, by part."""
+    found: list[tuple[FSDPState, tuple[list[str], ...]]] = []
+    several: dict[FSDPState, tuple[list[str], ...]] = {}
     for name, host in named_hosts(module, remove_duplicate=remove_duplicate):
         unit = host._fsdp_unit
         if unit.parts == 1:
-            places.append((unit, ([name],)))
+            found.append((unit, ([name],)))
             continue
-        if id(unit) not in several:
-            several[id(unit)] = tuple([] for _ in range(unit.parts))
-            places.append((unit, several[id(unit)]))
-        several[id(unit)][host._fsdp_attachment.part].append(name)
-    return places
+        if unit not in several:
+            several[unit] = tuple([] for _ in range(unit.parts))
+            found.append((unit, several[unit]))
+        several[unit][host._fsdp_attachment.part].append(name)
+    return found
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -218,8 +216,8 @@ def refuse_dynamo() -> None:
 
 
 def close_failed_passes(host: FSDPModuleLike) -> None:
-    """Whoever looks at parameters must see shards, also after a backward pass that raised."""
-    host._fsdp_unit.backward.abandon()
+    """Let the modules hold shards again if a backward pass has raised."""
+    host._fsdp_unit.context.abandon()
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
@@ -229,9 +227,7 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
 
 def _translate(module: nn.Module, *load: Any) -> None:
     host = cast(FSDPModuleLike, module)
-    if (
-        host._fsdp_unit.state is ShardedState.SHARDED
-    ):  # else it holds full parameters, by full names
+    if host._fsdp_unit.state is ShardedState.SHARDED:  # else it holds unsharded parameters
         shards = list(named_shards(module, remove_duplicate=False))
         host._fsdp_attachment.loading.translate(shards, _loading_inside(module), *load)
 

@@ -1,9 +1,4 @@
-"""Sharded parameters by the names that they have in a model.
-
-Words: a *key* names a shard in a state dict of shards; a *prefix* is the name of one of a unit's
-modules in the model at hand, and a unit that holds several modules has several.
-Always true: names are those of the plain model. Which units a model has is found by ``unit_host``.
-"""
+"""Sharded parameters by the names that they have in a model, which are those before wrapping."""
 
 from __future__ import annotations
 
@@ -18,10 +13,10 @@ from xla_fsdp.fsdp.engine.tp_params import is_first
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A sharded parameter, its group, and where its unit is in the model at hand.
+    """A sharded parameter, its group, and the names of its unit in the model at hand.
 
     Args:
-        prefixes: of each module of the unit; none for one that is not in the model.
+        prefixes: names of each module of the unit; none for one that is not in the model.
         param: the parameter.
         group: with which it is gathered.
     """
@@ -44,12 +39,11 @@ class NamedShard:
 
     @property
     def rank(self) -> int:
-        """Of this process among those that share the parameter."""
+        """Rank of this process among those that share the parameter."""
         return self.group.collectives.rank
 
     def is_of(self, rank: int) -> bool:
-        """Whether this process is ``rank`` of the first replica, and of the first tensor-parallel
-        part."""
+        """Whether this process is ``rank`` of the first replica and tensor-parallel part."""
         return self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.members)
 
     @property
@@ -58,7 +52,7 @@ class NamedShard:
         return all(self.names_of(member) for member in self.param.members)
 
     def names_of(self, member: OriginalParam) -> list[str]:
-        """Every name of a member, the canonical one first."""
+        """Return every name of a member, the canonical one first."""
         parts = member.parts or (0,) * len(member.names)
         return [
             join_name(prefix, name)

@@ -1,7 +1,7 @@
 """Which optimizers treat every element of a parameter by itself, so that slices can be stepped.
 
-Always true: an optimizer of which that is not known counts as one that needs whole parameters;
-then the result is right, and only memory is not saved.
+An optimizer that is not known counts as one that needs whole parameters: the result is right then,
+and only memory is not saved.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
+# Not: Adafactor and Muon (rows, columns and norms of a matrix), LBFGS (products of all).
 ELEMENTWISE = (
     optim.ASGD,
     optim.Adadelta,
@@ -28,20 +29,17 @@ ELEMENTWISE = (
     optim.SGD,
 )
 
-"""Not: Adafactor and Muon (rows, columns and norms of a matrix), LBFGS (products of all)."""
-
 SYNCFREE = "torch_xla.amp.syncfree"
 
 
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
-    """Options without which an optimizer reads values in the middle of its step: Rprop then picks
-    elements by a mask, which on XLA runs the program up to there."""
+    """Return options that keep an optimizer from reading values in the middle of its step."""
+    # Rprop otherwise picks elements by a mask, which on XLA runs the program up to there.
     return {"capturable": True} if optimizer_class is optim.Rprop else {}
 
 
 def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Mapping) -> bool:
-    """Whether ``optimizer_class(params, **options)`` gives slices the values that the same slices
-    of whole parameters would have.
+    """Whether ``optimizer_class(params, **options)`` steps slices as it steps whole parameters.
 
     A class of another package says so by a static method ``is_elementwise(options)``.
     """
@@ -55,7 +53,7 @@ def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Map
 
 
 def steps_elementwise(optimizer: optim.Optimizer) -> bool:
-    """The same of an optimizer that was made; of one that steps others (``inner``), of these."""
+    """Whether ``optimizer``, or the one that it steps (``inner``), is elementwise."""
     inner = getattr(optimizer, "inner", optimizer)
     return is_elementwise(type(inner), inner.defaults)
 

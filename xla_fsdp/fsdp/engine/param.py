@@ -1,25 +1,11 @@
-"""The original parameters of a unit: their names and shapes, and the attributes that hold them.
+"""One shard parameter: what the optimizer sees, and the original parameters that it stands for.
 
-Words: a *member* is one original parameter; an *owner* is a module attribute that holds it, and a
-tied member has several.
-Always true: no module is kept alive by what is said of it here.
-What an owner is to hold at which time is decided by ``places``.
+A shard stands for one original parameter, or for several joined end to end (*flat*). Its *leaf* is
+what the optimizer sees: the shard itself, or the stack of several blocks' shards that it is in.
 
-What the module attributes of one shard's members hold, and what they held before.
-
-Always true: an owner holds what was shown there last and is not hidden yet, and the shard when
-nothing is shown. Several units may own a parameter of a module that they share, one inside the
-other, and be unsharded at once.
-Who shows what, and when, is left to ``sharded_param``; what a stack is, to ``shard_stacks``.
-
-One shard parameter: what the optimizer sees, and the full parameters that it stands for.
-
-Words: see ``members``; a shard has one member, or several joined end to end (*flat*).
-Always true: outside a forward or backward pass of the units, owners of a one-member shard hold the
-shard parameter (so names, optimizers and state dicts see it), and members of a flat shard are not
-attributes at all; while unsharded, owners hold the full tensors. The *leaf* is what the optimizer
-sees: the shard, or a stack that it is a slice of (``shard_stacks``). Once it has memory, it only
-changes when shards are stacked. How members become shards is left to ``shard_cut``.
+Invariants: outside a forward or backward pass of its units, the modules hold the leaf (so names,
+optimizers and state dicts see it), and the originals of a flat shard are no attributes at all;
+while unsharded, the modules hold unsharded tensors. No module is kept alive from here.
 """
 
 from __future__ import annotations
@@ -43,13 +29,13 @@ from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, UninitializedSh
 
 
 class ModuleAttr:
-    """One place in a module tree that holds a parameter.
+    """An attribute of a module that holds a parameter.
 
-    The module is not kept alive: it may itself be what holds the unit that owns this.
+    The module is not kept alive: it may itself be what holds the unit that holds this.
 
     Args:
-        module: holds it.
-        attribute: its name there.
+        module: the module.
+        attribute: name of the attribute.
     """
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
@@ -76,11 +62,9 @@ class ModuleAttr:
         return self._module() or nn.Module()
 
     def point_at(self, tensor: Tensor) -> None:
-        """Make the module's attribute this tensor.
-
-        nn.Module.__setattr__ refuses tensors that are not leaf parameters, hence the registry.
-        """
+        """Make the module's attribute this tensor."""
         module = self.module
+        # Past nn.Module.__setattr__, which refuses tensors that are not leaf parameters.
         module._parameters[self.attribute] = tensor  # type: ignore[assignment]
         _refresh_rnn_weights(module)
 
@@ -91,18 +75,21 @@ class ModuleAttr:
         _refresh_rnn_weights(module)
 
     def holds(self, tensor: Tensor | None) -> bool:
-        """Whether the attribute is this tensor; so it is where the module is gone."""
+        """Return whether the attribute is this tensor; True where the module is gone."""
         module = self._module()
         return module is None or module._parameters.get(self.attribute) is tensor
 
 
 @dataclass(frozen=True)
 class OriginalParam:
-    """An original parameter: its names (first the canonical one, then ties) in the unit.
+    """A parameter of the module as the user gave it.
 
-    ``parts`` are the numbers of the unit's modules in which the names are; none means the first.
-    Where tensor parallelism has cut the plain model's parameter, ``placement`` says how; the shape
-    is that of the local one.
+    Args:
+        names: in the unit, the canonical one first, then ties.
+        shape: of the parameter; where tensor parallelism has cut it, of the local tensor.
+        owners: the attributes that hold it.
+        parts: numbers of the unit's modules in which the names are; none means the first.
+        placement: how tensor parallelism has cut it.
     """
 
     names: tuple[str, ...]
@@ -113,7 +100,7 @@ class OriginalParam:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the plain model's parameter."""
+        """Shape of the global parameter."""
         return self.shape if self.placement is None else torch.Size(self.placement.shape)
 
     @property
@@ -130,28 +117,28 @@ def _refresh_rnn_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StackPart:
-    """Which slice of a stack, [length, *shape of the shard], a shard is.
-
-    Args:
-        number: of the slice.
-        length: of the stack.
-    """
+    """The slice of a stack, [length, *shape of the shard], that a shard is."""
 
     number: int
     length: int
 
 
 class ParamSlots:
-    """Of one shard.
+    """The module attributes of one shard's originals, and what each holds.
+
+    Several units may share a parameter of a module that they share, one inside the other, and be
+    unsharded at once: an attribute holds what was shown there last and is not hidden yet, and the
+    leaf when nothing is shown.
 
     Args:
-        shard: what stands for the parameter: the leaf.
-        registered: whether it is so under its members' names; members of a flat one are no
+        shard: the leaf.
+        registered: whether attributes hold the leaf; the originals of a flat shard are no
             attributes when nothing is shown.
 
     Attributes:
-        part: where the shard is in the leaf, if that is a stack; the first one's owners hold it.
-        users: how many units have the parameter.
+        part: slice of the leaf that is the shard, if the leaf is a stack; the attributes of the
+            first slice hold it.
+        users: number of units that have the parameter.
     """
 
     def __init__(self, shard: nn.Parameter, *, registered: bool) -> None:
@@ -162,12 +149,13 @@ class ParamSlots:
         self._shown: list[tuple[ModuleAttr, Tensor]] = []
 
     def stack(self, leaf: nn.Parameter, part: StackPart) -> None:
-        """From now on the shard is this part of ``leaf``."""
+        """Let the shard be this part of ``leaf`` from now on."""
         self.shard, self.part = leaf, part
         self._registered = part.number == 0
 
     def show(self, owner: ModuleAttr, tensor: Tensor, *, idle: bool) -> None:
-        """Let ``owner`` hold ``tensor``, unless it is ``idle`` and something else is shown."""
+        """Let ``owner`` hold ``tensor``; where no forward is about to use it (``idle``), only if
+        nothing else is shown."""
         if idle and self._shown:
             self._shown.insert(0, (owner, tensor))
             self.refresh(owner)
@@ -184,9 +172,9 @@ class ParamSlots:
         self.refresh(owner)
 
     def held_by(self, owner: ModuleAttr) -> Tensor | None:
-        """What the owner should hold; None for no attribute."""
-        for place, tensor in reversed(self._shown):
-            if place == owner:
+        """Return what the owner should hold; None for no attribute."""
+        for shown, tensor in reversed(self._shown):
+            if shown == owner:
                 return tensor
         return self.shard if self._registered else None
 
@@ -200,7 +188,7 @@ class ParamSlots:
 
 
 class ParamState(Enum):
-    """Where the owners of a shard's members point."""
+    """What the attributes of a shard's originals hold."""
 
     SHARDED = auto()
     UNSHARDED = auto()
@@ -211,15 +199,15 @@ class FSDPParam:
 
     Args:
         key: name of the shard in the unit's state dict.
-        members: the original parameters in joining order.
-        shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device; 1-D, or
-            [rows, ...] where whole rows of a dim are sharded, which is in its place.
-        layout: how the joined members are cut; along another dim, how the member is with that dim
-            moved to the front.
-        compute_dtype: what full parameters are gathered and used in; None for the shard's own.
+        members: the original parameters, in the order in which they are joined.
+        shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device: [n], or
+            [rows, ...] where whole rows along a dim are sharded.
+        layout: how the joined originals are cut; of a dim other than the first, how the original
+            is with that dim moved to the front.
+        compute_dtype: dtype in which parameters are gathered and used; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
-        places: what another unit's parameter with the same shard keeps of its owners.
-        dim: which dim of a single member is cut.
+        places: of another unit's parameter that has the same shard.
+        dim: along which a single original is cut.
     """
 
     def __init__(
@@ -250,19 +238,19 @@ class FSDPParam:
 
     @property
     def leaf(self) -> nn.Parameter:
-        """The leaf parameter, which the optimizer sees: the shard, or the stack that it is in."""
+        """The leaf parameter, which the optimizer sees."""
         self.settle()
         return self.slots.shard
 
     def settle(self) -> None:
-        """A leaf that had no values is complete, and acts as any other from now on."""
+        """Let a leaf that was waiting for values act as any other from now on."""
         leaf = self.slots.shard
         if type(leaf) is UninitializedShard:  # isinstance goes through Python for parameters
             leaf.settle()
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the leaf, or a slice of it, to which a change is one of the leaf."""
+        """This rank's shard: the leaf, or a view of its slice of it."""
         part = self.slots.part
         return self.leaf if part is None else self.leaf[part.number]
 
@@ -275,7 +263,7 @@ class FSDPParam:
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the shard. In a stack that has a gradient none is missing, but zero."""
+        """Gradient of the shard; zeros in a stack of which only other slices have one."""
         part, grad = self.slots.part, self.leaf.grad
         return grad if part is None or grad is None else grad[part.number]
 
@@ -297,32 +285,25 @@ class FSDPParam:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the shard has the shape of whole rows of its member's dim."""
+        """Whether the shard has the shape of whole rows."""
         return len(self.shard_shape) > 1
 
-    def as_shard(self, rows: Tensor) -> Tensor:
-        """As many elements as a shard has, cut along the first dim, in its shape."""
+    def as_shard(self, rows: Tensor, *length: int) -> Tensor:
+        """Return the elements of a shard in its shape; with ``length``, of so many shards."""
         if self.packing.dim:
-            return self.packing.from_rows(rows)
-        return ops.shaped(rows, self.shard_shape)
-
-    def all_as_shards(self, rows: Tensor) -> Tensor:
-        """``as_shard`` of each of what has a first dim more."""
-        if self.packing.dim:
-            return self.packing.all_from_rows(rows)
-        return ops.shaped(rows, (len(rows), *self.shard_shape))
+            return self.packing.from_rows(rows, *length)
+        return ops.shaped(rows, (*length, *self.shard_shape))
 
     def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
-        """``rank``'s shard of full members, in the shape of the shard, on their device."""
+        """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
         rows = [self.packing.in_rows(tensor) for tensor in full]
         return self.as_shard(slice_of(rows, self.packing.layout, rank))
 
-    def unshard(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
-        """Point the owners at the full tensors, one per member in order.
+    def to_unsharded(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
+        """Point the modules at unsharded tensors; call ``check_owners`` before.
 
         Args:
-            full: the tensors. Whether something else was put in their place is for the caller to
-                check before.
+            full: one for each original.
             idle: no forward is about to use them, so one that another unit runs keeps its own.
         """
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
@@ -342,8 +323,11 @@ class FSDPParam:
         return [tensor for tensor in held if tensor is not None]
 
     def take_memory(self, *, has_values: bool) -> None:
-        """The owners hold what the user has put in place of a shard on the meta device: that is the
-        shard from now on. Without values, it acts as the full parameter for whoever gives it some.
+        """Take what the user has put in place of a shard on the meta device as the shard.
+
+        Args:
+            has_values: whether it is complete; if not, it acts as the unsharded parameter for
+                whoever initializes it.
 
         Raises:
             ValueError: if it has another shape.
@@ -375,7 +359,7 @@ class FSDPParam:
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:
-        """While the members are attributes, a flat shard need not be one."""
+        """Take a flat shard off its module inside the block, while the originals are attributes."""
         if self._home is None:
             yield
             return
@@ -385,8 +369,8 @@ class FSDPParam:
         finally:
             self._home._parameters[self.key] = self.leaf
 
-    def reshard(self) -> None:
-        """Point the owners back at the shard (of a flat shard: take the members away)."""
+    def to_sharded(self) -> None:
+        """Point the modules back at the leaf (of a flat shard: take the originals away)."""
         self._move(ParamState.UNSHARDED, ParamState.SHARDED)
         full, self._full = self._full, []
         for member, tensor in zip(self.members, full, strict=True):
@@ -394,7 +378,7 @@ class FSDPParam:
                 self.slots.hide(owner, tensor)
 
     def check_owners(self) -> None:
-        """Raise ValueError if an owner does not hold what it should: a parameter that the user put
+        """Raise ValueError if a module does not hold what it should: a parameter that the user put
         in its place would silently be dropped."""
         if self.state is not ParamState.SHARDED:
             return

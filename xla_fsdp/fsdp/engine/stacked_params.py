@@ -1,9 +1,8 @@
-"""Shards of identical units that are kept in stacks, and the way from these to shards and back.
+"""Shards of identical units that are kept in stacks, one parameter for all units.
 
-Words: a *stack* is a leaf parameter, [length, *shape of a shard]; slice i is the shard of unit i.
-Always true: an optimizer, ``parameters()`` and ``named_parameters()`` see stacks, under the names
-of the first unit; state dicts, of models and of optimizers, know shards alone, each under its own
-name. ``shown`` and ``taken_in`` convert those of models, ``stacked_entries`` those of optimizers.
+A stack is a leaf parameter, [length, *shape of a shard]; slice i is the shard of unit i.
+Invariants: optimizers, ``parameters()`` and ``named_parameters()`` see stacks, under the names of
+the first unit; state dicts, of models and of optimizers, hold shards, each under its own name.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from xla_fsdp.distributed.xla.host import to_host
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import FSDPParam, StackPart
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.registry import known_group, known_shard, remember, remember_group
-from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter
-from xla_fsdp.fsdp.engine.tp_params import all_joined
+from xla_fsdp.fsdp.engine.registry import remember, remember_group
+from xla_fsdp.fsdp.engine.shard_parameter import ShardParameter, gather_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -32,20 +30,19 @@ if TYPE_CHECKING:
 class ShardStack(ShardParameter):
     """The leaf of several units' shards of one parameter.
 
-    Optimizers that step every element by itself need not know. Rules that look at the number of
-    dims can take ``shard_shape``.
+    Optimizers that step every element by itself need not know; others can look at ``shard_shape``.
     """
 
     is_stack = True
 
     @property
     def shard_shape(self) -> torch.Size:
-        """Shape of each of the shards."""
+        """Shape of each shard."""
         return self.shape[1:]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As of shards; the first dim is not cut."""
+        """One for each axis of the mesh; the first dim is not cut."""
         from torch.distributed.tensor import Shard  # slow to import
 
         return tuple(
@@ -54,26 +51,18 @@ class ShardStack(ShardParameter):
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """The whole parameters, stacked, on the device; see ``ShardView``."""
-        param, group = known_shard(self), known_group(self)
-        if param is None or group is None:
-            raise RuntimeError("this stack's model is gone, so who shares it is not known any more")
-        full = torch.stack(
-            [
-                all_joined(group.gather.as_stored([param], [each]), param.members)[0]
-                for each in self.detach().unbind()
-            ]
-        )
+        """Return the unsharded, global parameters as a stack, on the device."""
+        full = torch.stack([gather_like(self, each) for each in self.detach().unbind()])
         ops.compute([full])
         return full
 
 
 def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
-    """Keep these shards, one of each unit and all alike, in one stack from now on.
+    """Move the shards of one parameter of identical units into a stack.
 
     Args:
-        params: in the order of the units.
-        group: the first one's.
+        params: of each unit, in order.
+        group: of the first unit.
     """
     leaves = [param.leaf for param in params]
     stack = ShardStack(
@@ -90,11 +79,16 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     remember_group(stack, group)
 
 
+def is_stack(tensor: Tensor) -> bool:
+    """Whether it holds shards of several units."""
+    return isinstance(tensor, ShardStack)
+
+
 # ---------------------------------------------------------------- state dicts of models
 
 
 def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
-    """The shard: the leaf, or a slice of it, which is then known to stand for the parameter."""
+    """Return the shard: the leaf, or a slice of it, which is registered as the parameter's then."""
     if param.slots.part is None:
         return param.leaf
     shard = part_of(param.leaf, param.slots.part.number)
@@ -103,31 +97,25 @@ def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
     return shard
 
 
+# Slices of stacks, to the stack and the number of the slice. Of one rank's own tensors.
 _cut_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-"""Slices of stacks, to the stack and the number of the slice."""
 
 
 def part_of(stack: Tensor, number: int) -> Tensor:
-    """A slice of a stack, of parameters or what an optimizer keeps for them."""
+    """Return a slice of a stack: of parameters, or of what an optimizer keeps for them."""
     cut = stack.detach()[number]
     _cut_from[cut] = (stack, number)
     return cut
 
 
 def copy_stacks_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory. Stacks travel whole and are cut there, one transfer for all slices."""
+    """Return copies in host memory; slices of one stack are copied by one transfer."""
     known = [_cut_from.get(getattr(each, "stands_for", each)) for each in tensors]
-    places = [place or (each, None) for place, each in zip(known, tensors, strict=True)]
-    whole = {id(source): source for source, _ in places}
+    sources = [found or (each, None) for found, each in zip(known, tensors, strict=True)]
+    whole = {id(source): source for source, _ in sources}
     copies = dict(zip(whole, to_host(list(whole.values())), strict=True))
-    found = [(copies[id(source)], number) for source, number in places]
+    found = [(copies[id(source)], number) for source, number in sources]
     return [copy if number is None else copy[number].clone() for copy, number in found]
-
-
-def is_stack(tensor: Tensor) -> bool:
-    """Whether it holds shards of several units."""
-    return isinstance(tensor, ShardStack)
 
 
 def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
@@ -144,30 +132,33 @@ def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
             state.update((prefix + name, shard) for name in param.members[0].names)
 
 
-def taken_in(
+def stack_loaded_shards(
     shards: Iterable[NamedShard], state: dict[str, Any], prefix: str, missing: list[str]
 ) -> None:
-    """Make stacks of the shards in a state dict that is to be loaded.
+    """Replace the shards of stacked units by stacks, in a state dict that is to be loaded.
 
     Args:
         shards: of the module that loads it; others in their stacks, and those that are missing,
             keep their values.
         state: with names that begin with ``prefix``, and shards that fit.
         prefix: of the module.
-        missing: takes the names that are missing.
+        missing: gets the names that are missing.
     """
-    together: dict[int, list[NamedShard]] = defaultdict(list)
+    stacks: dict[ShardStack, list[NamedShard]] = defaultdict(list)
     for shard in shards:
         if shard.param.slots.part is not None:
-            together[id(shard.param.leaf)].append(shard)
-    for parts in together.values():
-        _take_in(parts, state, prefix, missing)
+            stacks[cast(ShardStack, shard.param.leaf)].append(shard)
+    for stack, parts in stacks.items():
+        _take_in(stack, parts, state, prefix, missing)
 
 
 def _take_in(
-    parts: Sequence[NamedShard], state: dict[str, Any], prefix: str, missing: list[str]
+    leaf: ShardStack,
+    parts: Sequence[NamedShard],
+    state: dict[str, Any],
+    prefix: str,
+    missing: list[str],
 ) -> None:
-    leaf = parts[0].param.leaf
     given: dict[int, Tensor] = {}
     first: list[str] = []  # names under which torch will look for the stack
     for shard in parts:
@@ -189,7 +180,7 @@ def _take_in(
 
 
 def _merged(stack: Tensor, given: Mapping[int, Tensor]) -> Tensor:
-    """A stack with some slices in the place of its own; on their device if it is all of them."""
+    """Return a stack with the given slices; on their device if these are all."""
     slices = [given.get(n, own) for n, own in enumerate(stack.unbind())]
     devices = {each.device for each in slices}
     device = stack.device if len(devices) > 1 else slices[0].device

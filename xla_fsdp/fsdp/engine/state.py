@@ -1,32 +1,23 @@
-"""The forward of all parts of a unit, from the gather of its parameters until they are freed.
+"""One FSDP unit: gather before its forward and backward, reduce-scatter after its backward.
 
-Words: a *part* is one of the modules whose forwards the unit runs; a *span* is a forward of all of
-them, from the first one's gather to the end of the last one.
-Always true: a unit is in one span at most; when a span ends, nothing that autograd has saved of its
-forward keeps a full parameter alive, unless parameters live until backward.
-What is computed inside is ``unit``'s business.
+``run`` is the forward; the methods under "backward" are called by the autograd nodes that ``run``
+adds to the graph, in the order of the file.
 
-What a unit does in backward: gather, reduce, free; and what its autograd nodes ask for.
+``FSDPContext`` is what all units of one model share: the order of gathers, and the clean-up.
 
-The nodes by which backward comes here are in ``unit_nodes``.
-Words: see ``backward``; a unit *opens* when its modules get full parameters for backward.
-Always true: a unit gathers once the gradients of its outputs, and all pending work, are there, and
-closes when the last node of its forward call has run. Barriers tie every gather to what comes
-before it; without them XLA is free to merge the second gather into the first.
-The forward is left to ``unit``.
-
-One unit's forward: gather, compute, free; and what users ask of the unit.
-
-Words: see ``unit_span``; parameters are *ahead* when they were gathered before their unit's turn.
-Always true: outside a span and an open backward a unit holds no full parameter, unless the user
-asked for it (``unshard``), so shards are the only truth for optimizers, state dicts and the next
-forward.
-Backward is left to ``unit_backward``, what the modules hold to ``full_params``.
+Invariants: outside a forward and an open backward a unit holds no unsharded parameter unless the
+user asked for it, so shards are the only truth for optimizers, state dicts and the next forward.
+When a backward pass ends, no unit holds what the pass gathered; a pass that raised leaves some
+behind until ``abandon``, which every forward and every look at the parameters calls first.
+Barriers tie every gather to what comes before it; without them XLA is free to merge the second
+gather into the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,98 +26,582 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
-from xla_fsdp.distributed.pytree import map_tensors, tensors_in
+from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
-    Enter,
-    Exit,
     ForwardCall,
-    arrive,
+    PostBackward,
+    PreBackward,
+    SavedParams,
+    connect,
+    on_device,
     present,
-    through,
-    unshard,
+    reduce_early,
 )
-from xla_fsdp.fsdp.engine.backward_pass import BackwardPass, current_pass, running, running_units
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.reduce_scatter import Sums
-from xla_fsdp.fsdp.engine.saved_tensors import SavedParams
-from xla_fsdp.fsdp.engine.unsharded_params import FullParams, ShardedState, UnitSettings, prefetch
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
+from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
+
+
+def current_pass() -> int:
+    """Return the number of the backward pass that the calling thread runs, or -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+class _Running(threading.local):
+    """The units whose forward the current thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.units: list[FSDPState] = []
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(unit: FSDPState) -> Iterator[None]:
+    """Count ``unit`` among those whose forward runs, inside the block."""
+    _running.units.append(unit)
+    try:
+        yield
+    finally:
+        _running.units.remove(unit)
+
+
+def running_units() -> list[FSDPState]:
+    """Return the units whose forward the calling thread is in, outermost first."""
+    return list(_running.units)
+
+
+class PrefetchGate:
+    """The tensors that the next gather waits for: all that went into the unit before.
+
+    One unit behind, a gather can travel while the unit before it computes, and no more than two
+    units' parameters are in memory at once.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Tensor] = []
+
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Remember ``tensors``; return those of the call before, or these if there are none."""
+        last, self._last = self._last, list(tensors)
+        return last or self._last
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Let the next gather wait for the results of a loop: nothing travels under a loop."""
+        self._last = list(tensors)
+
+    def clear(self) -> None:
+        """Forget all; tensors that stay alive would become outputs of the program."""
+        self._last = []
+
+
+class FSDPContext:
+    """Pending tensors and gathered units of one tree; its root makes it.
+
+    *Pending* tensors (reduced gradients, gradients of inputs, stepped shards) must be computed
+    before the next gather may start, so that two units' parameters are not in memory at once.
+
+    Args:
+        sync_on_end: run what has been traced when a backward pass is over.
+
+    Attributes:
+        is_last: False if more passes follow before the gradients are used; what is pending at the
+            end of a pass then stands before the first gather of the next.
+    """
+
+    def __init__(self, *, sync_on_end: bool = False) -> None:
+        self.pending: list[Tensor] = []
+        self.forward_gate, self.backward_gate = PrefetchGate(), PrefetchGate()
+        self.is_last = True
+        # Units with gradients left by no_sync. A list, as all ranks must go in the same order.
+        self.unreduced: list[FSDPState] = []
+        self._sync_on_end = sync_on_end
+        self._unused: list[FSDPState] = []  # hold parameters for a forward that may not come
+        # By number of the pass: reentrant checkpoints run passes inside passes.
+        self._unsharded_in: dict[int, list[FSDPState]] = {}
+
+    # ------------------------------------------------------------ order of gathers
+
+    def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a gather in backward waits for, for a computation that begins with
+        ``tensors``. The caller puts both behind a barrier."""
+        pending, self.pending = self.pending, []
+        return self.backward_gate.swap([*tensors, *pending])
+
+    def fence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a loop that begins with ``tensors`` waits for: all that is pending. What the
+        loop does not consume would be alive as long as it runs."""
+        pending, self.pending = self.pending, []
+        self.backward_gate.clear()
+        return [*tensors, *pending]
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """Make ``tensor`` pending, if a unit of this tree takes part in the current pass: else
+        nothing would forget it."""
+        if current_pass() in self._unsharded_in:
+            self.pending.append(tensor)
+
+    # ------------------------------------------------------------ clean-up
+
+    def reshard_at_end(self, unit: FSDPState) -> None:
+        """Free what ``unit`` has gathered at the latest when the current backward pass ends."""
+        self.watch()
+        self._unsharded_in[current_pass()].append(unit)
+
+    def watch(self) -> None:
+        """See to it that the clean-up runs when the current backward pass is over."""
+        number = current_pass()
+        if number not in self._unsharded_in:
+            self._unsharded_in[number] = []
+            Variable._execution_engine.queue_callback(partial(self._end, number))
+
+    def mark_unused(self, unit: FSDPState) -> None:
+        """Free what ``unit`` holds when the forwards are over, unless it is used by then."""
+        if unit not in self._unused:
+            self._unused.append(unit)
+
+    def mark_used(self, unit: FSDPState) -> None:
+        """Take ``mark_unused`` back: the unit runs now."""
+        if unit in self._unused:
+            self._unused.remove(unit)
+
+    def free_unused(self) -> None:
+        """Free what units hold that were marked as unused."""
+        units, self._unused = self._unused, []
+        for unit in units:
+            unit.free_unused()
+
+    def abandon(self) -> None:
+        """Forget passes that ended by an exception, and free what they have gathered. Does nothing
+        inside a pass."""
+        if current_pass() != -1:
+            return
+        if not running_units():
+            self.free_unused()
+        if not self._unsharded_in:
+            return
+        leftover, self._unsharded_in = self._unsharded_in, {}
+        self._forget()
+        for units in leftover.values():
+            for unit in units:
+                unit.reshard_after_pass()
+
+    def _end(self, number: int) -> None:
+        for unit in self._unsharded_in.pop(number, []):
+            unit.reshard_after_pass()
+        if self._unsharded_in:
+            return
+        # Of units that a synchronized pass did not touch, but an earlier one under no_sync did.
+        for unit in list(self.unreduced):
+            unit.reduce_unreduced()
+        self.free_unused()
+        if not self.is_last:
+            return
+        self._forget()
+        if self._sync_on_end:
+            ops.sync()
+
+    def _forget(self) -> None:
+        self.pending.clear()
+        self.backward_gate.clear()
+
+
+class StateRef:
+    """A weak reference to a state that another one names: those that name each other would be
+    freed some time later, with their parameters. Copied and pickled, it names the copy."""
+
+    def __init__(self, unit: FSDPState | None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(self) -> FSDPState | None:
+        """Return the state, or None if it is gone."""
+        return None if self._unit is None else self._unit()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateRef, (self(),)
+
+
+@dataclass
+class FSDPSettings:
+    """What users may change between steps; what was asked for at first is in ``FSDPConfig``.
+
+    Args:
+        reshard_after_forward: free unsharded parameters between forward and backward.
+        keeps_larger: keep larger shards between them.
+        keeps_on_root: hold unsharded parameters until backward, where the unit is a root.
+        reshard_after_backward: free unsharded parameters after backward.
+        unshard_in_backward: gather for backward without being asked.
+        sync_gradients: reduce gradients in backward.
+        is_last_backward: no further pass adds to the gradients before the step.
+        forward_prefetch: units to gather no later than this one, in forward.
+        backward_prefetch: the same in backward.
+        is_root: whether the unit is in no other one.
+    """
+
+    reshard_after_forward: bool
+    keeps_larger: bool
+    keeps_on_root: bool
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    sync_gradients: bool = True
+    is_last_backward: bool = True
+    forward_prefetch: list[StateRef] = field(default_factory=list)
+    backward_prefetch: list[StateRef] = field(default_factory=list)
+    is_root: bool = True
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether unsharded parameters are freed between forward and backward."""
+        if self.is_root and self.keeps_on_root:
+            return False
+        return self.reshard_after_forward
+
+    @property
+    def keeps_larger_shards(self) -> bool:
+        """Whether backward gathers from larger shards."""
+        return self.keeps_larger and self.reshards_after_forward
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward gathers from the shards."""
+        return self.reshards_after_forward and not self.keeps_larger
 
 
 @dataclass
 class ForwardPass:
-    """One forward of all parts of a unit."""
+    """One forward of all modules of a unit, from the gather until the parameters are freed.
+
+    Args:
+        call: of the first module.
+        for_backward: what the unit keeps of its parameters until backward.
+        saved: what autograd saves of the forward.
+        running: numbers of the modules whose forward runs.
+        done: numbers of those that are done.
+    """
 
     call: ForwardCall
-    kept: list[Tensor]  # for backward
+    for_backward: list[Tensor]
     saved: SavedParams
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
 
 
-class ForwardPasses:
-    """The spans of a unit, one after the other.
+class FSDPState:
+    """Run a module's forward with gathered parameters, and its backward likewise.
 
     Args:
-        group: the unit's parameters.
-        params: what the modules hold.
+        group: the unit's parameters; it may have none.
+        config: the unit's options.
         device: this rank's XLA device.
+        parts: number of modules whose parameters are gathered and freed together.
 
     Attributes:
-        current: the span that the unit is in.
+        settings: what may be changed between steps.
+        context: what the tree of units shares; the unit's own until it joins one.
     """
 
-    def __init__(self, group: FSDPParamGroup, params: FullParams, device: torch.device) -> None:
-        self.current: ForwardPass | None = None
-        self._group = group
-        self._params = params
+    def __init__(
+        self, group: FSDPParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
+    ) -> None:
+        self.group = group
+        self.config = config
+        self.device = device
+        self.parts = parts
+        self.settings = FSDPSettings(
+            reshard_after_forward=config.frees_after_forward,
+            keeps_larger=group.smaller is not None,
+            keeps_on_root=config.disable_reshard_on_root,
+        )
+        self.context = FSDPContext(sync_on_end=config.sync_on_finalization)
+        self._forward: ForwardPass | None = None
+        self._unsharded_in = -1  # the backward pass that gathered what the modules hold
         self._dummy = torch.zeros(1, device=device)
 
-    def begin(self, span: ForwardPass, full: list[Tensor]) -> ForwardPass:
-        """Let the modules compute with ``full``."""
-        self._params.show(full, ShardedState.FORWARD)
-        self.current = span
-        return span
+    def join(self, root: FSDPState) -> None:
+        """Become a part of the tree of units under ``root``."""
+        self.settings.is_root = False
+        self.context = root.context
 
-    def end_forward(self) -> None:
-        """The last part is done: let the modules hold shards again.
+    @property
+    def state(self) -> ShardedState:
+        """What the modules hold."""
+        return self.group.sharded_state
+
+    # ------------------------------------------------------------ at the user's request
+
+    def prefetch(self, before: Sequence[Tensor] = ()) -> None:
+        """Gather the parameters now, once ``before`` are computed, for the next forward or backward
+        to use."""
+        self.group.prefetch(
+            before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
+        )
+
+    def unshard(self) -> None:
+        """Let the modules hold unsharded parameters until the next forward, backward or
+        ``reshard``. They are connected to the shards: what is computed with them has gradients."""
+        self.context.abandon()
+        if self.state is ShardedState.SHARDED and self.group.params:
+            self.prefetch()
+            found = self.group.take_prefetched()
+            call = self._new_call(recomputed=False)
+            unsharded = connect(call, [] if found is None else found.params)
+            self.group.to_unsharded(unsharded, ShardedState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Undo ``unshard`` and ``prefetch``."""
+        self.group.reshard()
+
+    @contextlib.contextmanager
+    def summoned(self, unsharded: list[nn.Parameter]) -> Iterator[None]:
+        """Let the modules hold these leaf parameters inside the block, in place of shards.
+
+        Raises:
+            RuntimeError: if they hold other unsharded parameters at the time.
+        """
+        self.context.abandon()
+        with self.group.summoned(unsharded):
+            yield
+
+    @contextlib.contextmanager
+    def computing_with(self, unsharded: list[Tensor]) -> Iterator[None]:
+        """Let the modules hold these parameters inside the block, for a forward that is traced
+        apart from the program around it."""
+        self.refuse_run()
+        self.reshard()
+        self.group.to_unsharded(unsharded, ShardedState.FORWARD)
+        try:
+            yield
+        finally:
+            self.group.to_sharded()
+
+    # ------------------------------------------------------------ forward
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
+        """Return ``forward(*args, **kwargs)``, computed with the parameters gathered.
+
+        Args:
+            forward: of one of the unit's modules.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            part: number of the module.
+
+        Raises:
+            ValueError: if the forward changed a parameter in place.
+            RuntimeError: see ``refuse_run``.
+        """
+        if self._forward is not None and part in self._forward.running:  # the module calls itself
+            return forward(*args, **kwargs)
+        self.refuse_run()
+        call = self._begin_call(part)
+        given = tensors_in((args, kwargs))
+        inputs, before = self._tie_inputs(call, [self.cast_input(tensor) for tensor in given])
+        versions = [_version(tensor) for tensor in inputs]
+        args, kwargs = replace_tensors((args, kwargs), inputs)
+        compute = self._recompute if call.recomputed else self._compute
+        result = compute(call, part, before, lambda: forward(*args, **kwargs))
+        _write_back(given, inputs, versions)
+        self._end_call()
+        return result
+
+    def refuse_run(self) -> None:
+        """Raise RuntimeError where the parameters are not to be computed with."""
+        if self.state is ShardedState.SUMMONED:
+            raise RuntimeError(
+                "an FSDP unit was called inside summon_full_params, where its parameters are not "
+                "connected to the shards that are trained. Call it outside of the block"
+            )
+        on_meta = [param.key for param in self.group.params if param.leaf.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                f"{', '.join(on_meta)}: on the meta device, without values. Give them memory by "
+                f"model.to_empty(device=torch_xla.device()), then values by your own "
+                f"initialization or load_state_dict"
+            )
+
+    def cast_input(self, tensor: Tensor) -> Tensor:
+        """Return an input in the dtype that the unit computes with."""
+        return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
+
+    def cast_output(self, tensor: Tensor) -> Tensor:
+        """Return an output in the dtype that the unit returns."""
+        return _cast(tensor, self.config.output_dtype)
+
+    def _new_call(self, *, recomputed: bool) -> ForwardCall:
+        reshards = self.settings.reshards_after_forward
+        return ForwardCall(self, recomputed=recomputed, reshards=reshards)
+
+    def _begin_call(self, part: int) -> ForwardCall:
+        """Go on with a forward pass of several modules, or begin anew."""
+        self.context.mark_used(self)
+        if self._forward is not None and part in self._forward.done:
+            self._end_forward()
+        if self._forward is None:
+            self.context.abandon()
+        recomputed = current_pass() != -1
+        if self._forward is not None and not recomputed:
+            return self._forward.call
+        return self._new_call(recomputed=recomputed)
+
+    def _end_call(self) -> None:
+        if self._forward is not None:
+            self.context.mark_unused(self)
+        if not running_units():
+            self.context.forward_gate.clear()
+            if self.settings.is_root and self._forward is None and current_pass() == -1:
+                self.context.free_unused()
+
+    def _tie_inputs(
+        self, call: ForwardCall, inputs: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the inputs, those on the device as results of a ``PostBackward`` node, and what
+        the gather that comes next has to wait for."""
+        lazy = [tensor for tensor in inputs if on_device(tensor)]
+        with torch.no_grad():
+            ready, before = self._ordered(lazy, recomputed=call.recomputed)
+        tied = iter(PostBackward.apply(call, ready, *lazy))
+        return [next(tied) if on_device(tensor) else tensor for tensor in inputs], before
+
+    def _ordered(
+        self, inputs: list[Tensor], *, recomputed: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the inputs as tensors of their own, each available only once all of them are, and
+        what the next gather has to wait for."""
+        if recomputed:
+            return [tensor.clone() for tensor in inputs], self._before(inputs)
+        if not self.config.optimization_barrier_in_forward:
+            _prefetch(self.settings.forward_prefetch, [])
+            return [tensor.clone() for tensor in inputs], []
+        before = self.context.forward_gate.swap(inputs)
+        _prefetch(self.settings.forward_prefetch, before)
+        return ops.barrier(inputs), before
+
+    def _compute(
+        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
+    ) -> Any:
+        """The original forward."""
+        current = self._forward or self._begin_forward(call, before)
+        current.running.add(part)
+        try:
+            hooks = current.saved.hooks() if current.call.reshards else nullcontext()
+            with running(self), hooks:
+                outputs = forward()
+        except BaseException:
+            self._drop_forward()
+            raise
+        current.running.discard(part)
+        current.done.add(part)
+        if len(current.done) < self.parts:
+            return self._tie_outputs(call, outputs, current.for_backward)
+        self._to_sharded_after_forward()
+        outputs = self._tie_outputs(call, outputs, current.for_backward)
+        self._end_forward()
+        return outputs
+
+    def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
+        unsharded, larger = self._unshard_for_forward(before)
+        unsharded = connect(call, unsharded)
+        if self.settings.is_root:
+            unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
+        saved = SavedParams(unsharded, self.unsharded_for_saved)
+        self.group.to_unsharded(unsharded, ShardedState.FORWARD)
+        for_backward = larger if call.reshards else unsharded
+        self._forward = ForwardPass(call, for_backward, saved)
+        return self._forward
+
+    def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return unsharded parameters, and the larger shards that backward is to gather from."""
+        group = self.group
+        if group.holds_current:
+            return group.copies(), []
+        if found := group.take_prefetched():
+            return found.params, found.post_forward_shards
+        self.reshard()
+        again, larger = current_pass() != -1, self.settings.keeps_larger_shards
+        gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
+        return gathered.params, gathered.post_forward_shards
+
+    def _tie_outputs(self, call: ForwardCall, outputs: Any, for_backward: list[Tensor]) -> Any:
+        """Return the outputs in the dtype that the unit returns, those on the device as results of
+        a ``PreBackward`` node, which saves ``for_backward``."""
+        given = tensors_in(outputs)
+        lazy = [tensor for tensor in given if on_device(tensor)]
+        with torch.no_grad():
+            tie = self.config.optimization_barrier_in_forward
+            ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
+        tied = iter(PreBackward.apply(call, ready, len(for_backward), *for_backward, *lazy))
+        found = [next(tied) if on_device(tensor) else tensor for tensor in given]
+        return replace_tensors(outputs, [self.cast_output(tensor) for tensor in found])
+
+    def _recompute(
+        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
+    ) -> Any:
+        """The same forward again, for a checkpoint, inside a backward pass.
+
+        What it gathers stays for the backward that follows, which thus needs no gather of its own.
+        """
+        group = self.group
+        if group.sharded_state is ShardedState.SHARDED:
+            self._unshard_until_end_of_pass(group.unshard_again(before, []))
+        for_backward, versions = group.unsharded, group.unsharded_versions
+        unsharded = connect(call, group.copies())
+        saved = SavedParams(unsharded, self.unsharded_for_saved)
+        group.to_unsharded(unsharded, ShardedState.BACKWARD, versions=versions)
+        try:
+            with saved.hooks() if call.reshards else nullcontext():
+                outputs = forward()
+        finally:
+            group.to_unsharded(for_backward, ShardedState.BACKWARD, idle=True, versions=versions)
+            saved.forget()
+        return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
+
+    # ------------------------------------------------------------ the end of a forward
+
+    def _to_sharded_after_forward(self) -> None:
+        """The last module is done: let the modules hold shards again.
 
         Raises:
             ValueError: if the forward has changed a parameter in place.
         """
-        if self.current is None or self._params.state is not ShardedState.FORWARD:
+        if self._forward is None or self.state is not ShardedState.FORWARD:
             return
-        self._params.hide()
-        if changed := self.current.saved.changed_in_place():
-            self.current = None
-            raise self._lost(changed)
+        self.group.to_sharded()
+        if changed := self._forward.saved.changed_in_place():
+            self._forward = None
+            raise self._changed_in_place(changed)
 
-    def end(self) -> None:
-        """Free the parameters, unless they live until backward. Raises as ``end_forward`` does."""
-        self.end_forward()
-        span, self.current = self.current, None
-        if span is None:
+    def _end_forward(self) -> None:
+        """Free the parameters, unless they live until backward."""
+        self._to_sharded_after_forward()
+        current, self._forward = self._forward, None
+        if current is None:
             return
-        if span.call.reshards:
-            span.saved.release(self._dummy)
+        if current.call.reshards:
+            current.saved.release(self._dummy)
         else:
-            span.saved.forget()
+            current.saved.forget()
 
-    def end_idle(self) -> None:
-        """End a span that some parts have not taken part in."""
-        if self.current is not None and not self.current.running:
-            self.end()
+    def _end_idle_forward(self) -> None:
+        """End a forward that some modules have not taken part in."""
+        if self._forward is not None and not self._forward.running:
+            self._end_forward()
 
-    def drop(self) -> None:
-        """End it after an exception."""
-        self.current = None
-        if self._params.state is ShardedState.FORWARD:
-            self._params.hide()
+    def _drop_forward(self) -> None:
+        """End the forward after an exception."""
+        self._forward = None
+        if self.state is ShardedState.FORWARD:
+            self.group.to_sharded()
 
-    def _lost(self, changed: list[int]) -> ValueError:
-        members = [member for param in self._group.params for member in param.members]
+    def free_unused(self) -> None:
+        """Free what was gathered for a forward and is not needed any more."""
+        self.group.drop_prefetched()
+        self._end_idle_forward()
+
+    def _changed_in_place(self, changed: list[int]) -> ValueError:
+        members = [member for param in self.group.params for member in param.members]
         names = ", ".join(members[index].names[0] for index in changed)
         return ValueError(
             f"{names} was changed in place in the forward of its FSDP unit. The change would be "
@@ -134,87 +609,146 @@ class ForwardPasses:
             f"shards. Compute with a changed copy instead, or change it outside the forward."
         )
 
+    # ------------------------------------------------------------ backward
 
-class UnitBackward:
-    """The half of a unit that the autograd graph holds on to.
+    def pre_backward(
+        self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gather the parameters once the gradients of the outputs, and all pending work, are there.
 
-    Args:
-        group: the unit's parameters.
-        config: the unit's options.
-        settings: what was changed since.
-        params: what the modules hold.
-        spans: forwards of the unit.
-    """
+        Args:
+            call: whose outputs these are.
+            saved: the parameters themselves, or larger shards, where the unit has kept such.
+            grads: of the outputs.
 
-    def __init__(
-        self,
-        group: FSDPParamGroup,
-        config: FSDPConfig,
-        settings: UnitSettings,
-        params: FullParams,
-        spans: ForwardPasses,
-    ) -> None:
-        self.group = group
-        self.config = config
-        self.settings = settings
-        self._params = params
-        self._spans = spans
-        self._opened_in = -1  # the backward pass that gathered what the modules hold
+        Returns:
+            The gradients, likewise tied.
 
-    # ------------------------------------------------------------ full parameters
+        Raises:
+            RuntimeError: if shards were changed since the forward.
+        """
+        settings = self.settings
+        self.context.watch()
+        if call.reshards:
+            refuse_changed(call.versions, self.group.versions)
+        call.restart(current_pass())
+        self._end_idle_forward()
+        closed = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
+        if closed and self.group.params and (settings.unshard_in_backward or not call.reshards):
+            before = self._before(present(grads))
+            if saved and not call.reshards:
+                self._hold_until_end_of_pass(list(saved), call.versions)
+            else:
+                self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
+            _prefetch(settings.backward_prefetch, before, in_backward=True)
+        return self._tie_grads(grads)
 
-    def ensure_open(self) -> None:
-        """Gather the parameters for backward, unless the modules hold full ones already."""
-        if self._params.state is ShardedState.SHARDED:
-            self.open(self._params.for_backward(self._before([])))
+    def unsharded_for_saved(self) -> list[Tensor]:
+        """Return the parameters for a saved-tensor reference, which may be asked for before any
+        output's gradient has come by (a side channel such as a loss kept on the module)."""
+        self.ensure_unsharded()
+        return self.group.unsharded
 
-    def open(self, gathered: Callable[[], list[Tensor]]) -> None:
-        """Let the modules hold what ``gathered`` returns, until the backward pass is over."""
-        # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
-        with torch.enable_grad():
-            call = ForwardCall(self, recomputed=False)
-            self._open_with(unshard(call, gathered), call.versions)
+    def ensure_unsharded(self) -> None:
+        """Gather the parameters for backward, unless the modules hold such already."""
+        if self.state is ShardedState.SHARDED:
+            before = self._before([])
+            self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
 
-    def close(self) -> None:
+    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
+        """Reduce the gradient of original parameter ``number`` ahead of the rest, if that makes no
+        collective more; if not, return it."""
+        self.context.watch()
+        if not self.settings.sync_gradients or not self.group.reduces_plainly:
+            return grad
+        found = self.group.reduction.scatter_alone(number, grad)
+        if found is None:
+            return grad
+        call.reduced_early.update(found)
+        self.context.pending.extend(found.values())
+        return None
+
+    def reduce_grads(
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
+    ) -> list[Tensor | None]:
+        """Return gradient shards; none while gradients are not synchronized.
+
+        Args:
+            grads: unsharded gradients, by original parameter.
+            early: what ``reduce_early`` made of others.
+        """
+        self.context.watch()
+        if not self.settings.sync_gradients:
+            self.group.leave_unreduced(grads)
+            self._remember_unreduced()
+            return [None] * len(self.group.params)
+        reduced = self.group.reduce(grads, early)
+        if self.group.has_unreduced:  # replicas do not add yet
+            self._remember_unreduced()
+        self.context.pending.extend(reduced.sums)
+        return reduced.grads
+
+    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs, on their way to the unit before."""
+        self.context.watch()
+        ready = self._tie_grads(grads)
+        self.context.pending.extend(present(ready))
+        return ready
+
+    def post_backward(self, call: ForwardCall) -> None:
+        """Free the parameters: all gradients of one forward call are computed.
+
+        A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
+        needs them.
+        """
+        if call.recomputed or self._unsharded_in == current_pass():
+            self.reshard_after_pass()
+
+    def reshard_after_pass(self) -> None:
         """Free what was gathered for backward."""
-        if self._params.state is not ShardedState.BACKWARD:
+        if self.state is not ShardedState.BACKWARD:
             return
         if self.settings.reshard_after_backward:
-            self._params.hide()
+            self.group.to_sharded()
         else:
-            full = [tensor.detach() for tensor in self._params.full]
-            self._params.show(full, ShardedState.UNSHARDED, versions=self._params.versions)
+            unsharded = [tensor.detach() for tensor in self.group.unsharded]
+            versions = self.group.unsharded_versions
+            self.group.to_unsharded(unsharded, ShardedState.UNSHARDED, versions=versions)
 
-    def full_for_saved(self) -> list[Tensor]:
-        """Full parameters for a saved-tensor reference, which may be asked for before any output's
-        gradient has come by (a side channel such as a loss kept on the module)."""
-        self.ensure_open()
-        return self._params.full
+    def reduce_unreduced(self) -> None:
+        """Reduce gradients left by ``no_sync``, where no backward has done so since."""
+        if not self.settings.sync_gradients or self.group.waits_for_replicas:
+            return
+        self.context.unreduced.remove(self)
+        if self.group.has_unreduced:
+            with torch.no_grad():
+                self.group.accumulate(self.group.reduce([]).grads)
 
-    def end_forward(self) -> None:
-        """Free what was gathered for a forward and is not needed any more."""
-        self._params.drop_ahead()
-        self._spans.end_idle()
+    def _remember_unreduced(self) -> None:
+        if self not in self.context.unreduced:
+            self.context.unreduced.append(self)
 
-    def _open_with(self, full: list[Tensor], versions: list[int]) -> None:
-        self._params.show(full, ShardedState.BACKWARD, idle=True, versions=versions)
-        self._opened_in = current_pass()
-        self.settings.backward.open(self)
+    def _unshard_for_backward(
+        self, before: list[Tensor], post_forward_shards: Sequence[Tensor]
+    ) -> list[Tensor]:
+        group = self.group
+        if group.holds_current:
+            return group.copies()
+        if found := group.take_prefetched():
+            return found.params
+        return group.unshard_again(before, post_forward_shards)
 
-    # ------------------------------------------------------------ order
+    def _unshard_until_end_of_pass(self, unsharded: list[Tensor]) -> None:
+        """Let the modules hold these gathered parameters until the backward pass is over."""
+        # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
+        with torch.enable_grad():
+            call = self._new_call(recomputed=False)
+            self._hold_until_end_of_pass(connect(call, unsharded), call.versions)
 
-    def tie(self, tensors: Sequence[Tensor], *, recomputed: bool) -> tuple[list[Tensor], list]:
-        """``tensors``, each available only once all of them are, and what the gather that comes
-        next has to wait for."""
-        settings = self.settings
-        if recomputed:
-            return [tensor.clone() for tensor in tensors], self._before(tensors)
-        if not self.config.optimization_barrier_in_forward:
-            prefetch(settings.forward_prefetch, [])
-            return [tensor.clone() for tensor in tensors], []
-        before = settings.backward.forward_gate.swap(tensors)
-        prefetch(settings.forward_prefetch, before)
-        return ops.barrier(tensors), before
+    def _hold_until_end_of_pass(self, unsharded: list[Tensor], versions: list[int]) -> None:
+        self.group.to_unsharded(unsharded, ShardedState.BACKWARD, idle=True, versions=versions)
+        self._unsharded_in = current_pass()
+        self.context.reshard_at_end(self)
 
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
@@ -223,98 +757,10 @@ class UnitBackward:
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What a gather has to wait for in backward, for a computation that begins with
+        """Return what a gather has to wait for in backward, for a computation that begins with
         ``tensors``."""
-        before = self.settings.backward.gate(tensors)
+        before = self.context.gate(tensors)
         return before if self.config.optimization_barrier_in_backward else []
-
-    # ------------------------------------------------------------ at the nodes
-
-    def start(
-        self, call: ForwardCall, kept: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Gather the parameters (unless they are ``kept``) once the gradients of the outputs, and
-        all pending work, are there. Returns the gradients, likewise tied."""
-        settings = self.settings
-        settings.backward.watch()
-        if call.reshards:
-            refuse_changed(call.versions, self.group.versions)
-        call.restart(current_pass())
-        self._spans.end_idle()  # where some parts did not run
-        closed = self._params.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
-        if closed and self.group.params and (settings.unshard_in_backward or not call.reshards):
-            before = self._before(present(grads))
-            if kept and not call.reshards:
-                self._open_with(list(kept), call.versions)
-            else:
-                self.open(self._params.for_backward(before, kept))
-            prefetch(settings.backward_prefetch, before, in_backward=True)
-        return self._tie_grads(grads)
-
-    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
-        """Reduce the gradient of member ``number`` ahead of the rest, if that makes no collective
-        more; if not, returns it."""
-        backward = self.settings.backward
-        backward.watch()
-        if not self.settings.sync_gradients or not self.group.reduces_plainly:
-            return grad
-        found = self.group.reduction.scatter_alone(number, grad)
-        if found is None:
-            return grad
-        call.early.update(found)
-        backward.pending.extend(found.values())
-        return None
-
-    def reduce(
-        self, grads: Sequence[Tensor | None], early: Sums | None = None
-    ) -> list[Tensor | None]:
-        """Gradient shards from full gradients; none while gradients are not synchronized.
-
-        Args:
-            grads: by member.
-            early: what ``reduce_early`` made of others.
-        """
-        backward = self.settings.backward
-        backward.watch()
-        if not self.settings.sync_gradients:
-            self.group.keep(grads)
-            self._remember_kept()
-            return [None] * len(self.group.params)
-        reduced = self.group.reduce(grads, early)
-        if self.group.has_kept:  # replicas do not add yet
-            self._remember_kept()
-        backward.pending.extend(reduced.sums)
-        return reduced.grads
-
-    def leave_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs, on their way to the unit before."""
-        self.settings.backward.watch()
-        ready = self._tie_grads(grads)
-        self.settings.backward.pending.extend(present(ready))
-        return ready
-
-    def finish(self, call: ForwardCall) -> None:
-        """All gradients of one forward call are computed: free the parameters.
-
-        A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
-        needs them.
-        """
-        if call.recomputed or self._opened_in == current_pass():
-            self.close()
-
-    def reduce_kept(self) -> None:
-        """Reduce gradients that ``no_sync`` kept, where no backward has done so since."""
-        if not self.settings.sync_gradients or self.group.waits_for_replicas:
-            return
-        self.settings.backward.keeping.remove(self)
-        if self.group.has_kept:
-            with torch.no_grad():
-                self.group.accumulate(self.group.reduce([]).grads)
-
-    def _remember_kept(self) -> None:
-        keeping = self.settings.backward.keeping
-        if self not in keeping:
-            keeping.append(self)
 
 
 def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
@@ -327,222 +773,16 @@ def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
         )
 
 
-class FSDPState:
-    """Runs a module's forward with gathered parameters, and its backward likewise.
-
-    Args:
-        group: the unit's parameters; it may have none.
-        config: the unit's options.
-        device: this rank's XLA device.
-        parts: of how many modules the unit runs the forward.
-
-    Attributes:
-        settings: what may be changed between steps.
-        params: what the modules hold.
-        in_backward: the half that backward works with.
-    """
-
-    def __init__(
-        self, group: FSDPParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
-    ) -> None:
-        self.group = group
-        self.config = config
-        self.device = device
-        self.parts = parts
-        self.settings = UnitSettings(
-            BackwardPass(sync_on_end=config.sync_on_finalization),
-            reshard_after_forward=config.frees_after_forward,
-            keeps_larger=group.smaller is not None,
-            keeps_on_root=config.disable_reshard_on_root,
-        )
-        self.params = FullParams(group, self.settings)
-        self._spans = ForwardPasses(group, self.params, device)
-        self.in_backward = UnitBackward(group, config, self.settings, self.params, self._spans)
-
-    def join(self, root: FSDPState) -> None:
-        """Become a part of the tree of units under ``root``."""
-        self.settings.is_root = False
-        self.settings.backward = root.settings.backward
-
-    @property
-    def backward(self) -> BackwardPass:
-        """What the tree of units shares."""
-        return self.settings.backward
-
-    @property
-    def state(self) -> ShardedState:
-        """What the modules hold."""
-        return self.params.state
-
-    # ------------------------------------------------------------ at the user's request
-
-    def gather_ahead(self, before: Sequence[Tensor] = ()) -> None:
-        """Gather the parameters now, once ``before`` are computed, for the next forward or
-        backward to use."""
-        self.params.gather_ahead(before)
-
-    def linger(self) -> None:
-        """What was gathered ahead may not be needed: drop it when the forwards are over."""
-        self.backward.linger(self.in_backward)
-
-    def unshard(self) -> None:
-        """Let the modules hold full parameters until the next forward, backward or ``reshard``.
-        They are connected to the shards: what is computed with them has gradients."""
-        self.backward.abandon()
-        if self.state is ShardedState.SHARDED and self.group.params:
-            self.gather_ahead()
-            call = ForwardCall(self.in_backward, recomputed=False)
-            self.params.show(unshard(call, self.params.take_ahead), ShardedState.UNSHARDED)
-
-    def reshard(self) -> None:
-        """Undo ``unshard``."""
-        self.params.reshard()
-
-    @contextlib.contextmanager
-    def showing(self, full: list[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards.
-
-        Raises:
-            RuntimeError: if they hold other full parameters at the time.
-        """
-        self.backward.abandon()
-        with self.params.summoned(full):
-            yield
-
-    @contextlib.contextmanager
-    def computing_with(self, full: list[Tensor]) -> Iterator[None]:
-        """Let the modules hold these full parameters inside the block, for a forward that is traced
-        apart from the program around it."""
-        self.refuse_run()
-        self.reshard()
-        self.params.show(full, ShardedState.FORWARD)
-        try:
-            yield
-        finally:
-            self.params.hide()
-
-    # ------------------------------------------------------------ forward
-
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
-        """``forward(*args, **kwargs)``, which is that of a part, with the parameters gathered.
-
-        Raises:
-            ValueError: if the forward changed a parameter in place.
-        """
-        span = self._spans.current
-        if span is not None and part in span.running:  # the module calls itself
-            return forward(*args, **kwargs)
-        self.refuse_run()
-        call = self._begin_run(part)
-        given = map_tensors(self.cast_input, (args, kwargs))
-        inputs = through(partial(Enter.apply, call), given)
-        versions = [_version(tensor) for tensor in tensors_in(inputs)]
-        compute = self._recompute if call.recomputed else self._compute
-        result = compute(call, part, lambda: forward(*inputs[0], **inputs[1]))
-        _write_back(given, inputs, versions)
-        self._end_run()
-        return map_tensors(self.cast_output, result)
-
-    def refuse_run(self) -> None:
-        """Raise RuntimeError where the parameters are not to be computed with."""
-        if self.state is ShardedState.SUMMONED:
-            raise RuntimeError(
-                "an FSDP unit was called inside summon_full_params, where its parameters are not "
-                "connected to the shards that are trained. ForwardCall it outside of the block"
-            )
-        on_meta = [param.key for param in self.group.params if param.leaf.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                f"{', '.join(on_meta)}: on the meta device, without values. Give them memory by "
-                f"model.to_empty(device=torch_xla.device()), then values by your own "
-                f"initialization or load_state_dict"
-            )
-
-    def cast_input(self, tensor: Tensor) -> Tensor:
-        """An input, as the unit computes with it."""
-        return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
-
-    def cast_output(self, tensor: Tensor) -> Tensor:
-        """An output, as the unit returns it."""
-        return _cast(tensor, self.config.output_dtype)
-
-    def _begin_run(self, part: int) -> ForwardCall:
-        """Go on with a span of several parts, or begin anew."""
-        self.backward.stay(self.in_backward)
-        span = self._spans.current
-        if span is not None and part in span.done:
-            self._spans.end()
-        span = self._spans.current
-        if span is None:
-            self.backward.abandon()
-        recomputed = current_pass() != -1
-        return span.call if span and not recomputed else ForwardCall(self.in_backward, recomputed)
-
-    def _end_run(self) -> None:
-        spans, backward = self._spans, self.backward
-        if spans.current is not None:
-            backward.linger(self.in_backward)
-        if not running_units():
-            backward.forward_gate.clear()
-            if self.settings.is_root and spans.current is None and current_pass() == -1:
-                backward.end_forwards()
-
-    def _compute(self, call: ForwardCall, part: int, forward: Callable[[], Any]) -> Any:
-        """The original forward."""
-        before = call.take_before()
-        span = self._spans.current or self._begin_span(call, before)
-        span.running.add(part)
-        try:
-            hooks = span.saved.hooks() if span.call.reshards else nullcontext()
-            with running(self.in_backward), hooks:
-                outputs = forward()
-        except BaseException:
-            self._spans.drop()
-            raise
-        span.running.discard(part)
-        span.done.add(part)
-        if len(span.done) < self.parts:
-            return _exit(call, outputs, span.kept)
-        self._spans.end_forward()
-        outputs = _exit(call, outputs, span.kept)
-        self._spans.end()
-        return outputs
-
-    def _begin_span(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
-        kept: list[Tensor] = []
-        full = unshard(call, partial(self.params.for_forward, before, kept))
-        if self.settings.is_root:
-            full = [arrive(call, number, tensor) for number, tensor in enumerate(full)]
-        if not call.reshards:
-            kept = full
-        saved = SavedParams(full, self.in_backward.full_for_saved)
-        return self._spans.begin(ForwardPass(call, kept, saved), full)
-
-    def _recompute(self, call: ForwardCall, part: int, forward: Callable[[], Any]) -> Any:
-        """The same forward again, for a checkpoint, inside a backward pass.
-
-        What it gathers stays for the backward that follows, which thus needs no gather of its own.
-        """
-        params, before = self.params, call.take_before()
-        if params.state is ShardedState.SHARDED:
-            joined = self.group.gather.after(before, again=True)
-            self.in_backward.open(partial(self.group.gather.full, joined))
-        for_backward, versions = params.full, params.versions
-        full = unshard(call, params.copies)
-        saved = SavedParams(full, self.in_backward.full_for_saved)
-        params.show(full, ShardedState.BACKWARD, versions=versions)
-        try:
-            with saved.hooks() if call.reshards else nullcontext():
-                outputs = forward()
-        finally:
-            params.show(for_backward, ShardedState.BACKWARD, idle=True, versions=versions)
-            saved.forget()
-        return _exit(call, outputs, [] if call.reshards else full)
-
-
-def _exit(call: ForwardCall, outputs: Any, kept: list[Tensor]) -> Any:
-    """Tie the outputs; ``kept`` lives until backward."""
-    return through(partial(Exit.apply, call, len(kept), *kept), outputs)
+def _prefetch(
+    units: Sequence[StateRef], before: Sequence[Tensor], *, in_backward: bool = False
+) -> None:
+    """Gather the parameters of ``units``, which run next, once ``before`` are computed; in backward
+    only of those that gather then."""
+    for reference in units:
+        unit = reference()
+        if unit is not None and (unit.settings.gathers_in_backward or not in_backward):
+            unit.prefetch(before)
+            unit.context.mark_unused(unit)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -553,9 +793,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _write_back(given: Any, inputs: Any, versions: Sequence[int]) -> None:
-    """A forward that changes an input in place changes the caller's tensor, as without FSDP."""
-    pairs = zip(tensors_in(given), tensors_in(inputs), versions, strict=True)
-    for original, moved, version in pairs:
-        if moved is not original and _version(moved) > version:
-            original.copy_(moved)
+def _write_back(given: Sequence[Tensor], inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Let a forward that changes an input in place change the caller's tensor, as without FSDP."""
+    for tensor, moved, version in zip(given, inputs, versions, strict=True):
+        if moved is not tensor and _version(moved) > version:
+            tensor.copy_(moved)

@@ -1,170 +1,123 @@
-"""Make a unit of a module: check it, give it values, cut its parameters, move its buffers.
-
-Always true: everything is checked before anything is changed, as far as it can be known by then.
-What the options mean is said in ``fully_sharded``; the work is done by ``meta_init``, ``ownership``
-and ``unit``.
-"""
+"""The steps by which both doors make a unit of the modules that it manages."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from xla_fsdp.distributed.broadcast import broadcast_
-from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
+from xla_fsdp.distributed.collectives import Collectives, broadcast_
 from xla_fsdp.distributed.groups import Communication, communication_for
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.chunked.runners import runner_for
+from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.module_state import ForwardOverride, ModuleState, is_unit
+from xla_fsdp.fsdp.engine.module_state import ModuleState
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
-from xla_fsdp.fsdp.init.meta_init import materialize
-from xla_fsdp.fsdp.init.shard_params import move_buffers, shard_own_parameters
-from xla_fsdp.wrap import Ignored, has_forward, wrap_children
+from xla_fsdp.fsdp.init.shard_params import move_buffers, shard_parameters
 
 
-@dataclass(frozen=True)
-class BuiltUnit:
-    """A new unit, the original dtypes of the buffers it cast, and what runs it otherwise."""
-
-    unit: FSDPState
-    communication: Communication
-    cast_buffers: dict[str, torch.dtype]
-    runner: ForwardOverride | None
-
-    def attachment(self, part: int = 0) -> ModuleState:
-        """For the host of one of the unit's modules; the first one's names the buffers."""
-        cast = {} if part else self.cast_buffers
-        return ModuleState(self.unit, self.communication, part, cast, runner=self.runner)
-
-
-Placement = Callable[[nn.Parameter], int]
-
-"""Which dim of a parameter to cut."""
-
-
-def check_wrappable(module: nn.Module) -> None:
-    """Raise TypeError or ValueError unless ``module`` can become a unit."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
-    if is_unit(module):
-        raise ValueError(
-            "this module is sharded with FSDP already. For nested units, shard the inner modules "
-            "first and then the module that holds them"
-        )
-    if not has_forward(module):
-        raise ValueError(
-            f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
-            f"needed. Wrap the modules that it holds, or the module that calls them"
-        )
-
-
-def wrap_by_policy(
-    module: nn.Module,
-    policy: Callable[..., bool],
-    wrapper: Callable[..., nn.Module],
-    config: FSDPConfig,
-    ignored: Ignored,
-    others: dict[str, Any],
-) -> None:
-    """Wrap the descendants of ``module`` that ``policy`` selects, with the same options.
+def communicate(
+    managed: ManagedModules, config: FSDPConfig, collectives: Collectives | None = None
+) -> Communication:
+    """Return how a unit's ranks communicate.
 
     Args:
-        module: the outermost module, which is not wrapped here.
-        policy: see ``wrap``.
-        wrapper: called as ``wrapper(descendant, **options)``.
-        config: options of the units.
-        ignored: what the units leave alone.
-        others: further keywords; those that are None are not passed on.
+        managed: by the unit.
+        config: says over whom to shard.
+        collectives: replaces the communication.
 
     Raises:
-        TypeError: if ``policy`` or ``wrapper`` cannot be called.
-        ValueError: if there are units in ``module`` already.
+        ValueError: if the mesh is not one of this job's ranks, if it shards over an axis along
+            which tensor parallelism has cut a parameter, or for a ``reshard_after_forward`` that
+            does not divide the ranks.
     """
-    for what, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
-        if not callable(given):
-            raise TypeError(
-                f"{what} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
-            )
-    for name, inner in module.named_modules():
-        if is_unit(inner):
-            raise ValueError(
-                f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
-                f"FSDP units inside. Wrap by hand or by policy, not both"
-            )
-    more = {name: value for name, value in others.items() if value is not None}
-    options = {**config.as_keywords(), **ignored.as_keywords(), **more}
-    wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)
+    communication = communication_for(
+        config.mesh,
+        config.sharding_groups,
+        config.sharding_rank,
+        config.sharding_world_size,
+        collectives,
+    )
+    if collectives is None:
+        _refuse_other_parts(managed, config)
+    ranks = communication.shards.num_shards
+    if (size := _smaller_group_size(config, ranks)) and ranks % size:
+        raise ValueError(
+            f"reshard_after_forward is {size}; to keep parameters in groups of so many ranks, "
+            f"it must divide the {ranks} ranks that share them"
+        )
+    return communication
+
+
+def broadcast_values(managed: ManagedModules, communication: Communication) -> None:
+    """Give parameters and buffers the values of the first rank."""
+    values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
+    broadcast_(values, communication.everyone, ops.device())
 
 
 def build_unit(
-    parts: Sequence[nn.Module],
+    managed: ManagedModules,
     config: FSDPConfig,
-    ignored: Ignored,
-    param_init_fn: Callable[[nn.Module], None] | None,
-    collectives: Collectives | None,
+    communication: Communication,
     *,
-    placement: Placement | None = None,
-    stays_on_meta: bool = False,
-    sync_module_states: bool = False,
-) -> BuiltUnit:
-    """Make a unit of what the modules ``parts`` hold outside of other units.
+    origins: Mapping[int, Tensor] | None = None,
+    dims: Mapping[int, int] | None = None,
+) -> list[ModuleState]:
+    """Shard the managed parameters, move the buffers, and make a unit of them.
 
     Args:
-        parts: usually one; several are gathered and freed together.
+        managed: by the unit.
         config: the unit's options.
-        ignored: what it leaves alone.
-        param_init_fn: gives modules on the meta device their values.
-        collectives: replaces the communication.
-        placement: of each parameter (default: the first dim).
-        stays_on_meta: do not give memory to what is on the meta device; the user will.
-        sync_module_states: take over the first rank's values.
+        communication: who shares the parameters.
+        origins: by the id of a parameter that was made of a meta tensor, that tensor.
+        dims: by the id of a parameter, which dim of it to cut, where that is not the first.
+
+    Returns:
+        What to attach to each of the unit's root modules.
 
     Raises:
-        ValueError: if the unit cannot be made.
+        ValueError: if a parameter cannot be trained, or is tied to one in another unit that is
+            sharded differently.
     """
-    scope = ManagedModules(parts, ignored)
-    _refuse_cuda_layers(scope)
-    origins = {} if stays_on_meta else materialize(scope, param_init_fn)
     device = ops.device()
-    communication = communication_for(config, collectives)
-    if collectives is None:
-        _refuse_other_parts(scope, config)
-    smaller = _smaller_groups(config.reshard_after_forward, communication.shards)
-    if sync_module_states:
-        broadcast_(_values(scope), communication.everyone, device)
-    params = shard_own_parameters(
-        scope,
-        config,
-        communication=communication,
-        device=device,
-        origins=origins,
-        dims=_dims(scope, placement),
+    params = shard_parameters(
+        managed, config, communication, device, origins=origins or {}, dims=dims or {}
     )
-    cast_buffers = move_buffers(scope, config, device)
+    cast_buffers = move_buffers(managed, config, device)
     guards.install()
-    group = FSDPParamGroup(params, communication.shards, config, communication.replicas, smaller)
-    unit = FSDPState(group, config, device, len(parts))
-    runner = runner_for(unit, parts[0]) if len(parts) == 1 else None
-    return BuiltUnit(unit, communication, cast_buffers, runner)
+    shards = communication.shards
+    size = _smaller_group_size(config, shards.num_shards)
+    smaller = shards.split(size) if size else None
+    group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
+    roots = managed.roots
+    unit = FSDPState(group, config, device, len(roots))
+    runner = forward_override_for(unit, roots[0]) if len(roots) == 1 else None
+    return [
+        ModuleState(unit, communication, part, {} if part else cast_buffers, runner=runner)
+        for part in range(len(roots))
+    ]
 
 
-def _refuse_other_parts(scope: ManagedModules, config: FSDPConfig) -> None:
-    """Ranks that hold other parts of a tensor-parallel parameter cannot share it."""
-    ranks = range(ops.world_size())
-    groups = config.sharding_groups or (config.mesh.groups() if config.mesh else [list(ranks)])
+def free_unsharded(config: FSDPConfig) -> None:
+    """Run the program that cuts the parameters, so that unsharded ones on the device are freed."""
+    if config.execute_sharding_on_init:
+        gc.collect()  # unsharded parameters in reference cycles would survive the sync
+        ops.sync()
+
+
+def _refuse_other_parts(managed: ManagedModules, config: FSDPConfig) -> None:
+    """Refuse to share a parameter of which tensor parallelism gave these ranks other parts."""
+    groups = config.sharding_groups or (
+        config.mesh.groups() if config.mesh else [list(range(ops.world_size()))]
+    )
     [own] = [group for group in groups if ops.rank() in group]
-    for _, name, owner, attribute, _ in scope.parameters():
+    for _, name, owner, attribute, _ in managed.parameters():
         placement = placement_in(owner, attribute)
         if placement is not None and not placement.is_same_on(own):
             raise ValueError(
@@ -174,45 +127,7 @@ def _refuse_other_parts(scope: ManagedModules, config: FSDPConfig) -> None:
             )
 
 
-def _values(scope: ManagedModules) -> list[Tensor]:
-    """Parameters and buffers, each once."""
-    params = [param for _, _, _, _, param in scope.parameters()]
-    buffers = [each for _, module in scope.modules() for each in module._buffers.values()]
-    found = {id(each): each for each in (*params, *buffers) if each is not None}
-    return [each for each in found.values() if not (is_sharded(each) or each.is_meta)]
-
-
-def _dims(scope: ManagedModules, placement: Placement | None) -> dict[int, int]:
-    """By the id of a parameter, the dim that the user wants it cut along."""
-    if placement is None:
-        return {}
-    return {id(param): placement(param) for _, _, _, _, param in scope.parameters()}
-
-
-def _smaller_groups(reshard: bool | int, collectives: Collectives) -> SmallerGroups | None:
-    if isinstance(reshard, bool) or reshard in (1, collectives.num_shards):
-        return None
-    if reshard < 1 or collectives.num_shards % reshard:
-        raise ValueError(
-            f"reshard_after_forward is {reshard}; to keep parameters in groups of so many ranks, "
-            f"it must divide the {collectives.num_shards} ranks that share them"
-        )
-    return collectives.split(reshard)
-
-
-def _refuse_cuda_layers(scope: ManagedModules) -> None:
-    for name, layer in scope.modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{name or 'the module'} is torch.nn.SyncBatchNorm, which only runs on CUDA. "
-                f"Convert the model before wrapping it: "
-                f"xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)"
-            )
-
-
-def finish_unit(config: FSDPConfig) -> None:
-    """What comes after a unit is made: run what cuts the parameters, so that full ones on the
-    device are freed."""
-    if config.execute_sharding_on_init:
-        gc.collect()  # full parameters in reference cycles would survive the sync
-        ops.sync()
+def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
+    """Return the ranks in a group that keeps parameters after forward; None if there are none."""
+    reshard = config.reshard_after_forward
+    return None if isinstance(reshard, bool) or reshard in (1, num_ranks) else reshard

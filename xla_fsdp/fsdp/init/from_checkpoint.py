@@ -1,15 +1,16 @@
-"""A checkpoint as the source of values for a model that was built on the meta device.
+"""Read the values of a model that was built on the meta device from a checkpoint.
 
-Always true: tensors are read one module at a time, when it is wrapped, and nothing is read twice
-unless it is tied; a pickle's code is never run. Names are those of the model before wrapping, so
-this must be called first.
+Invariants: a module's tensors are read when it is wrapped, and nothing is read twice unless it is
+tied; a pickle's code is never run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.shard_layout import join_name
 
 SAFETENSORS = ".safetensors"
-
 INDEX_SUFFIX = ".index.json"
+
+Names = Mapping[nn.Module, Mapping[str, list[str]]]
 
 
 def init_from_checkpoint(
@@ -33,7 +35,7 @@ def init_from_checkpoint(
     otherwise: Callable[[nn.Module], None] | None = None,
     strict: bool = True,
 ) -> Callable[[nn.Module], None]:
-    """A ``param_init_fn`` that fills each module from a file of full tensors.
+    """Return a ``param_init_fn`` that fills each module from a file of full tensors.
 
         with torch.device("meta"):
             model = build_model()
@@ -48,8 +50,8 @@ def init_from_checkpoint(
         otherwise: called with a module that holds tensors which the checkpoint does not have,
             before the others are filled in. Buffers that are not saved (of rotary embeddings, say)
             need it.
-        strict: refuse a checkpoint that has names which the model has not. One that has no name of
-            the model is refused in any case.
+        strict: refuse a checkpoint that has names which the model does not have. One that has no
+            name of the model is refused in any case.
 
     Returns:
         A function of one module of ``model`` with memory, to be given as ``param_init_fn``.
@@ -71,74 +73,71 @@ def init_from_checkpoint(
 
     @torch.no_grad()
     def initialize(module: nn.Module) -> None:
-        tensors = names.get(id(module))
+        tensors = names.get(module)
         if tensors is None:
             raise ValueError(
                 f"{type(module).__name__} was not in the model when init_from_checkpoint(model, "
                 f"...) was called; call it after the model is complete, and before wrapping"
             )
-        if otherwise is not None and any(not _found(found, source) for found in tensors.values()):
+        if otherwise is not None and any(not source.found(own) for own in tensors.values()):
             otherwise(module)
         for attribute, aliases in tensors.items():
-            for name in _found(aliases, source)[:1]:
+            for name in source.found(aliases)[:1]:
                 getattr(module, attribute).copy_(source.read(name))
 
-    initialize.model = model  # type: ignore[attr-defined]  # keeps the ids in names taken
     return initialize
 
 
+@dataclass(frozen=True)
 class _Source:
     """Named tensors in one or more files.
 
     Args:
         shapes: of every tensor.
-        read: gives one by name.
-        label: what to call it in messages.
+        read: returns one by name.
+        label: of the files, for messages.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], label: str
-    ) -> None:
-        self.shapes = shapes
-        self.read = read
-        self.label = label
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+    label: str
+
+    def found(self, names: Iterable[str]) -> list[str]:
+        """Return those of ``names`` that are there."""
+        return [name for name in names if name in self.shapes]
 
 
-def _names(model: nn.Module) -> dict[int, dict[str, list[str]]]:
-    """By module and attribute: every name of the tensor that is there, its own first."""
-    places = [
-        (module, attribute, join_name(prefix, attribute), tensor)
-        for prefix, module in model.named_modules()
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    ]
-    aliases: dict[int, list[str]] = {}
-    for _, _, name, tensor in places:
-        aliases.setdefault(id(tensor), []).append(name)
-    names: dict[int, dict[str, list[str]]] = {id(module): {} for module in model.modules()}
-    for module, attribute, name, tensor in places:
-        others = [alias for alias in aliases[id(tensor)] if alias != name]
-        names[id(module)][attribute] = [name, *others]
+def _names(model: nn.Module) -> Names:
+    """Return every name of each tensor, its own first, by the module and the attribute."""
+    names: dict[nn.Module, dict[str, list[str]]] = {module: {} for module in model.modules()}
+    aliases: dict[int, list[str]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for attribute, tensor in _tensors(module):
+            name = join_name(prefix, attribute)
+            aliases[id(tensor)].append(name)
+            names[module][attribute] = [name]
+    for module in model.modules():
+        for attribute, tensor in _tensors(module):
+            own = names[module][attribute]
+            own += [alias for alias in aliases[id(tensor)] if alias not in own]
     return names
 
 
-def _found(names: list[str], source: _Source) -> list[str]:
-    return [name for name in names if name in source.shapes]
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what a module holds itself."""
+    named = (*module._parameters.items(), *module._buffers.items())
+    return [(attribute, tensor) for attribute, tensor in named if tensor is not None]
 
 
 def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[str]:
     tensors = {
-        name: tensor
-        for named in (
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in named
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
     }
-    present = {id(tensor) for name, tensor in tensors.items() if name in source.shapes}
-    cut = dict(_whole_shapes(model))
+    present = {id(tensors[name]) for name in source.found(tensors)}
+    global_shapes = dict(_global_shapes(model))
     for name, tensor in tensors.items():
-        found, expected = source.shapes.get(name), cut.get(name, tuple(tensor.shape))
+        found, expected = source.shapes.get(name), global_shapes.get(name, tuple(tensor.shape))
         if found is not None and found != expected:
             yield f"{source.label}: {name} has shape {found}, the model's {expected}"
         if id(tensor) not in present and tensor.is_meta and not may_lack:
@@ -148,22 +147,19 @@ def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[
             )
 
 
-def _whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of parameters that tensor parallelism has cut: modules are filled before they are cut."""
+def _global_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield those of tensor-parallel parameters: modules are filled before these are cut."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:
             if placement := placement_in(module, attribute):
                 yield join_name(prefix, attribute), placement.shape
 
 
-def _not_on_meta(
-    model: nn.Module, source: _Source, names: Mapping[int, Mapping[str, list[str]]]
-) -> Iterator[str]:
-    """Modules that would keep the values they have, as only those on the meta device are asked."""
+def _not_on_meta(model: nn.Module, source: _Source, names: Names) -> Iterator[str]:
+    """Report modules that would keep the values they have: only those on the meta device do not."""
     for prefix, module in model.named_modules():
-        wanted = [name for own in names[id(module)].values() for name in _found(own, source)[:1]]
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        if wanted and not any(tensor is not None and tensor.is_meta for tensor in tensors):
+        wanted = [name for own in names[module].values() for name in source.found(own)[:1]]
+        if wanted and not any(tensor.is_meta for _, tensor in _tensors(module)):
             yield (
                 f"{source.label}: has {wanted[0]}, but {prefix or 'the model'} is not on the meta "
                 f"device and would keep its values. Build it under torch.device('meta'), or load "
@@ -171,9 +167,7 @@ def _not_on_meta(
             )
 
 
-def _unexpected(
-    source: _Source, names: Mapping[int, Mapping[str, list[str]]], *, strict: bool
-) -> Iterator[str]:
+def _unexpected(source: _Source, names: Names, *, strict: bool) -> Iterator[str]:
     known = {name for tensors in names.values() for own in tensors.values() for name in own}
     others = [name for name in source.shapes if name not in known]
     if strict or len(others) == len(source.shapes):

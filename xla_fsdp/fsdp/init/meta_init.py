@@ -1,10 +1,8 @@
 """Give memory and values to modules that were built on the meta device.
 
-Words: the *origin* of a parameter made here is the meta tensor that it replaces.
-Always true: what is not on the meta device is left alone, and so is what lies in units that exist
-already, except that a parameter tied to one of theirs becomes their shard. Values come from the
-caller's function or the module's ``reset_parameters``, which see whole parameters also where tensor
-parallelism has cut them: random numbers and fan-in are those of the plain model.
+Invariants: modules of units that exist already are left alone, but a parameter tied to one of
+theirs becomes their shard. Initialization sees global parameters also where tensor parallelism has
+cut them, so that random numbers and fan-in are those of the original model.
 """
 
 from __future__ import annotations
@@ -16,50 +14,56 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
-from xla_fsdp.fsdp.engine.registry import known_shard, known_whole, remember_whole
+from xla_fsdp.fsdp.engine.registry import (
+    known_materialized,
+    known_shard,
+    remember_materialized,
+)
 from xla_fsdp.fsdp.engine.tp_params import own_part
 from xla_fsdp.fsdp.init.managed import ManagedModules
+from xla_fsdp.wrap import Ignored
 
 
 def materialize(
-    scope: ManagedModules, param_init_fn: Callable[[nn.Module], None] | None
+    managed: ManagedModules, param_init_fn: Callable[[nn.Module], None] | None
 ) -> dict[int, Tensor]:
-    """Allocate in host memory what modules in ``scope`` hold on the meta device, and initialize it.
+    """Allocate in host memory what modules hold on the meta device, and initialize it.
 
     Args:
-        scope: what belongs to a new unit.
-        param_init_fn: called with each module that directly holds meta tensors; default is the
-            module's own ``reset_parameters``.
+        managed: by a new unit.
+        param_init_fn: called with each module that directly holds meta tensors (default: the
+            module's own ``reset_parameters``).
 
     Returns:
-        The origins, by the id of the parameter made of each.
+        The meta tensors, by the id of the parameter made of each.
 
     Raises:
-        ValueError: if neither exists for a module.
+        ValueError: if a module has no ``reset_parameters``, and there is no ``param_init_fn``.
     """
-    made = _Made(scope)
-    for name, owner in scope.modules():
-        if _meta_tensors(owner):
+    allocator = _Allocator(managed.ignored)
+    for name, owner in managed.modules():
+        if _has_meta_tensors(owner):
             initialize = param_init_fn or _reset_parameters(name, owner)
-            made.allocate(owner)
+            allocator.allocate(owner)
             initialize(owner)
-    made.cut()
-    made.tie()
-    return made.origins
+    # Only now, as modules are initialized with tensors of their own in global shapes.
+    allocator.keep_local()
+    allocator.tie_to_shards()
+    return allocator.origins
 
 
-class _Made:
-    """What replaces meta tensors."""
+class _Allocator:
+    """Replaces meta tensors by tensors in host memory."""
 
-    def __init__(self, scope: ManagedModules) -> None:
-        self._ignored = scope.ignored
+    def __init__(self, ignored: Ignored) -> None:
+        self._ignored = ignored
         self._new: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
         self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._whole: list[tuple[nn.Module, str, TensorPlacement]] = []
+        self._global: list[tuple[nn.Module, str, TensorPlacement]] = []
         self.origins: dict[int, Tensor] = {}
 
     def allocate(self, owner: nn.Module) -> None:
-        """Host memory for what is on the meta device, and only that."""
+        """Replace the meta tensors of a module, and only these."""
         registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for registry in registries:
             for name, tensor in registry.items():
@@ -67,59 +71,58 @@ class _Made:
                     placement = placement_in(owner, name)
                     registry[name] = self._replace(tensor, placement)
                     if placement is not None and placement.parts > 1:
-                        self._whole.append((owner, name, placement))
+                        self._global.append((owner, name, placement))
                     if known := known_shard(tensor):
                         self._tied.append((owner, name, known.leaf))
 
-    def cut(self) -> None:
-        """Once modules are initialized: of whole parameters, this rank's part is left."""
+    def keep_local(self) -> None:
+        """Leave this rank's part of global parameters."""
         local: dict[int, nn.Parameter] = {}
-        for owner, name, placement in self._whole:
-            whole = owner._parameters[name]
-            if whole is None or whole.shape != placement.shape:  # ignored, and made by another unit
+        for owner, name, placement in self._global:
+            param = owner._parameters[name]
+            if param is None or param.shape != placement.shape:  # ignored, made by another unit
                 continue
-            if id(whole) not in local:
-                local[id(whole)] = self._part(whole, placement)
-            owner._parameters[name] = local[id(whole)]
+            if id(param) not in local:
+                local[id(param)] = self._local_part(param, placement)
+            owner._parameters[name] = local[id(param)]
 
-    def _part(self, whole: nn.Parameter, placement: TensorPlacement) -> nn.Parameter:
-        local = _param_like(own_part(whole.detach(), placement).clone(), whole)
-        origin = self.origins[id(local)] = self.origins.pop(id(whole))
-        if self._ignored.has_param(whole):
-            self._ignore(local, origin)
-        return local
-
-    def tie(self) -> None:
-        """Once modules are initialized: what another unit has sharded already is its shard."""
+    def tie_to_shards(self) -> None:
+        """Let parameters that another unit has sharded already be its shards."""
         for owner, name, shard in self._tied:
             owner._parameters[name] = shard
 
+    def _local_part(self, param: nn.Parameter, placement: TensorPlacement) -> nn.Parameter:
+        local = _param_like(own_part(param.detach(), placement).clone(), param)
+        origin = self.origins[id(local)] = self.origins.pop(id(param))
+        if self._ignored.has_param(param):
+            self._ignore(local, origin)
+        return local
+
     def _replace(self, tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
         if id(tensor) not in self._new:
-            known = self._made_elsewhere(tensor)
-            shape = tensor.shape if placement is None else torch.Size(placement.shape)
-            new = self._new[id(tensor)] = _like(tensor, shape) if known is None else known
+            ignored = isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor)
+            # An ignored parameter that a module of another unit shares stays one.
+            new = known_materialized(tensor) if ignored else None
+            if new is None:
+                shape = tensor.shape if placement is None else torch.Size(placement.shape)
+                new = _empty_like(tensor, shape)
+            self._new[id(tensor)] = new
             self.origins[id(new)] = tensor
-            if isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor):
+            if ignored:
                 self._ignore(new, tensor)
         return self._new[id(tensor)]
 
     def _ignore(self, new: Tensor, origin: Tensor) -> None:
         self._ignored.add(new)
-        remember_whole(origin, new)
-
-    def _made_elsewhere(self, tensor: Tensor) -> Tensor | None:
-        """An ignored parameter that a module of another unit shares stays one."""
-        ignored = isinstance(tensor, nn.Parameter) and self._ignored.has_param(tensor)
-        return known_whole(tensor) if ignored else None
+        remember_materialized(origin, new)
 
 
-def _meta_tensors(owner: nn.Module) -> list[Tensor]:
+def _has_meta_tensors(owner: nn.Module) -> bool:
     tensors = (*owner._parameters.values(), *owner._buffers.values())
-    return [tensor for tensor in tensors if tensor is not None and tensor.is_meta]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
-def _like(tensor: Tensor, shape: torch.Size) -> Tensor:
+def _empty_like(tensor: Tensor, shape: torch.Size) -> Tensor:
     if shape == tensor.shape:
         empty = torch.empty_like(tensor, device="cpu")
     else:

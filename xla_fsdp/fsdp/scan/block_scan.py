@@ -1,48 +1,36 @@
-"""What blocks of a loop return before the loop has run: a tensor without a value.
+"""Identical blocks, each a unit, that run as one loop wherever a forward calls them.
 
-Always true: it goes from one block to the next and tells its shape and dtype; whatever else is done
-with it raises, so that a user's loop that does more than hand it on is noticed.
-
-Identical blocks, each a unit, that run as one loop wherever a forward calls them.
-
-Words: a *scan* is what the blocks of one container share; a *pass* is one forward of all of them,
-in order. Always true: blocks stay what they are: their names and state dicts, and, unless they are
-stacked, their parameters and optimizers, are those of units that run one by one. A pass begins
-with the first block's call and runs with the last one's; until then blocks return placeholders.
-Blocks are called in order, each with what the one before returned and otherwise the same arguments;
-anything else raises.
-What the loops compute is in ``program``, how autograd sees them in ``node``.
+The first block's call begins a pass, the last one's runs the loop; until then blocks return
+placeholders. Blocks are called in order, each with what the one before returned and otherwise the
+same arguments; anything else raises.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.xla.loop import Like
+from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.backward_pass import current_pass, running_units
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.scan import autograd as node
-from xla_fsdp.fsdp.scan.arguments import Arguments
-from xla_fsdp.fsdp.scan.identical import refuse_hooks, refuse_host_tensors
-from xla_fsdp.fsdp.scan.loop_cache import Programs
-from xla_fsdp.fsdp.scan.offload import OnDevice, OnHost
-from xla_fsdp.fsdp.scan.remat_policy import policy_of
-from xla_fsdp.fsdp.scan.shards import shards_of
-from xla_fsdp.fsdp.scan.state import BlockState, SharedTensors, settings_of
-from xla_fsdp.fsdp.scan.template import Template
-from xla_fsdp.fsdp.scan.weights import BlockWeights
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
+from xla_fsdp.fsdp.scan.autograd import ForwardCounter, ScanCall
+from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, SharedTensors, settings_of
+from xla_fsdp.fsdp.scan.checks import refuse_hooks, refuse_host_tensors
+from xla_fsdp.fsdp.scan.program import Blocks
+from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, policy_of
+from xla_fsdp.fsdp.scan.tracing import BlockComparison, Template
+from xla_fsdp.fsdp.scan.weights import BlockWeights, shards_of
 
-_TELLS = frozenset(
+# ---------------------------------------------------------------- placeholders
+
+_METADATA = frozenset(
     {
         "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "requires_grad.__get__",
         "is_leaf.__get__", "grad_fn.__get__", "layout.__get__", "size", "dim", "numel", "nelement",
@@ -56,21 +44,19 @@ _TELLS = frozenset(
 
 
 class Placeholder(Tensor):
-    """The output of block ``block`` of ``length``, before it is computed."""
+    """The output of block ``block`` of ``length``, before it is computed.
+
+    It tells its shape, dtype and the like. Whatever else is done with it raises, so that a forward
+    that does more than hand it on to the next block is noticed.
+    """
 
     block: int
     length: int
 
     @classmethod
-    def after(
-        cls,
-        block: int,
-        length: int,
-        like: Tensor,
-        dtype: torch.dtype,
-    ) -> Placeholder:
-        """With the shape of ``like``. It takes no part in autograd, which torch's own module hooks
-        would make of a tensor that does."""
+    def after(cls, block: int, length: int, like: Tensor, dtype: torch.dtype) -> Placeholder:
+        """Make one of the shape of ``like``."""
+        # It needs no gradient: torch's own module hooks would put it into an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.block, made.length = block, length
         return made
@@ -83,7 +69,7 @@ class Placeholder(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _name(func)
-        if name in _TELLS:
+        if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _misused(args, kwargs, name)
@@ -112,15 +98,16 @@ def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
     )
 
 
-GATHER_ONCE_BELOW = 2**14
+# ---------------------------------------------------------------- the scan
 
-"""Elements: biases and norms of all blocks up to a width of 4096 travel together. They are held for
-the whole pass, 32 KiB each in 16 bits."""
+GATHER_ONCE_BELOW = 2**14
+"""Elements: biases and norms of all blocks up to a width of 4096 are gathered together. They are
+unsharded for the whole pass, 32 KiB each in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a scan runs; see ``scan_blocks``."""
+    """The options of ``scan_blocks`` that matter when blocks are called."""
 
     remat: str | tuple[str, ...] = "full"
     gather_once_below: int = GATHER_ONCE_BELOW
@@ -129,24 +116,23 @@ class Options:
 
 @dataclass
 class _Pass:
-    """A forward of the blocks that has begun: ``given`` are the first one's arguments, ``cast`` the
-    same in the dtype that blocks compute in."""
+    """A forward of the blocks that has begun."""
 
-    template: Template
-    given: Arguments
-    cast: list[Tensor]
-    returned: Arguments
-    states: list[BlockState]
-    key: Any
-    last: Placeholder | None = None
-    done: int = 0
+    template: Template  # the first block
+    given: Arguments  # its arguments
+    cast: list[Tensor]  # their tensors, in the dtype that blocks compute in
+    returned: Arguments  # what blocks return, without the tensor
+    states: list[BlockState]  # of all blocks
+    key: Any  # equal for passes that can run the same loops
+    last: Placeholder | None = None  # what the last block that was called has returned
+    done: int = 0  # its number
 
 
 class BlockScan:
-    """What blocks share that run as one loop.
+    """What blocks share that run as one loop: the ``ForwardOverride`` of each of them.
 
     Args:
-        blocks: hosts of units; they are not kept alive.
+        blocks: modules, each a unit; they are not kept alive.
         options: how they run.
     """
 
@@ -158,14 +144,15 @@ class BlockScan:
         return self._blocks, self._options
 
     def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
-        """See ``__getstate__``."""
         self._blocks, self._options = state
+        self._policy = policy_of(self._options.remat)
+        self._store = ActivationStore(self._options.offload_activations)
         self._pass: _Pass | None = None
         self._one_by_one = False
-        keeping = OnHost() if self._options.offload_activations else OnDevice()
-        self._programs = Programs(policy_of(self._options.remat), keeping)
+        self._comparison = BlockComparison()
+        self._loops = LoopCache()
         self._shared = SharedTensors()
-        self._passes = node.Passes()
+        self._counter = ForwardCounter()
 
     def remove(self) -> None:
         """Let the blocks run one by one again."""
@@ -174,7 +161,7 @@ class BlockScan:
                 block._fsdp_attachment.runner = None
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block's call.
+        """Run a block's call.
 
         Raises:
             RuntimeError: if it is not this block's turn.
@@ -186,7 +173,7 @@ class BlockScan:
         if None in blocks:  # a copy of a block without the others
             return unit.run(forward, args, kwargs)
         if current_pass() == -1:
-            self._one_by_one = _how.one_by_one
+            self._one_by_one = _one_by_one.get()
         # Else a forward runs again in backward, by a thread of autograd's, as it ran at first.
         if self._one_by_one or (given.opaque and not torch.is_grad_enabled()):
             return unit.run(forward, args, kwargs)
@@ -198,15 +185,16 @@ class BlockScan:
         else:
             current = self._go_on(current, number, blocks, forward, given)
         if number == len(blocks) - 1:
-            result = self._run(current, [block._fsdp_unit for block in blocks])
+            result = self._run_loop(current, [block._fsdp_unit for block in blocks])
         else:
-            result = current.last = _placeholder(current, number, len(blocks), unit)
-            self._pass = current
+            dtype = unit.config.output_dtype or current.cast[0].dtype
+            result = Placeholder.after(number, len(blocks), current.cast[0], dtype)
+            current.last, self._pass = result, current
         return current.returned.put_together([result])
 
     def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
-        units[0].backward.abandon()
+        units[0].context.abandon()
         for unit in units:
             unit.refuse_run()
         states = [BlockState.of(block) for block in blocks]
@@ -220,12 +208,12 @@ class BlockScan:
             forward,
             states[0],
             self._shared.of(states),
-            given.with_tensors([]),
-            tuple(map(Like.of, cast)),
+            given.without_tensors(),
+            tuple(map(TensorSpec.of, cast)),
             _trained(units),
         )
         key = _key(template, states)
-        returned = self._programs.check(0, template, key)
+        returned = self._comparison.compare(0, template, key)
         return _Pass(template, given, cast, returned, states, key)
 
     def _go_on(
@@ -246,62 +234,54 @@ class BlockScan:
             )
         _check_handed_on(current, number, given)
         current.done = number
-        if not self._programs.is_checked(number, current.key):
-            alone = replace(
+        if not self._comparison.is_done(number, current.key):
+            template = replace(
                 current.template,
                 unit=blocks[number]._fsdp_unit,
                 module=_module(blocks[number]),
                 forward=forward,
                 state=current.states[number],
             )
-            self._programs.check(number, alone, current.key)
+            self._comparison.compare(number, template, current.key)
         return current
 
-    def _run(self, current: _Pass, units: list[FSDPState]) -> Tensor:
-        template, key, length = current.template, current.key, len(units)
+    def _run_loop(self, current: _Pass, units: list[FSDPState]) -> Tensor:
+        template = current.template
         weights = BlockWeights(units[0].group, self._options.gather_once_below)
         numbers = range(len(template.state.tensors))
         own = [at for at in numbers if at not in template.shared]
-        stacks = [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own]
-        shared = [template.state.tensors[at].detach() for at in sorted(template.shared)]
-        job = node.Job(
+        call = ScanCall(
             units,
             shards_of([unit.group for unit in units]),
-            weights,
-            self._passes,
-            self._programs.keeping,
-            partial(self._programs.forward, key, template, weights, length),
-            partial(self._programs.backward, key, template, weights, length),
+            Blocks(template, weights, len(units), self._policy, self._store),
+            [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own],
+            [template.state.tensors[at].detach() for at in sorted(template.shared)],
+            self._loops,
+            current.key,
+            self._counter,
         )
-        output = node.run(job, current.cast[0], current.cast[1:], node.Held(stacks, shared))
+        output = call.run(current.cast[0], current.cast[1:])
         if not running_units():
-            units[0].backward.forward_gate.clear()
+            units[0].context.forward_gate.clear()
         return units[0].cast_output(output)
 
 
-class _How(threading.local):
-    """Whether the calling thread runs blocks of scans one by one."""
-
-    def __init__(self) -> None:
-        self.one_by_one = False
-
-
-_how = _How()
+_one_by_one: ContextVar[bool] = ContextVar("_one_by_one", default=False)
 
 
 @contextlib.contextmanager
 def blocks_one_by_one() -> Iterator[None]:
     """Inside, no blocks run as loops, nor when these forwards run again in backward: for whoever
     wants to see what each of them computes."""
-    before, _how.one_by_one = _how.one_by_one, True
+    token = _one_by_one.set(True)
     try:
         yield
     finally:
-        _how.one_by_one = before
+        _one_by_one.reset(token)
 
 
 class _BlockRef:
-    """A block, not kept alive: the block holds the scan. Copied and pickled with it."""
+    """A weak reference to a block, which itself holds the scan; copied and pickled with it."""
 
     def __init__(self, block: Any) -> None:
         self._block = None if block is None else weakref.ref(block)
@@ -324,21 +304,14 @@ def _trained(units: Sequence[FSDPState]) -> tuple[bool, ...]:
 
 
 def _key(template: Template, states: Sequence[BlockState]) -> Any:
-    """Equal for passes that can run the same loops."""
     return (
         template.arguments.key,
-        (*template.likes, *map(Like.of, template.state.tensors)),
+        (*template.specs, *map(TensorSpec.of, template.state.tensors)),
         settings_of(states),
         template.shared,
         template.trained,
         (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
     )
-
-
-def _placeholder(current: _Pass, number: int, length: int, unit: FSDPState) -> Placeholder:
-    stream = current.cast[0]
-    dtype = unit.config.output_dtype or stream.dtype
-    return Placeholder.after(number, length, stream, dtype)
 
 
 def _check_arguments(number: int, given: Arguments) -> None:
@@ -350,8 +323,8 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
     if not given.tensors:
         raise TypeError(f"scanned block {number} was called without a tensor")
-    pairs = zip(given.places, given.tensors, strict=True)
-    on_host = [place for place, tensor in pairs if not on_device(tensor)]
+    pairs = zip(given.names, given.tensors, strict=True)
+    on_host = [name for name, tensor in pairs if not on_device(tensor)]
     if on_host:
         raise TypeError(
             f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
@@ -360,9 +333,9 @@ def _check_arguments(number: int, given: Arguments) -> None:
 
 
 def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
-    stream = given.tensors[0]
-    if stream is not current.last:
-        what = repr(stream) if isinstance(stream, Placeholder) else "another tensor"
+    x = given.tensors[0]
+    if x is not current.last:
+        what = repr(x) if isinstance(x, Placeholder) else "another tensor"
         raise ValueError(
             f"block {number} was called with {what} in the place of the output of block "
             f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "

@@ -1,23 +1,24 @@
-"""The two loops that run identical blocks forward and backward: what each round computes.
+"""The two loops that run identical blocks forward and backward: what each iteration computes.
 
-How they are laid out (one round is one block; see ``loop_xla_ops`` for the words of loops, and
-``weights`` for small, large, ahead and sent):
+One iteration is one block. In the words of ``distributed.xla.loop``:
 
-forward    carried    the stream x, full parameters ahead (gathered before the loop for block 0)
-           sliced     what is sent of large parameters (of the one ahead: the next block's), full
-                      small parameters, tensors that differ between blocks
-           constant   the other arguments, tensors that all blocks share
-           collected  each block's input x, and what the policy keeps of its activations;
-                      nothing where there will be no backward
-backward   carried    gradient of the stream, full parameters ahead (first of the last block), what
-                      ``keeping`` carries, gradients of the other arguments so far
-           sliced     as in forward, then what forward collected
-           constant   as in forward
-           collected  gradients: of large parameters reduced over the ranks, of small ones full, to
-                      be reduced after the loop; or all full, where they are not to be reduced yet
+forward    carry      the blocks' input x, the unsharded parameters that are prefetched (before the
+                      loop: those of block 0)
+           xs         what is sent of large parameters (of prefetched ones: the next block's),
+                      unsharded small parameters, tensors that differ between blocks
+           constants  the other arguments, tensors that all blocks share
+           ys         each block's input x, and what the policy keeps of its activations; nothing
+                      where there will be no backward
+backward   carry      the gradient of x, prefetched parameters (before the loop: the last block's),
+                      what the activation store carries, gradients of the other arguments so far
+           xs         as in forward, then forward's ys
+           constants  as in forward
+           ys         gradients: of large parameters reduced over the ranks, of small ones
+                      unsharded, to be reduced after the loop; all unsharded, where they are not to
+                      be reduced yet
 
-Always true: a round gathers what its block needs itself, so one block's parameters are alive at a
-time (and the next one's that travel ahead).
+Invariant: an iteration gathers what its block needs, so that one block's parameters are unsharded
+at a time, and of the next one those that are prefetched.
 """
 
 from __future__ import annotations
@@ -30,230 +31,228 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import Body, Like, Loop, identity, trace_body
-from xla_fsdp.fsdp.scan.offload import Keeping
-from xla_fsdp.fsdp.scan.remat_policy import Policy, Replay
-from xla_fsdp.fsdp.scan.template import Template, only_tensor
+from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body
+from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, RematPolicy, Replay
+from xla_fsdp.fsdp.scan.tracing import Template, only_tensor
 from xla_fsdp.fsdp.scan.weights import BlockWeights
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both loops take, in values (stacks) or in likenesses.
+    """The inputs that both loops have in common, or one iteration's slices of them."""
 
-    Args:
-        sent: stacks by large parameter, in order, of what is sent or is to be cast for that.
-        small: stacks by member of small parameters.
-        own: stacks of tensors that differ between blocks.
-        others: arguments but the stream.
-        shared: tensors that blocks share.
-    """
-
+    # stacks by large parameter, in order, of what is sent or is to be cast for that
     sent: list[Tensor]
-    small: list[Tensor]
-    own: list[Tensor]
-    others: list[Tensor]
-    shared: list[Tensor]
+    small: list[Tensor]  # stacks by member of small parameters
+    own: list[Tensor]  # stacks of tensors that differ between blocks
+    others: list[Tensor]  # arguments but the first
+    shared: list[Tensor]  # tensors that blocks share
 
     @property
-    def sliced(self) -> list[Tensor]:
-        """Stacks, in the order of the loops' inputs."""
+    def xs(self) -> list[Tensor]:
+        """Those that are sliced, in order."""
         return [*self.sent, *self.small, *self.own]
 
     @property
-    def constant(self) -> list[Tensor]:
+    def constants(self) -> list[Tensor]:
         """The rest."""
         return [*self.others, *self.shared]
 
-    def of_round(self, values: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-        """A round's part of what these became, and what follows in ``values``."""
-        sent, rest = _split(values, len(self.sent))
-        small, rest = _split(rest, len(self.small))
-        own, rest = _split(rest, len(self.own))
-        further, constant = _split(rest, len(rest) - len(self.constant))
-        others, shared = _split(constant, len(self.others))
+    def sliced(self, values: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
+        """Return the part of an iteration's (xs, further xs, constants), and the further xs."""
+        num_further = len(values) - len(self.xs) - len(self.constants)
+        sliced = (self.sent, self.small, self.own)
+        sizes = [*map(len, sliced), num_further, len(self.others)]
+        sent, small, own, further, others, shared = split(values, sizes)
         return Inputs(sent, small, own, others, shared), further
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What both loops are made of besides their inputs."""
+
+    template: Template  # the block that is traced
+    weights: BlockWeights  # how its parameters come into the loop
+    length: int  # number of blocks
+    policy: RematPolicy  # which activations forward keeps for backward
+    store: ActivationStore  # in which memory
+
+    @property
+    def prefetched(self) -> list[TensorSpec]:
+        """Of the members of prefetched parameters."""
+        params = [self.weights.group.params[at] for at in self.weights.prefetched]
+        return [
+            TensorSpec(tuple(member.shape), param.compute_dtype or param.leaf.dtype)
+            for param in params
+            for member in param.members
+        ]
+
+    @property
+    def prefetched_xs(self) -> list[int]:
+        """Which of the loops' xs are sent one iteration early."""
+        return [self.weights.large.index(at) for at in self.weights.prefetched]
+
+    def run(self, params: list[Tensor], given: Inputs, x: Tensor, others: list[Tensor]) -> Tensor:
+        """Return what the block returns for ``x``; ``given`` has the tensors that it holds."""
+        template = self.template
+        own, shared = iter(given.own), iter(given.shared)
+        held = [
+            next(shared) if at in template.shared else next(own)
+            for at in range(len(template.state.tensors))
+        ]
+        return only_tensor(template.run(params, held, [x, *others]), x)
+
+    def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
+        """Return parameters as leaves of a graph of their own; frozen ones need no gradient."""
+        pairs = zip(self.weights.group.params, self.template.trained, strict=True)
+        needs = [need for param, need in pairs for _ in param.members]
+        return [each.clone().requires_grad_(need) for each, need in zip(params, needs, strict=True)]
 
 
 @dataclass
 class ForwardProgram:
-    """The forward loop.
+    """The forward loop."""
 
-    Args:
-        loop: of (x, ahead, ...) to (x, ahead, collected).
-        body: a round.
-        replay: how backward runs it again.
-        places: where among what is collected the block's input is, and what the policy keeps.
-    """
-
-    loop: Loop
-    body: Body
-    replay: Replay
-    places: list[int]
+    loop: Loop  # of (x, prefetched, ...) to (x, prefetched, ys)
+    replay: Replay  # runs it again in backward
+    places: list[int]  # where among the ys the block's input is, and what the policy keeps
 
 
 @dataclass
 class BackwardProgram:
-    """The backward loop.
+    """The backward loop."""
+
+    loop: Loop  # of (gradient, prefetched, gradients of others, ...) to the same and ys
+    reduced: list[int]  # large parameters whose reduced gradients are the first ys, in order
+    unsharded: list[int]  # members whose unsharded gradients are the other ys
+
+
+def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None) -> ForwardProgram:
+    """Trace an iteration of the forward loop.
 
     Args:
-        loop: of (gradient, ahead, gradients of others, ...) to the same and what is collected.
-        body: a round.
-        reduced: large parameters whose reduced gradients are collected first, in order.
-        full: then, members whose full gradients are.
-    """
-
-    loop: Loop
-    body: Body
-    reduced: list[int]
-    full: list[int]
-
-
-def forward_program(
-    template: Template,
-    weights: BlockWeights,
-    inputs: Inputs,
-    length: int,
-    policy: Policy,
-    keeping: Keeping,
-    needs: Sequence[bool] | None,
-) -> ForwardProgram:
-    """Trace a round of the forward loop.
-
-    Args:
-        template: the block.
-        weights: how its parameters travel.
+        blocks: the blocks.
         inputs: what the loop will take.
-        length: number of blocks.
-        policy: what to keep for backward.
-        keeping: where.
         needs: which of the other arguments need gradients; None where there will be no backward.
     """
     result: dict[str, Any] = {}
-    stream = template.likes[0]
-    ahead = _ahead(template, weights)
+    prefetched = blocks.prefetched
+    num_carry = 1 + len(prefetched)
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        x, given = values[0], values[1 : 1 + len(ahead)]
-        own, _ = inputs.of_round(values[1 + len(ahead) :])
-        # One gather travels at a time; left to itself, the last product of a block hides none.
-        full, following = _gathered(weights, given, own, follows_last=True)
-
-        others = own.others
-
-        def run() -> Tensor:
-            returned = template.run(full, _tensors(template, own), [x, *others])
-            return only_tensor(returned, x)
-
+        x, given = values[0], values[1:num_carry]
+        own, _ = inputs.sliced(values[num_carry:])
+        # One gather travels at a time: left to themselves, all would travel early, and the last
+        # product of a block would hide none.
+        params, following = _gathered(blocks.weights, given, own, follows_last=True)
         if needs is None:
-            return [run(), *following]
+            return [blocks.run(params, own, x, own.others), *following]
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            full = _leaves(full, template)
-            others = _asked(others, needs)
-        recorded = policy.record(run, template.module, x)
+            params = blocks.as_leaves(params)
+            others = _requiring_grad(own.others, needs)
+        recorded = blocks.policy(
+            lambda: blocks.run(params, own, x, others), blocks.template.module, x
+        )
         result["replay"] = recorded.replay
         once, result["places"] = _once_each([values[0], *recorded.kept])
-        return [recorded.output, *following, *keeping.collected(once)]
+        return [recorded.output, *following, *blocks.store.put(once)]
 
-    traced = trace_body(body, _likes([stream, *ahead], inputs, []), "fsdp_block_forward")
-    loop = Loop(traced, length, 1 + len(ahead), len(inputs.sliced), ahead=_sent_ahead(weights))
+    specs = _specs([blocks.template.specs[0], *prefetched], inputs, [])
+    traced = trace_body(body, specs, "fsdp_block_forward")  # calls body, which fills result
+    loop = Loop(traced, blocks.length, num_carry, len(inputs.xs), prefetched=blocks.prefetched_xs)
     replay = result.get("replay", lambda run, module, kept: run())
-    return ForwardProgram(loop, traced, replay, result.get("places", []))
+    return ForwardProgram(loop, replay, result.get("places", []))
 
 
 def backward_program(
-    template: Template,
-    weights: BlockWeights,
+    blocks: Blocks,
     inputs: Inputs,
-    length: int,
     forward: ForwardProgram,
-    collected: Sequence[Tensor],
-    keeping: Keeping,
+    ys: Sequence[Tensor],
     needs: Sequence[bool],
     *,
     reduces: bool,
 ) -> BackwardProgram:
-    """Trace a round of the backward loop.
+    """Trace an iteration of the backward loop.
 
     Args:
-        template: the block.
-        weights: how its parameters travel.
+        blocks: the blocks.
         inputs: what both loops take.
-        length: number of blocks.
         forward: the other loop.
-        collected: what it collected.
-        keeping: where that waits.
+        ys: of that.
         needs: which of the other arguments need gradients.
         reduces: whether gradients are reduced over the ranks.
     """
     result: dict[str, list[int]] = {}
-    stream = template.likes[0]
-    ahead = _ahead(template, weights)
-    held = keeping.carried(collected)
+    weights, store = blocks.weights, blocks.store
+    prefetched, stored = blocks.prefetched, store.carry_specs(ys)
     wanted = [other for other, need in zip(inputs.others, needs, strict=True) if need]
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        grad, rest = values[0], values[1:]
-        given, rest = _split(rest, len(ahead))
-        carried, rest = _split(rest, len(held))
-        so_far, rest = _split(rest, len(wanted))
-        own, found = inputs.of_round(rest)
-        once, next_held = keeping.of_round(carried, found)
+        sizes = [1, len(prefetched), len(stored), len(wanted)]
+        [grad], given, carried, so_far, rest = split(values, sizes)
+        own, slices = inputs.sliced(rest)
+        once, next_carried = store.take(carried, slices)
         x, *kept = (once[at] for at in forward.places)
-        full, following = _gathered(weights, given, own)
-        grad_x, grads, other_grads = _differentiated(
-            template, forward.replay, (x, full, own, kept, needs), grad
+        params, following = _gathered(weights, given, own)
+        grad_x, grads, other_grads = _differentiate(
+            blocks, forward.replay, own, x, params, kept, needs, grad
         )
         sums = [a if b is None else a + b for a, b in zip(so_far, other_grads, strict=True)]
         large = weights.large if reduces else []
         reduced = weights.reduce(large, grads)
         done = weights.members(large)
         left = {member: each for member, each in grads.items() if member not in done}
-        result["reduced"], result["full"] = list(reduced), list(left)
-        return [grad_x, *following, *next_held, *sums, *reduced.values(), *left.values()]
+        # Which parameters have gradients is only known now.
+        result["reduced"], result["unsharded"] = list(reduced), list(left)
+        return [grad_x, *following, *next_carried, *sums, *reduced.values(), *left.values()]
 
-    likes = _likes([stream, *ahead, *held, *wanted], inputs, collected)
-    traced = trace_body(body, likes, "fsdp_block_backward")
+    carry = [
+        blocks.template.specs[0], *prefetched, *stored, *map(TensorSpec.of, wanted)
+    ]  # fmt: skip
     loop = Loop(
-        traced,
-        length,
-        1 + len(ahead) + len(held) + len(wanted),
-        len(inputs.sliced) + len(collected),
-        ahead=[*_sent_ahead(weights), *(len(inputs.sliced) + at for at in range(len(held)))],
-        backwards=True,
+        trace_body(body, _specs(carry, inputs, ys), "fsdp_block_backward"),
+        blocks.length,
+        len(carry),
+        len(inputs.xs) + len(ys),
+        prefetched=[*blocks.prefetched_xs, *(len(inputs.xs) + at for at in range(len(stored)))],
+        reverse=True,
     )
-    return BackwardProgram(loop, traced, result["reduced"], result["full"])
+    return BackwardProgram(loop, result["reduced"], result["unsharded"])
 
 
-def _differentiated(
-    template: Template,
+def _differentiate(
+    blocks: Blocks,
     replay: Replay,
-    of: tuple[Tensor, list[Tensor], Inputs, list[Tensor], Sequence[bool]],
+    given: Inputs,
+    x: Tensor,
+    params: list[Tensor],
+    kept: list[Tensor],
+    needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
-    """Run the block again and differentiate it: gradients of its input, of parameters by member,
-    and of other arguments.
+    """Run the block again and differentiate it.
 
     Args:
-        template: the block.
-        replay: how to run it again.
-        of: its input, full parameters, the rest of what the round was given, what was kept, and
-            which of the other arguments need gradients.
+        blocks: the blocks.
+        replay: runs one again.
+        given: the iteration's slices.
+        x: its input.
+        params: its unsharded parameters.
+        kept: its activations that were kept.
+        needs: which of the other arguments need gradients.
         grad: of what it returns.
+
+    Returns:
+        Gradients of its input, of parameters by member, and of the other arguments that need them.
     """
-    x, full, own, kept, needs = of
     with torch.enable_grad():
         x = x.clone().requires_grad_()
-        full = _leaves(full, template)
-        others = _asked(own.others, needs)
-
-        def run() -> Tensor:
-            returned = template.run(list(full), _tensors(template, own), [x, *others])
-            return only_tensor(returned, x)
-
-        y = replay(run, template.module, kept)
-        trained = {at: each for at, each in enumerate(full) if each.requires_grad}
+        params = blocks.as_leaves(params)
+        others = _requiring_grad(given.others, needs)
+        y = replay(lambda: blocks.run(list(params), given, x, others), blocks.template.module, kept)
+        trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, need in zip(others, needs, strict=True) if need]
         leaves = [x, *trained.values(), *asked]
         found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
@@ -264,89 +263,68 @@ def _differentiated(
 
 
 def _gathered(
-    weights: BlockWeights, ahead: Sequence[Tensor], own: Inputs, *, follows_last: bool = False
+    weights: BlockWeights,
+    prefetched: Sequence[Tensor],
+    own: Inputs,
+    *,
+    follows_last: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """All full parameters of a round's block, and those ahead of the next one; these once the last
-    of the others is there, if it ``follows_last``."""
+    """Gather in an iteration.
+
+    Args:
+        weights: the block's parameters.
+        prefetched: those that the iteration before has gathered.
+        own: the iteration's slices.
+        follows_last: gather what is prefetched once the last of the others is there.
+
+    Returns:
+        All unsharded parameters of the block, and what is prefetched for the next one.
+    """
     sent = dict(zip(weights.large, own.sent, strict=True))
-    now = [at for at in weights.large if at not in weights.ahead]
-    own_now = weights.gather_in_round(now, [sent[at] for at in now])
-    to_follow = [sent[at] for at in weights.ahead]
+    now = [at for at in weights.large if at not in weights.prefetched]
+    own_now = weights.gather(now, [sent[at] for at in now], cast_in_loop)
+    to_follow = [sent[at] for at in weights.prefetched]
     if follows_last:
         to_follow = ops.after_(own_now[-1:], [each.clone() for each in to_follow])
-    following = weights.gather_in_round(weights.ahead, to_follow)
+    following = weights.gather(weights.prefetched, to_follow, cast_in_loop)
     found: dict[int, Tensor] = {}
     for params, tensors in (
-        (weights.ahead, ahead),
+        (weights.prefetched, prefetched),
         (now, own_now),
         (weights.small, own.small),
     ):
         found.update(zip(weights.members(params), tensors, strict=True))
-    return [found[member] for member in range(weights.num_members)], following
+    return [found[member] for member in range(weights.group.num_members)], following
 
 
-def _leaves(full: list[Tensor], template: Template) -> list[Tensor]:
-    """Parameters as leaves of a graph of their own; frozen ones need no gradient."""
-    pairs = zip(template.unit.group.params, template.trained, strict=True)
-    needs = [need for param, need in pairs for _ in param.members]
-    return [each.clone().requires_grad_(need) for each, need in zip(full, needs, strict=True)]
-
-
-def _asked(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    """Other arguments, as leaves of a graph of their own where they need gradients."""
+def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     pairs = zip(others, needs, strict=True)
     return [each.clone().requires_grad_() if need else each for each, need in pairs]
 
 
-def _split(values: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tensor]]:
-    return list(values[:at]), list(values[at:])
+def split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """Cut ``values`` into parts of these sizes, and the rest."""
+    rest, parts = list(values), []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return [*parts, rest]
 
 
 def _once_each(values: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     """``values`` without those that are computed alike, and where each is among them."""
-    known: dict[tuple[bytes, Like], int] = {}
-    keys = [(identity(each), Like.of(each)) for each in values]
+    known: dict[tuple[bytes, TensorSpec], int] = {}
+    keys = [(graph_hash(each), TensorSpec.of(each)) for each in values]
     places = [known.setdefault(key, len(known)) for key in keys]
     return [values[places.index(at)] for at in range(len(known))], places
 
 
-def _tensors(template: Template, own: Inputs) -> list[Tensor]:
-    """In the place of the block's own tensors."""
-    mine, shared = iter(own.own), iter(own.shared)
+def _specs(
+    carry: Sequence[TensorSpec], inputs: Inputs, further_xs: Sequence[Tensor]
+) -> list[TensorSpec]:
     return [
-        next(shared) if at in template.shared else next(mine)
-        for at in range(len(template.state.tensors))
+        *carry,
+        *map(TensorSpec.slice_of, inputs.xs),
+        *map(TensorSpec.slice_of, further_xs),
+        *map(TensorSpec.of, inputs.constants),
     ]
-
-
-def _ahead(template: Template, weights: BlockWeights) -> list[Like]:
-    group = weights.group
-    return [
-        Like(tuple(member.shape), group.params[at].compute_dtype or group.params[at].leaf.dtype)
-        for at in weights.ahead
-        for member in group.params[at].members
-    ]
-
-
-def _sent_ahead(weights: BlockWeights) -> list[int]:
-    return [weights.large.index(at) for at in weights.ahead]
-
-
-def _likes(
-    carried: Sequence[Tensor | Like], inputs: Inputs, collected: Sequence[Tensor]
-) -> list[Like]:
-    return [
-        *(each if isinstance(each, Like) else Like.of(each) for each in carried),
-        *map(Like.slice_of, inputs.sliced),
-        *map(Like.slice_of, collected),
-        *map(Like.of, inputs.constant),
-    ]
-
-
-def gradients(
-    program: BackwardProgram, collected: Sequence[Tensor], *, reduced: bool
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """What the backward loop collected: stacks of reduced gradients by parameter, if they are
-    ``reduced`` ones that it did not step with, and of full ones by member."""
-    found = dict(zip(program.reduced if reduced else [], collected, strict=False))
-    return found, dict(zip(program.full, collected[len(found) :], strict=True))

@@ -1,29 +1,33 @@
-"""Which activations of a block a loop keeps for backward; the others are computed again there.
+"""Which activations of a block the forward loop keeps for backward, and in which memory.
 
-Words: a *policy* runs a block twice: ``record`` in the forward loop also returns what to keep, and
-how to run the block again in backward with these at hand (a *replay*). A *name* is that of a
-submodule, whose output it then means, or one given by ``name_activation``.
-Always true: a replay gives the value that the forward gave, random numbers included, and what
-follows from nothing but kept values is not computed again (nothing computes what nobody uses).
-The block's input is kept by the loop in any case.
+A policy traces a block twice: in the forward loop, and again in the backward loop with the kept
+activations at hand. The block's input is kept by the loop in any case.
+
+Invariants: the second run gives the values of the first, random numbers included. What follows from
+nothing but kept values is not computed again, as XLA drops what nobody uses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from xla_fsdp.distributed.xla.loop import depends_on, identity
+from xla_fsdp.distributed.xla.host import fetch, offload
+from xla_fsdp.distributed.xla.loop import TensorSpec, depends_on, graph_hash
 
 Run = Callable[[], Tensor]
 
 Replay = Callable[[Run, nn.Module, Sequence[Tensor]], Tensor]
+"""Runs a block again: (how, the block's module, the kept activations) to its output."""
 
 
 @dataclass(frozen=True)
@@ -35,133 +39,132 @@ class Recorded:
     replay: Replay
 
 
-class Policy(Protocol):
-    """See the module's docstring."""
-
-    def record(self, run: Run, module: nn.Module, stream: Tensor) -> Recorded:
-        """Run the block, whose submodules ``module`` has, on ``stream``."""
-        ...
+RematPolicy = Callable[[Run, nn.Module, Tensor], Recorded]
+"""Runs a block in forward: (how, the block's module, its input)."""
 
 
-class KeepNothing:
-    """Compute everything again."""
+def policy_of(remat: str | Sequence[str]) -> RematPolicy:
+    """Return the policy that a user calls ``remat``.
 
-    def record(self, run: Run, module: nn.Module, stream: Tensor) -> Recorded:
-        """See ``Policy``."""
-        with torch.no_grad():
-            return Recorded(run(), [], lambda again, module, kept: again())
-
-
-class KeepAll:
-    """Keep what autograd keeps, but for what follows from the parameters alone."""
-
-    def record(self, run: Run, module: nn.Module, stream: Tensor) -> Recorded:
-        """See ``Policy``."""
-        saved: list[Tensor] = []
-
-        def note(tensor: Tensor) -> int:
-            saved.append(tensor.detach())
-            return len(saved) - 1
-
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _never):
-            output = run().detach()
-        kept: list[Tensor] = []
-        places: dict[int, int] = {}
-        for number, tensor in enumerate(saved):
-            if not depends_on(tensor, stream):
-                continue
-            same = (at for at, each in enumerate(kept) if _same(each, tensor))
-            places[number] = next(same, len(kept))
-            if places[number] == len(kept):
-                kept.append(tensor)
-        return Recorded(output, kept, _FromSaved(places))
-
-
-class _FromSaved:
-    """Runs a block again, with kept values for what autograd would save."""
-
-    def __init__(self, places: dict[int, int]) -> None:
-        self._places = places
-
-    def __call__(self, run: Run, module: nn.Module, kept: Sequence[Tensor]) -> Tensor:
-        count = 0
-
-        def pack(tensor: Tensor) -> tuple[int, Tensor]:
-            nonlocal count
-            count += 1
-            return count - 1, tensor.detach()
-
-        def unpack(packed: tuple[int, Tensor]) -> Tensor:
-            number, tensor = packed
-            return kept[self._places[number]] if number in self._places else tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return run()
-
-
-class KeepNamed:
-    """Keep the activations of these names.
-
-    Args:
-        names: of submodules of a block, or given by ``name_activation``.
+    Raises:
+        ValueError: if it is neither "full", "none" nor names.
     """
+    if remat == "full":
+        return save_nothing
+    if remat == "none":
+        return save_everything
+    if isinstance(remat, str) or not remat or not all(isinstance(name, str) for name in remat):
+        raise ValueError(
+            f'remat is {remat!r}; give "full" to compute blocks again in backward, "none" to keep '
+            f"all activations, or a list of the names of those to keep"
+        )
+    return partial(save_named, tuple(remat))
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
 
-    def record(self, run: Run, module: nn.Module, stream: Tensor) -> Recorded:
-        """See ``Policy``.
+def save_nothing(run: Run, module: nn.Module, x: Tensor) -> Recorded:
+    """Compute everything again."""
+    with torch.no_grad():
+        return Recorded(run(), [], lambda again, module, kept: again())
 
-        Raises:
-            ValueError: for a name that did not occur.
-        """
-        kept: dict[str, Tensor] = {}
 
-        def keep(name: str, value: Tensor) -> Tensor:
-            if name in self._names:
-                kept[f"{name}/{len(kept)}"] = value
+def save_everything(run: Run, module: nn.Module, x: Tensor) -> Recorded:
+    """Keep what autograd saves, each value once, except for what follows from parameters alone."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor.detach())
+        return len(saved) - 1
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, _refuse_backward):
+        output = run().detach()
+    kept: list[Tensor] = []
+    places: dict[int, int] = {}
+    for number, tensor in enumerate(saved):
+        if not depends_on(tensor, x):
+            continue
+        same = (at for at, each in enumerate(kept) if _same(each, tensor))
+        places[number] = next(same, len(kept))
+        if places[number] == len(kept):
+            kept.append(tensor)
+    return Recorded(output, kept, partial(_replay_saved, places))
+
+
+def _refuse_backward(_: Any) -> Tensor:
+    raise RuntimeError("backward ran through a forward that was traced for a loop alone")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and graph_hash(a) == graph_hash(b)
+
+
+def _replay_saved(
+    places: dict[int, int], run: Run, module: nn.Module, kept: Sequence[Tensor]
+) -> Tensor:
+    """Run a block again; take what autograd saves from ``kept``, by the number of the saved tensor
+    in order, where it is there."""
+    numbers = itertools.count()
+
+    def pack(tensor: Tensor) -> tuple[int, Tensor]:
+        return next(numbers), tensor.detach()
+
+    def unpack(packed: tuple[int, Tensor]) -> Tensor:
+        number, tensor = packed
+        return kept[places[number]] if number in places else tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        return run()
+
+
+def save_named(names: tuple[str, ...], run: Run, module: nn.Module, x: Tensor) -> Recorded:
+    """Keep the activations of these names: of submodules, or given by ``checkpoint_name``.
+
+    Raises:
+        ValueError: for a name that did not occur.
+    """
+    kept: list[tuple[str, Tensor]] = []
+
+    def keep(name: str, value: Tensor) -> Tensor:
+        if name in names:
+            kept.append((name, value))
+        return value
+
+    with torch.no_grad(), _intercept_named(module, names, keep):
+        output = run()
+    missing = [name for name in names if name not in dict(kept)]
+    if missing:
+        submodules = ", ".join(name for name, _ in module.named_modules() if name)
+        raise ValueError(
+            f"remat names {', '.join(missing)}, which is no submodule that ran and returned a "
+            f"tensor, nor was given by checkpoint_name. Submodules of a block: {submodules}"
+        )
+    return Recorded(output, [value for _, value in kept], partial(_replay_named, names))
+
+
+def _replay_named(
+    names: tuple[str, ...], run: Run, module: nn.Module, kept: Sequence[Tensor]
+) -> Tensor:
+    """Run a block again, with kept values in place of named ones."""
+    values = iter(kept)
+    known: dict[bytes, Tensor] = {}
+
+    def replace(name: str, value: Tensor) -> Tensor:
+        if name not in names:
             return value
+        mine = next(values)
+        known[graph_hash(value)] = mine
+        return _Replaced.apply(value, mine)
 
-        with torch.no_grad(), _named_values(module, self._names, keep):
-            output = run()
-        missing = [name for name in self._names if not any(_is(name, key) for key in kept)]
-        if missing:
-            names = ", ".join(name for name, _ in module.named_modules() if name)
-            raise ValueError(
-                f"remat names {', '.join(missing)}, which is no submodule that ran and returned a "
-                f"tensor, nor was given by name_activation. Submodules of a block: {names}"
-            )
-        return Recorded(output, list(kept.values()), _FromNamed(self._names))
+    def unpack(saved: Tensor) -> Tensor:
+        # The operation that made the named value may have saved it, too, as tanh does.
+        return known.get(graph_hash(saved), saved)
 
-
-class _FromNamed:
-    """Runs a block again, with kept values in the place of named ones."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def __call__(self, run: Run, module: nn.Module, kept: Sequence[Tensor]) -> Tensor:
-        values = iter(kept)
-        known: dict[bytes, Tensor] = {}
-
-        def replace(name: str, value: Tensor) -> Tensor:
-            if name not in self._names:
-                return value
-            mine = next(values)
-            known[identity(value)] = mine
-            return _Replaced.apply(value, mine)
-
-        def unpack(saved: Tensor) -> Tensor:
-            # What made the named value may have saved it, too, as tanh does.
-            return known.get(identity(saved), saved)
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), unpack)
-        with _named_values(module, self._names, replace), hooks:
-            return run()
+    hooks = saved_tensors_hooks(lambda saved: saved.detach(), unpack)
+    with _intercept_named(module, names, replace), hooks:
+        return run()
 
 
 class _Replaced(torch.autograd.Function):
-    """A kept value for the one that leads to it."""
+    """A kept value in place of the computed one, which gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, kept: Tensor) -> Tensor:
@@ -172,22 +175,14 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
-Named = Callable[[str, Tensor], Tensor]
+Intercept = Callable[[str, Tensor], Tensor]
+
+_intercept: ContextVar[Intercept | None] = ContextVar("_intercept", default=None)
 
 
-class _Current(threading.local):
-    """What the calling thread does with named activations."""
-
-    def __init__(self) -> None:
-        self.named: Named | None = None
-
-
-_current = _Current()
-
-
-def name_activation(tensor: Tensor, name: str) -> Tensor:
-    """Give an activation of a block a name, by which ``scan_blocks(..., remat=[name])`` keeps it
-    for backward. Elsewhere this does nothing.
+def checkpoint_name(tensor: Tensor, name: str) -> Tensor:
+    """Name an activation of a block, so that ``scan_blocks(..., remat=[name])`` keeps it for
+    backward. Elsewhere this does nothing.
 
     Args:
         tensor: the activation, of any shape.
@@ -196,52 +191,61 @@ def name_activation(tensor: Tensor, name: str) -> Tensor:
     Returns:
         The tensor to go on with.
     """
-    return tensor if _current.named is None else _current.named(name, tensor)
+    intercept = _intercept.get()
+    return tensor if intercept is None else intercept(name, tensor)
+
+
+name_activation = checkpoint_name
+"""Its earlier name."""
 
 
 @contextlib.contextmanager
-def _named_values(module: nn.Module, names: Sequence[str], named: Named) -> Iterator[None]:
-    """Inside, ``named`` is called with every named activation, and returns what to go on with."""
+def _intercept_named(
+    module: nn.Module, names: Sequence[str], intercept: Intercept
+) -> Iterator[None]:
+    """Inside, call ``intercept`` with every named activation, and go on with what it returns."""
 
     def hook(name: str) -> Callable[..., Any]:
-        return lambda _, args, out: named(name, out) if isinstance(out, Tensor) else None
+        return lambda _, args, out: intercept(name, out) if isinstance(out, Tensor) else None
 
     inner = dict(module.named_modules())
     handles = [inner[name].register_forward_hook(hook(name)) for name in names if name in inner]
-    before, _current.named = _current.named, named
+    token = _intercept.set(intercept)
     try:
         yield
     finally:
-        _current.named = before
+        _intercept.reset(token)
         for handle in handles:
             handle.remove()
 
 
-def policy_of(remat: str | Sequence[str]) -> Policy:
-    """The policy that a user calls ``remat``.
-
-    Raises:
-        ValueError: if it is neither "full", "none" nor names.
-    """
-    if remat == "full":
-        return KeepNothing()
-    if remat == "none":
-        return KeepAll()
-    if isinstance(remat, str) or not remat or not all(isinstance(name, str) for name in remat):
-        raise ValueError(
-            f'remat is {remat!r}; give "full" to compute blocks again in backward, "none" to keep '
-            f"all activations, or a list of the names of those to keep"
-        )
-    return KeepNamed(remat)
+# ---------------------------------------------------------------- in which memory
 
 
-def _is(name: str, key: str) -> bool:
-    return key.rpartition("/")[0] == name
+@dataclass(frozen=True)
+class ActivationStore:
+    """Where the ys of the forward loop are until backward needs them."""
 
+    # in the host's memory. Backward then takes their slices one iteration early, and carries them:
+    # else each iteration, which begins with them, would wait for the copy.
+    on_host: bool
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and identity(a) == identity(b)
+    def put(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the ys of an iteration of the forward loop that keep these values."""
+        return [offload(each) for each in values] if self.on_host else list(values)
 
+    def carry_specs(self, ys: Sequence[Tensor]) -> list[TensorSpec]:
+        """Return what the backward loop carries for these ys."""
+        return [TensorSpec.slice_of(each) for each in ys] if self.on_host else []
 
-def _never(_: Any) -> Tensor:
-    raise RuntimeError("backward ran through a forward that was traced for a loop alone")
+    def first_carry(self, ys: Sequence[Tensor]) -> list[Tensor]:
+        """Return that for its first iteration, which is of the last block."""
+        return [fetch(each[-1]) for each in ys] if self.on_host else []
+
+    def take(
+        self, carry: Sequence[Tensor], slices: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the values that an iteration of the backward loop needs, and its next carry."""
+        if self.on_host:
+            return list(carry), [fetch(each) for each in slices]
+        return list(slices), []

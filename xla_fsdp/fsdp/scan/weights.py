@@ -1,16 +1,17 @@
-"""How the parameters of identical blocks travel when the blocks run as a loop.
+"""How the parameters of identical blocks come into a loop, and their gradients out of it.
 
-Words: a parameter is *small* where gathering it in every round would not pay: it is gathered once
-before the loop for all blocks, and its gradients are reduced once after it; the *large* ones travel
-in the loop, one block at a time, the first of them *ahead*, one round early. *Sent* shards,
-gathered stacks and gradients are those of ``shard_gather`` and
-``grad_reduction``; here they are stacked, [length, ...].
-Always true: nothing depends on the number of blocks but the first dim of stacks.
+A parameter is *small* where gathering it in every iteration would not pay: it is gathered once
+before the loop for all blocks, and its gradients are reduced once after it. *Large* ones are
+gathered in the loop, one block at a time, the first of them one iteration early (*prefetched*). The
+loop takes stacks of what is *sent*: shards as they are gathered, [length, ...].
+
+Invariant: nothing depends on the number of blocks but the first dim of stacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +19,16 @@ from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import cast_here
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 
 class BlockWeights:
-    """The parameters of one block, which stands for all.
+    """The parameters of one block, which stands for all. They go by their number in the group;
+    the original parameters that they hold (several in a flat one) by that of the *member*.
 
     Args:
-        group: its parameters.
+        group: the block's parameters.
         gather_once_below: elements below which a parameter is small.
     """
 
@@ -36,76 +37,68 @@ class BlockWeights:
         numels = [param.packing.layout.numel for param in group.params]
         self.small = [at for at, numel in enumerate(numels) if numel < gather_once_below]
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
-        # Registered first is used first, in most modules: nothing hides its gather in a round.
-        self.ahead = self.large[:1]
-        self._hidden = group.collectives.in_rings()  # a round has compute that hides them
+        # Registered first is used first, in most modules: nothing before it in an iteration could
+        # hide its gather.
+        self.prefetched = self.large[:1]
+        # Rings of point-to-point sends, which the compute of an iteration can hide.
+        self._rings = group.collectives.in_rings()
         counts = [len(param.members) for param in group.params]
         self._members = {
             at: range(start, start + count)
             for at, (start, count) in enumerate(zip(offsets(counts), counts, strict=True))
         }
 
-    @property
-    def num_members(self) -> int:
-        """Number of full parameters of a block."""
-        return self.group.num_members
-
     def members(self, params: Sequence[int]) -> list[int]:
-        """Numbers of the full parameters that belong to these."""
+        """Return the numbers of the members of these parameters."""
         return [member for at in params for member in self._members[at]]
 
-    def gather(self, params: Sequence[int], sent: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors of the members of these parameters of one block."""
+    def gather(
+        self,
+        params: Sequence[int],
+        sent: Sequence[Tensor],
+        cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    ) -> list[Tensor]:
+        """Gather the members of these parameters of one block, from what is sent once it is
+        cast."""
         pairs = zip(self._params(params), sent, strict=True)
-        cast = [each.to(param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.group.gather.of_sent(self._params(params), cast)
-
-    def gather_in_round(self, params: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
-        """The same in a loop, from slices of what is sent or is to be cast for that."""
-        pairs = zip(self._params(params), slices, strict=True)
-        cast = [cast_here(each, param.compute_dtype or each.dtype) for param, each in pairs]
-        return self.gather(params, cast)
+        ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
+        return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Sums, by parameter, as they travel, from one block's full gradients by member. What has
-        no gradient is left out."""
+        """Reduce-scatter one block's unsharded gradients, by member; return the sums by parameter,
+        without those that have no gradient."""
         reduction = self.group.reduction
-        return reduction.apart(reduction.scatter(grads, params, self._hidden))
+        return reduction.unpack(reduction.scatter(grads, params, self._rings))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors, [length, *shape], of the members of small parameters from stacks of what is
-        sent of them."""
+        """Gather the members of small parameters, [length, *shape], from stacks of what is sent."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
-            gathered = self.group.gather.stacks(sent)
+            gathered = self.group.gather.gather_tensors(sent)
             ranks = self.group.collectives.num_shards
+            triples = zip(self._params(self.small), gathered, stacks, strict=True)
             return [
-                full
-                for param, stack, own in zip(
-                    self._params(self.small), gathered, stacks, strict=True
-                )
-                for full in _unjoined(param, _swapped(stack, ranks, len(own)))
+                member
+                for param, stack, own in triples
+                for member in _unpack(param, _swap(stack, ranks, len(own)))
             ]
 
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Sums, [length, n], by small parameter, as they travel, from full gradients, [length,
-        *shape], by member."""
-        joined = {
-            at: self._joined(param, [grads.get(member) for member in self._members[at]])
+        """Reduce-scatter gradients, [length, *shape], by member; return sums, [length, n], by small
+        parameter."""
+        packed = {
+            at: _pack(param, [grads.get(member) for member in self._members[at]])
             for at, param in zip(self.small, self._params(self.small), strict=True)
             if any(member in grads for member in self._members[at])
         }
         ranks = self.group.collectives.num_shards
-        lengths = {at: len(stack) for at, stack in joined.items()}
-        sent = [_swapped(stack, len(stack), ranks).reshape(ranks, -1) for stack in joined.values()]
-        sums = self.group.reduction.scatter_stacks(sent)
-        return {
-            at: each.reshape(length, -1)
-            for (at, length), each in zip(lengths.items(), sums, strict=True)
-        }
+        sent = [_swap(stack, len(stack), ranks).reshape(ranks, -1) for stack in packed.values()]
+        sums = self.group.reduction.scatter_tensors(sent)
+        pairs = zip(packed.items(), sums, strict=True)
+        return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The stacks ``sums``, by parameter, added over the replicas."""
+        """Add the stacks ``sums``, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
         added = self.group.reduction.sum_replicas_of(flat)
         return {at: ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
@@ -113,40 +106,217 @@ class BlockWeights:
     def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]
 
-    def _joined(self, param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
-        """[length, padded size], from the members' gradients."""
-        example = next(grad for grad in grads if grad is not None)
-        length = len(example)
-        full = [
-            example.new_zeros(length, *member.shape) if grad is None else grad
-            for member, grad in zip(param.members, grads, strict=True)
-        ]
-        rows = [
-            each.movedim(1 + param.packing.dim, 1) if param.packing.dim else each for each in full
-        ]
-        flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
-        return F.pad(flat, (0, param.packing.layout.padded_numel - param.packing.layout.numel))
 
-
-def _swapped(stack: Tensor, first: int, second: int) -> Tensor:
+def _swap(stack: Tensor, first: int, second: int) -> Tensor:
     """[first, second * n] to [second, first * n]."""
     return stack.reshape(first, second, -1).transpose(0, 1).reshape(second, -1)
 
 
-def _unjoined(param: FSDPParam, joined: Tensor) -> list[Tensor]:
-    """The members, [length, *shape], out of [length, padded size]."""
-    length = len(joined)
+def _pack(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
+    """[length, padded size], from the members' gradients; zeros where there is none."""
+    example = next(grad for grad in grads if grad is not None)
+    length, dim = len(example), param.packing.dim
+    full = [
+        example.new_zeros(length, *member.shape) if grad is None else grad
+        for member, grad in zip(param.members, grads, strict=True)
+    ]
+    rows = [each.movedim(1 + dim, 1) if dim else each for each in full]
+    flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
+    return F.pad(flat, (0, param.packing.layout.padded_numel - param.packing.layout.numel))
+
+
+def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
+    """The inverse: members, [length, *shape]."""
+    length, dim = len(packed), param.packing.dim
     numels = [member.shape.numel() for member in param.members]
-    pieces = [
-        ops.cut(joined, 1, start, numel)
+    flat = [
+        ops.cut(packed, 1, start, numel)
         for numel, start in zip(numels, offsets(numels), strict=True)
     ]
-    if param.packing.dim:
-        [piece] = pieces
-        return [
-            piece.reshape(length, -1, *param.packing.row_shape).movedim(1, 1 + param.packing.dim)
-        ]
+    if dim:
+        [only] = flat
+        return [only.reshape(length, -1, *param.packing.row_shape).movedim(1, 1 + dim)]
     return [
-        piece.reshape(length, *member.shape)
-        for piece, member in zip(pieces, param.members, strict=True)
+        each.reshape(length, *member.shape)
+        for each, member in zip(flat, param.members, strict=True)
     ]
+
+
+# ---------------------------------------------------------------- shards of all blocks
+
+
+def shards_of(groups: Sequence[FSDPParamGroup]) -> BlockShards:
+    """Return those of blocks with these groups."""
+    stacked = any(param.slots.part is not None for param in groups[0].params)
+    return StackedShards(groups[:1]) if stacked else SeparateShards(groups)
+
+
+class BlockShards(ABC):
+    """The shards of all blocks: the leaves of autograd that a loop computes with.
+
+    Args:
+        groups: parameters of all blocks; of one, if all share stacks.
+    """
+
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
+        self._groups = groups
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All of them, one block's after the other's."""
+        return [leaf for group in self._groups for leaf in group.leaves]
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each was changed in place."""
+        return [version for group in self._groups for version in group.versions]
+
+    def of(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return the leaves of these parameters, one block's after the other's."""
+        by_block = [group.leaves for group in self._groups]
+        return [leaves[at] for leaves in by_block for at in numbers]
+
+    @abstractmethod
+    def sent(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Return stacks of what is sent.
+
+        Args:
+            numbers: of which parameters.
+            leaves: theirs, as ``of`` returns them.
+            after: what is to be computed first.
+        """
+
+    def to_send(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return stacks of which each iteration sends a slice, once it is cast."""
+        return self.sent(numbers, leaves, after)
+
+    def is_sent_as_stored(self, number: int) -> bool:
+        """Whether what ``to_send`` makes of this parameter is its leaf."""
+        return False
+
+    @abstractmethod
+    def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Return gradients of all leaves, from stacks of sums by parameter."""
+
+    @abstractmethod
+    def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Return gradients of all leaves, from those of shards, by block."""
+
+
+class SeparateShards(BlockShards):
+    """Every block has its own, which are stacked in every step."""
+
+    def sent(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        if not numbers:
+            return []
+        by_block = [leaves[at : at + len(numbers)] for at in range(0, len(leaves), len(numbers))]
+        with torch.no_grad():
+            sent = [
+                group.gather.sent([group.params[at] for at in numbers], own)
+                for group, own in zip(self._groups, by_block, strict=True)
+            ]
+            by_param = list(zip(*sent, strict=True))
+            params = [self._groups[0].params[at] for at in numbers]
+            joined = [
+                torch.cat([_as_stored(param, each) for each in own])
+                for param, own in zip(params, by_param, strict=True)
+            ]
+            stacks = ops.barrier(ops.once_computed(after, joined))
+            pairs = zip(stacks, by_param, strict=True)
+            return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
+
+    def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        params = self._groups[0].params
+        slices = {at: _slices(params[at], stack) for at, stack in sums.items()}
+        return [
+            group.reduction.finish_one(slices[at][block], param)
+            if at in slices and param.leaf.requires_grad
+            else None
+            for block, group in enumerate(self._groups)
+            for at, param in enumerate(group.params)
+        ]  # fmt: skip
+
+    def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        return [grad for of_block in grads for grad in of_block]
+
+
+class StackedShards(BlockShards):
+    """All blocks share stacks, one for each parameter: nothing is joined or taken apart, so that
+    the program has as many operations for any number of blocks."""
+
+    @property
+    def _group(self) -> FSDPParamGroup:
+        return self._groups[0]
+
+    def sent(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        params = [self._group.params[at] for at in numbers]
+        with torch.no_grad():
+            return ops.once_computed(after, self._group.gather.sent(params, leaves, stacked=True))
+
+    def to_send(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> list[Tensor]:
+        pairs = list(zip(numbers, leaves, strict=True))
+        # The leaves themselves take no memory, where they are stored as they are sent. Others are
+        # cast here, not in the loop, as their copy then takes less.
+        found = {at: leaf.detach() for at, leaf in pairs if self.is_sent_as_stored(at)}
+        others = [at for at in numbers if at not in found]
+        sent = self.sent(others, [leaf for at, leaf in pairs if at in others], after)
+        found.update(zip(others, sent, strict=True))
+        return [found[at] for at in numbers]
+
+    def is_sent_as_stored(self, number: int) -> bool:
+        param = self._group.params[number]
+        shape = tuple(param.packing.sent_shape)
+        return not param.packing.dim and tuple(param.leaf.shape[1:]) == shape
+
+    def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        return [
+            self._group.reduction.finish_one(sums[at], param, len(sums[at]))
+            if at in sums and param.leaf.requires_grad
+            else None
+            for at, param in enumerate(self._group.params)
+        ]
+
+    def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Stack the blocks' gradients.
+
+        Raises:
+            RuntimeError: if only some blocks have gradients.
+        """
+        kept = [at for at, of_block in enumerate(grads) if all(each is None for each in of_block)]
+        if kept and len(kept) < len(grads):
+            raise RuntimeError(
+                f"the gradients of scanned blocks {', '.join(map(str, kept))} are kept, and those "
+                f"of others were reduced; their parameters are stacked, so they have one gradient. "
+                f"Synchronize the gradients of all blocks, or of none"
+            )
+        return [_stack_grads(of_param) for of_param in zip(*grads, strict=True)]
+
+
+def _stack_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """With zeros for what is missing; None if all is."""
+    example = next((grad for grad in grads if grad is not None), None)
+    if example is None:
+        return None
+    return torch.stack([torch.zeros_like(example) if grad is None else grad for grad in grads])
+
+
+def _slices(param: FSDPParam, stack: Tensor) -> list[Tensor]:
+    joined = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
+    return list(_as_stored(param, joined).chunk(len(stack)))
+
+
+def _as_stored(param: FSDPParam, sent: Tensor) -> Tensor:
+    """Flat, if shard parameters are; else in rows."""
+    # To lay rows out is an operation of its own on the TPU. Of all blocks' shards, concatenated
+    # behind one barrier, it is done at once.
+    return sent if param.by_rows else ops.shaped(sent, (sent.numel(),))

@@ -1,13 +1,12 @@
 """State dicts by the names and options of ``torch.distributed.checkpoint.state_dict``.
 
-Always true: with ``full_state_dict`` they are those of the plain model, in host memory; without it,
-this rank's shards. Every rank calls every function. Options are read by name, so those of torch's
-own ``StateDictOptions`` will do; an option that is not known here is an error, not ignored.
-The work is done by ``state_dicts``.
+Every rank calls every function. Options are read by name, so torch's own ``StateDictOptions`` will
+do; an option that is not known here is an error, not ignored.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.broadcast import broadcast_
+from xla_fsdp.distributed.collectives import broadcast_
 from xla_fsdp.distributed.groups import all_ranks
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import exchange
-from xla_fsdp.fsdp.state_dict.model import (
-    full_state_dict,
-    load_full_state_dict,
+from xla_fsdp.fsdp.state_dict.model import full_state_dict, load_full_state_dict
+from xla_fsdp.fsdp.state_dict.optim_api import (
     load_optim_state_dict,
     load_sharded_optim_state_dict,
     optim_state_dict,
@@ -33,11 +31,12 @@ from xla_fsdp.fsdp.state_dict.model import (
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """What is in a state dict.
+    """The form of a state dict.
 
     Args:
-        full_state_dict: whole tensors instead of this rank's shards.
-        cpu_offload: in host memory; with ``full_state_dict`` only rank 0 then gets it, as in torch.
+        full_state_dict: as the original model would have it, instead of this rank's shards.
+        cpu_offload: in host memory, where full ones always are; with ``full_state_dict`` only
+            rank 0 then gets it, as in torch.
         broadcast_from_rank0: only rank 0 gives the full state dict that is loaded.
         strict: whether names that are missing or unexpected are errors.
     """
@@ -49,12 +48,8 @@ class StateDictOptions:
 
 
 def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
-    """The model's state dict.
-
-    Args:
-        model: a sharded model, or one that holds sharded modules.
-        options: see ``StateDictOptions``.
-    """
+    """Return the state dict of a sharded model, or of one that holds sharded modules, in the form
+    that ``options`` (``StateDictOptions``) say."""
     chosen = _options(options)
     if chosen.full_state_dict:
         return full_state_dict(model, rank0_only=chosen.cpu_offload)
@@ -68,15 +63,15 @@ def set_model_state_dict(
     """Load a state dict. Shards on the meta device get memory on this rank's device first.
 
     Args:
-        model: as for ``get_model_state_dict``.
+        model: a sharded model, or one that holds sharded modules.
         model_state_dict: shards or, with ``full_state_dict``, full tensors.
-        options: see ``StateDictOptions``.
+        options: ``StateDictOptions``.
 
     Returns:
         What ``load_state_dict`` returns: missing and unexpected names.
     """
     chosen = _options(options)
-    model._apply(_with_memory)
+    model._apply(lambda t: torch.empty_like(t, device=ops.device()) if t.is_meta else t)
     if chosen.broadcast_from_rank0:
         model_state_dict = _from_rank0(model_state_dict)
     if chosen.full_state_dict or chosen.broadcast_from_rank0:
@@ -87,13 +82,8 @@ def set_model_state_dict(
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
 ) -> dict[str, Any]:
-    """The optimizer's state by names of parameters: ``{"state": ..., "param_groups": ...}``.
-
-    Args:
-        model: the sharded model.
-        optimizers: the optimizer of its parameters.
-        options: see ``StateDictOptions``.
-    """
+    """Return the state of the one optimizer of a sharded model's parameters, by their names:
+    ``{"state": ..., "param_groups": ...}``."""
     chosen, optimizer = _options(options), _one(optimizers)
     if chosen.full_state_dict:
         return optim_state_dict(model, optimizer, rank0_only=chosen.cpu_offload)
@@ -114,7 +104,7 @@ def set_optimizer_state_dict(
         optimizers: the optimizer of its parameters; it need not have made a step.
         optim_state_dict: in the form that ``options`` say; with ``broadcast_from_rank0`` only rank
             0's counts.
-        options: see ``StateDictOptions``.
+        options: ``StateDictOptions``.
     """
     chosen, optimizer = _options(options), _one(optimizers)
     if chosen.broadcast_from_rank0:
@@ -128,7 +118,7 @@ def set_optimizer_state_dict(
 def get_state_dict(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both."""
+    """Return the state dicts of the model and of the optimizer."""
     return (
         get_model_state_dict(model, options=options),
         get_optimizer_state_dict(model, optimizers, options=options),
@@ -143,14 +133,10 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """Load both; returns what ``set_model_state_dict`` does."""
+    """Load both, and return what ``set_model_state_dict`` does."""
     report = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return report
-
-
-def _with_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device=ops.device()) if tensor.is_meta else tensor
 
 
 def _options(given: Any) -> StateDictOptions:
@@ -178,32 +164,28 @@ def _one(optimizers: Optimizer | Iterable[Optimizer]) -> Optimizer:
 
 
 def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank 0's full state dict, its tensors one after the other: whatever is wrong with it is then
-    the same on every rank."""
-    outline = _sent_from_rank0({name: _without_values(value) for name, value in state.items()})
+    """Return rank 0's full state dict, its tensors sent one after the other.
+
+    Names and shapes go ahead, so that whatever is wrong with it is the same on every rank.
+    """
+    shapes = {
+        name: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
+        for name, v in state.items()
+    }
     everyone = all_ranks()
     result = {}
-    for name, value in outline.items():
+    for name, value in _sent_from_rank0(shapes).items():
+        result[name] = value
         if isinstance(value, Tensor):
-            full = torch.zeros(value.shape, dtype=value.dtype)
+            result[name] = torch.zeros(value.shape, dtype=value.dtype)
             if everyone.rank == 0:
-                full.copy_(state[name])
-            broadcast_([full], everyone, ops.device())
-            result[name] = full
-        else:
-            result[name] = value
+                result[name].copy_(state[name])
+            broadcast_([result[name]], everyone, ops.device())
     return result
 
 
-def _without_values(value: Any) -> Any:
-    is_tensor = isinstance(value, Tensor)
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
-
-
 def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first rank's, as bytes: optimizer state has any structure."""
-    import io
-
+    """Return the first rank's state, sent as bytes: optimizer state has any structure."""
     buffer = io.BytesIO()
     if ops.rank() == 0:
         torch.save(dict(state), buffer)

@@ -1,9 +1,10 @@
 """Optimizer state of shards to that of the plain model, and back.
 
-Words: see ``optim_entries``; a flat shard's state is that of its *members* joined end to end, and
-whole entries (step counters) are the same for all of them.
-Always true: state goes by names of the plain model; gathering is one collective for each unit and
-state name; all that does not fit is raised as one ``ValueError``.
+A flat shard's state is that of the parameters in it, one after the other; states that are not
+sharded (step counters) are the same for all of them.
+
+Invariants: full state goes by names of the plain model; gathering is one collective for each unit
+and state name; all that does not fit is raised as one ``ValueError``.
 """
 
 from __future__ import annotations
@@ -18,24 +19,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateEntry, StateKind
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.tp_params import all_joined, own_parts
 from xla_fsdp.fsdp.state_dict.optim import (
-    Entry,
-    GroupState,
-    Holding,
-    OptimizerState,
-    Place,
+    OptimizerParams,
     create_state,
+    raise_if,
     read_optimizer,
+    same_value,
     write_optimizer,
 )
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
-    """See ``state_dicts.optim_state_dict``.
+    """Return the state dict of the plain model's optimizer.
 
     Args:
         state: of this rank's optimizer.
@@ -43,31 +43,31 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
         only: of the ranks that share the parameters, the one that gets the result (default: all).
 
     Raises:
-        ValueError: for state that cannot be made whole.
+        ValueError: for state that cannot be gathered.
     """
-    _raise_if(list(_ungatherable(state, names)))
+    raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
     shown = only is None or all(shard.is_of(only) for shard in shards)
-    whole: dict[tuple[str, str], Tensor] = {}
+    full: dict[tuple[str, str], Tensor] = {}
     for _, together in groupby(shards, key=lambda shard: id(shard.group)):
         for name, entry_name, tensor in _gathered(state, names, list(together)):
             if shown:
-                whole[name, entry_name] = tensor.cpu()
+                full[name, entry_name] = tensor.cpu()
     if not shown:
         return {}
     return {
         "state": {
             name: {
-                entry_name: whole[name, entry_name]
-                if entry.place is Place.SHARD
+                entry_name: full[name, entry_name]
+                if entry.kind is StateKind.SHARD
                 else _on_host(entry.value)
                 for entry_name, entry in entries.items()
             }
-            for key, entries in state.entries.items()
+            for key, entries in state.states.items()
             for name in names.of(key)
         },
         "param_groups": [
-            {**group.options, "params": [name for key in group.keys for name in names.of(key)]}
+            {**group.options, "params": [name for key in group.params for name in names.of(key)]}
             for group in state.groups
         ],
     }
@@ -76,7 +76,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
 def from_full(
     full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
-    """See ``state_dicts.load_optim_state_dict``.
+    """Return a full state as this rank's optimizer holds it.
 
     Args:
         full: what ``to_full`` returned, on any number of ranks.
@@ -86,29 +86,29 @@ def from_full(
     Raises:
         ValueError: with every problem found.
     """
-    _raise_if(list(_malformed(full)))
+    raise_if(list(_malformed(full)))
     reader = _Reader(full, template, names)
     state = OptimizerState(
         tuple(reader.group(part) for part in full["param_groups"]),
         {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
     )
-    _raise_if([*reader.unknown(), *reader.problems])
+    raise_if([*reader.unknown(), *reader.problems])
     return state
 
 
 def to_shards(state: OptimizerState) -> dict[str, Any]:
-    """See ``state_dicts.sharded_optim_state_dict``."""
+    """Return the state dict of this rank's shards."""
     return {
         "state": {
             key: {name: _on_host(entry.value) for name, entry in entries.items()}
-            for key, entries in state.entries.items()
+            for key, entries in state.states.items()
         },
-        "param_groups": [{**group.options, "params": list(group.keys)} for group in state.groups],
+        "param_groups": [{**group.options, "params": list(group.params)} for group in state.groups],
     }
 
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
-    """The inverse of ``to_shards``; whether shards fit is left to who writes them.
+    """Read what ``to_shards`` returned. Whether it fits is checked when it is written.
 
     Args:
         given: what ``to_shards`` returned on this rank.
@@ -117,27 +117,30 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
     Raises:
         ValueError: if it is no such state.
     """
-    _raise_if(list(_malformed(given)))
+    raise_if(list(_malformed(given)))
     groups = tuple(
-        GroupState({n: v for n, v in part.items() if n != "params"}, tuple(part["params"]))
+        GroupRecord(tuple(part["params"]), {n: v for n, v in part.items() if n != "params"})
         for part in given["param_groups"]
     )
-    places = {
-        (key, name): entry.place
-        for key, entries in template.entries.items()
-        for name, entry in entries.items()
-    }
-    entries = {
-        key: {name: Entry(places.get((key, name), Place.HOST), v) for name, v in values.items()}
+
+    def entry(key: str, name: str, value: Any) -> StateEntry:
+        own = template.states.get(key, {}).get(name)
+        if own is not None and own.kind is not StateKind.VALUE:
+            return StateEntry(own.kind, value)
+        is_tensor = isinstance(value, Tensor)
+        return StateEntry(StateKind.HOST if is_tensor else StateKind.VALUE, value)
+
+    states = {
+        key: {name: entry(key, name, value) for name, value in values.items()}
         for key, values in given["state"].items()
     }
-    return OptimizerState(groups, entries)
+    return OptimizerState(groups, states)
 
 
 def load_full(
     optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
 ) -> None:
-    """See ``state_dicts.load_optim_state_dict``.
+    """Load a full state into this rank's optimizer.
 
     Args:
         optimizer: that is loaded; state that it has yet to make is made.
@@ -156,9 +159,11 @@ def load_full(
 def state_made(
     optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
 ) -> Iterator[OptimizerState]:
-    """The optimizer's state, made where there was none, for ``given`` to be loaded. What was made
-    goes again if the block raises, or in any case to ``restore``."""
-    without = [leaf for leaf in Holding(params).leaves if not optimizer.state.get(leaf)]
+    """Yield the optimizer's state, made where there was none, for ``given`` to be loaded.
+
+    What was made goes again if the block raises, or in any case with ``restore``.
+    """
+    without = [leaf for leaf in OptimizerParams(params).leaves if not optimizer.state.get(leaf)]
     _create_for(given, optimizer, without)
     failed = True
     try:
@@ -170,7 +175,7 @@ def state_made(
 
 
 def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
-    """Make state; of an optimizer that keeps other entries when a scaler steps it, those that
+    """Make state; of an optimizer that keeps other states when a scaler steps it, those that
     ``given`` has."""
     create_state(optimizer)
     if not takes_found_inf(optimizer) or list(_malformed(given)):
@@ -197,7 +202,7 @@ class ShardNames:
     canonical: dict[str, str]
 
     def of(self, key: str) -> list[str]:
-        """Names of the parameters in ``key``; an unsharded parameter goes by its own name."""
+        """Return names of the parameters in ``key``; an unsharded one goes by its own name."""
         return self.members.get(key, [key])
 
 
@@ -208,27 +213,27 @@ class ShardNames:
 def _gathered(
     state: OptimizerState, names: ShardNames, shards: Sequence[NamedShard]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Member's name, state name and whole tensor, for every entry of one unit that is cut."""
+    """Yield parameter name, state name and full tensor, for every sharded state of one unit."""
     group = shards[0].group
-    for entry_name in sorted({n for shard in shards for n in state.entries.get(shard.key, ())}):
-        entries = [(shard, state.entries.get(shard.key, {}).get(entry_name)) for shard in shards]
-        cut = [(s, entry.value) for s, entry in entries if entry and entry.place is Place.SHARD]
-        whole = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
-        whole = all_joined(whole, [member for s, _ in cut for member in s.param.members])
+    for entry_name in sorted({n for shard in shards for n in state.states.get(shard.key, ())}):
+        entries = [(shard, state.states.get(shard.key, {}).get(entry_name)) for shard in shards]
+        cut = [(s, entry.value) for s, entry in entries if entry and entry.kind is StateKind.SHARD]
+        full = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
+        full = all_joined(full, [member for s, _ in cut for member in s.param.members])
         # Ranks that are not shown the result run the same program as those that are.
-        ops.compute(whole)
+        ops.compute(full)
         members = [name for shard, _ in cut for name in names.of(shard.key)]
-        for name, tensor in zip(members, whole, strict=True):
+        for name, tensor in zip(members, full, strict=True):
             yield name, entry_name, tensor
 
 
 def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
-    for key, entries in state.entries.items():
+    for key, entries in state.states.items():
         if key not in names.shards or names.shards[key].group.collectives.num_shards == 1:
             continue
         for name, entry in entries.items():
             wide = isinstance(entry.value, Tensor) and entry.value.numel() > 1
-            if entry.place is not Place.SHARD and wide:
+            if entry.kind is not StateKind.SHARD and wide:
                 yield (
                     f"{name} of {key} has shape {tuple(entry.value.shape)}: it is computed from "
                     f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
@@ -240,7 +245,7 @@ def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
 
 
 class _Reader:
-    """Makes what the loading optimizer keeps out of a full state; notes what does not fit."""
+    """Cuts a full state for the loading optimizer; notes what does not fit."""
 
     def __init__(
         self, full: Mapping[str, Any], template: OptimizerState, names: ShardNames
@@ -249,24 +254,24 @@ class _Reader:
         self._full = {own.get(name, name): values for name, values in full["state"].items()}
         self._template = template
         self._names = names
-        self.keys = [key for group in template.groups for key in group.keys]
+        self.keys = [key for group in template.groups for key in group.params]
         self._key_of = {name: key for key in self.keys for name in names.of(key)}
         self.problems: list[str] = []
 
     def has_state(self, key: str) -> bool:
-        """Whether there is anything for the parameters in ``key``."""
+        """Return whether there is anything for the parameters in ``key``."""
         return any(name in self._full for name in self._names.of(key))
 
     def unknown(self) -> list[str]:
-        """One line for each name that the optimizer does not have."""
+        """Return one line for each name that the optimizer does not have."""
         return [
             f"the state has entries for {name}, which is not in the optimizer"
             for name in self._full
             if name not in self._key_of
         ]
 
-    def group(self, part: Mapping[str, Any]) -> GroupState:
-        """A parameter group, by keys."""
+    def group(self, part: Mapping[str, Any]) -> GroupRecord:
+        """Return a parameter group, by keys."""
         names = [self._names.canonical.get(name, name) for name in part["params"]]
         keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
         for key in keys:
@@ -275,21 +280,21 @@ class _Reader:
                 self.problems.append(
                     f"{key} joins {', '.join(own)}, which are not all in one group of the state"
                 )
-        return GroupState({n: value for n, value in part.items() if n != "params"}, tuple(keys))
+        return GroupRecord(tuple(keys), {n: v for n, v in part.items() if n != "params"})
 
-    def entries(self, key: str) -> dict[str, Entry]:
-        """All entries of one parameter."""
-        wanted = self._template.entries.get(key, {})
+    def entries(self, key: str) -> dict[str, StateEntry]:
+        """Return all states of one parameter."""
+        wanted = self._template.states.get(key, {})
         found = [self._full.get(name, {}) for name in self._names.of(key)]
         self._compare(key, wanted, found)
         return {
-            name: Entry(kept.place, self._value(key, name, kept, [v[name] for v in found]))
-            for name, kept in wanted.items()
+            name: StateEntry(own.kind, self._value(key, name, own, [v[name] for v in found]))
+            for name, own in wanted.items()
             if all(name in values for values in found)
         }
 
     def _compare(
-        self, key: str, wanted: Mapping[str, Entry], found: Sequence[Mapping[str, Any]]
+        self, key: str, wanted: Mapping[str, StateEntry], found: Sequence[Mapping[str, Any]]
     ) -> None:
         for name, values in zip(self._names.of(key), found, strict=True):
             self.problems += [f"{name} has no {entry!r}" for entry in wanted if entry not in values]
@@ -299,13 +304,13 @@ class _Reader:
                 if entry not in wanted
             ]
 
-    def _value(self, key: str, name: str, kept: Entry, values: Sequence[Any]) -> Any:
-        if kept.place is not Place.SHARD:
-            if any(not _same(values[0], value) for value in values[1:]):
+    def _value(self, key: str, name: str, own: StateEntry, values: Sequence[Any]) -> Any:
+        if own.kind is not StateKind.SHARD:
+            if any(not same_value(values[0], value) for value in values[1:]):
                 self.problems.append(
                     f"{name!r} differs between the parameters that are flattened together in {key}"
                 )
-            self.problems += _misfit(name, _shape(kept.value), key, values[0])
+            self.problems += _misfit(name, _shape(own.value), key, values[0])
             return values[0]
         shard = self._names.shards[key]
         members = shard.param.members
@@ -313,7 +318,7 @@ class _Reader:
         triples = zip(shapes, self._names.of(key), values, strict=True)
         bad = [line for triple in triples for line in _misfit(name, *triple)]
         self.problems += bad
-        return kept.value if bad else shard.param.slice_of(own_parts(values, members), shard.rank)
+        return own.value if bad else shard.param.slice_of(own_parts(values, members), shard.rank)
 
 
 def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:
@@ -340,14 +345,3 @@ def _malformed(full: Any) -> Iterator[str]:
 def _on_host(value: Any) -> Any:
     """A copy: the optimizer goes on with its own."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.cpu(), b.cpu())
-    return bool(a == b)
-
-
-def _raise_if(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))

@@ -1,57 +1,94 @@
-"""Describe a sharded model in the words of the checkpoint format.
+"""Describe a sharded model for the files of shards.
 
-Words: see ``checkpoint.format``. Always true: every name a parameter had before wrapping is in the
-description once, as a member or as an alias, also where units share a shard.
+Invariants: every name that a parameter had before wrapping is in the description once, as a member
+or as an alias, also where units share a shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
+from torch import nn
 
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.groups import Communication
 from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_hosts, named_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import OriginalParam
+from xla_fsdp.fsdp.state_dict.model import cut_outside_units, refuse_cut_outside
 
 
-@dataclass(frozen=True)
-class SharingRanks:
-    """The ranks that share a model, the parts of tensor parallelism one after the other.
-
-    Args:
-        rank: of the caller among them.
-        count: how many they are.
-        groups: all such sets of ranks, if there are several.
-        parts: how many ranks along a tensor-parallel axis.
-    """
-
-    rank: int
-    count: int
-    groups: Sequence[Sequence[int]] | None
-    parts: int = 1
-
-
-def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) -> SharingRanks:
-    """Those of a model.
-
-    Args:
-        shards: of the whole model.
-        communication: of its outermost unit.
+def describe(model: nn.Module) -> ShardMetadata:
+    """Return the metadata of this rank's shards of a model, the outermost sharded module.
 
     Raises:
-        ValueError: if tensor-parallel parameters are sharded over groups that are of no mesh, or
-            cut along several axes.
+        ValueError: if the model cannot be saved as files of shards: units have different meshes, or
+            slices along other dims than the first; tensor parallelism has cut parameters that no
+            unit shards, or along several axes, or they are sharded over groups that are of no mesh.
+    """
+    refuse_cut_outside(cut_outside_units(model), "files of shards")
+    communication = _communication(model)
+    shards = list(named_shards(model, remove_duplicate=False))
+    rank, count, groups, parts = _sharing_ranks(shards, communication)
+    _refuse_other_dims(shards)
+    records: dict[object, ParamRecord] = {}  # by slots: a tied parameter is recorded once
+    ties: dict[str, str] = {}
+    for shard in shards:
+        record = records.setdefault(shard.param.slots, _record(shard))
+        ties.update(_ties(shard, record))
+    return ShardMetadata(
+        rank,
+        count,
+        tuple(records.values()),
+        ties,
+        dict(_cast_buffers(model)),
+        groups=None if groups is None else tuple(tuple(group) for group in groups),
+        tensor_parts=parts,
+    )
+
+
+def _communication(model: nn.Module) -> Communication:
+    """Return who shares the parameters, which one set of files says once for all units."""
+    own = cast(FSDPModuleLike, model)._fsdp_attachment.communication
+    others = [
+        f"{name} ({_sharing(each)})"
+        for name, host in named_hosts(model)
+        if not name or host._fsdp_unit.group.params
+        for each in [host._fsdp_attachment.communication]
+        if each.groups != own.groups or _sharing(each) != _sharing(own)
+    ]
+    if others:
+        raise ValueError(
+            f"files of shards are of one mesh, {_sharing(own)} for the outermost unit, but other "
+            f"units have other meshes: {', '.join(others)}. Save xla_fsdp.full_state_dict(model) "
+            f"and optim_state_dict"
+        )
+    return own
+
+
+def _sharing(by: Communication) -> str:
+    return f"{by.shards.num_shards} shards, {by.replicas.num_shards} replicas"
+
+
+def _sharing_ranks(
+    shards: Sequence[NamedShard], communication: Communication
+) -> tuple[int, int, Groups | None, int]:
+    """Return the ranks that share a model, the parts of tensor parallelism one after the other.
+
+    Returns:
+        This rank's number among them; their number; all such sets of ranks, if there are several;
+        the number of ranks along a tensor-parallel axis.
     """
     collectives = communication.shards
     placements = [m.placement for shard in shards for m in shard.param.members]
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
-        return SharingRanks(collectives.rank, collectives.num_shards, communication.groups)
+        return collectives.rank, collectives.num_shards, communication.groups, 1
     _refuse_several(meshes)
     mesh, tensor = shards[0].group.mesh, meshes[0]
     if mesh.layout != tensor.layout:
@@ -61,8 +98,8 @@ def sharing_ranks(shards: Sequence[NamedShard], communication: Communication) ->
         )
     joint = Mesh((*tensor.axes, mesh.axes[-1]), mesh.layout)
     groups = joint.groups()
-    rank = joint.place(ops.rank())
-    return SharingRanks(rank, joint.size(), groups if len(groups) > 1 else None, tensor.size())
+    several = groups if len(groups) > 1 else None
+    return joint.place(ops.rank()), joint.size(), several, tensor.size()
 
 
 def _refuse_several(meshes: Sequence[Mesh]) -> None:
@@ -73,61 +110,6 @@ def _refuse_several(meshes: Sequence[Mesh]) -> None:
             f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
             f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
         )
-
-
-def describe(
-    shards: Sequence[NamedShard],
-    cast_buffers: Mapping[str, torch.dtype],
-    ranks: SharingRanks,
-) -> ShardMetadata:
-    """The metadata of one rank's ``shards``.
-
-    Args:
-        shards: of the whole model.
-        cast_buffers: original dtypes of buffers, by name.
-        ranks: those that share the model.
-    """
-    _refuse_other_dims(shards)
-    records: dict[int, ParamRecord] = {}  # by the id of its places: a tied one is recorded once
-    ties: dict[str, str] = {}
-    for shard in shards:
-        record = records.setdefault(id(shard.param.slots), _record(shard))
-        ties.update(_ties(shard, record))
-    buffers = {name: _dtype_name(dtype) for name, dtype in cast_buffers.items()}
-    return ShardMetadata(
-        ranks.rank,
-        ranks.count,
-        tuple(records.values()),
-        ties,
-        buffers,
-        groups=None if ranks.groups is None else tuple(tuple(group) for group in ranks.groups),
-        tensor_parts=ranks.parts,
-    )
-
-
-def refuse_other_groups(units: Sequence[tuple[str, Communication]]) -> None:
-    """Raise ValueError unless all units share parameters as the first, the outermost one, does:
-    one set of files says once which slices its ranks hold.
-
-    Args:
-        units: names, and who shares the parameters.
-    """
-    first = units[0][1]
-    others = [f"{name} ({_sharing(each)})" for name, each in units if _differs(each, first)]
-    if others:
-        raise ValueError(
-            f"files of shards are of one mesh, {_sharing(first)} for the outermost unit, but other "
-            f"units have other meshes: {', '.join(others)}. Save xla_fsdp.full_state_dict(model) "
-            f"and optim_state_dict"
-        )
-
-
-def _differs(a: Communication, b: Communication) -> bool:
-    return a.groups != b.groups or _sharing(a) != _sharing(b)
-
-
-def _sharing(by: Communication) -> str:
-    return f"{by.shards.num_shards} shards, {by.replicas.num_shards} replicas"
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
@@ -146,25 +128,32 @@ def _record(shard: NamedShard) -> ParamRecord:
         dtype=_dtype_name(param.leaf.dtype),
         multiple=param.packing.layout.multiple,
         members=tuple(
-            MemberRecord(name, tuple(member.whole_shape), _tensor_dim(member))
+            MemberRecord(
+                name,
+                tuple(member.whole_shape),
+                None if member.placement is None else member.placement.dim,
+            )
             for name, member in zip(shard.names, param.members, strict=True)
         ),
         by_rows=param.by_rows,
     )
 
 
-def _tensor_dim(member: OriginalParam) -> int | None:
-    return None if member.placement is None else member.placement.dim
-
-
 def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
-    """Names of the members other than those in the record that stands for them."""
+    """Return the other names of the members, to those in the record."""
     return {
         name: canonical.name
         for member, canonical in zip(shard.param.members, record.members, strict=True)
         for name in shard.names_of(member)
         if name != canonical.name
     }
+
+
+def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield names and original dtypes of the buffers that units have cast."""
+    for prefix, host in named_hosts(model, remove_duplicate=False):
+        for name, dtype in host._fsdp_attachment.cast_buffers.items():
+            yield join_name(prefix, name), _dtype_name(dtype)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,10 +1,8 @@
-"""Full parameters outside of forward and backward: to look at them, save them or change them.
+"""Show unsharded parameters outside of forward and backward: to look at, save or change them.
 
-Words: to *summon* is to point the modules of some units at full parameters until the caller is
-done; to *write back* is to cut what the caller left into shards again.
-Always true: summoned parameters are leaf ``nn.Parameter``s in the dtype of the shards, under their
-original names; a parameter shared by several units is one tensor; every rank gathers, also those
-that are not shown the result.
+Invariants: shown parameters are leaf ``nn.Parameter``s in the dtype of the shards, under their
+original names; one that several units share is one tensor. Every rank gathers, also those that are
+not shown the result.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from xla_fsdp.fsdp.engine.tp_params import all_joined
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """See ``XlaFullyShardedDataParallel.summon_full_params``; ``whole`` is for state dicts."""
+    """The options of ``summon_full_params``, and ``global_params``, which only state dicts use."""
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-    whole: bool = False  # also join what tensor parallelism has cut, which no forward can use
+    global_params: bool = False  # of tensor parallelism; no forward can compute with these
 
     def __post_init__(self) -> None:
         if self.writeback and self.rank0_only:
@@ -43,7 +41,7 @@ class SummonOptions:
 
 @contextlib.contextmanager
 def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[None]:
-    """The modules of ``units`` hold full parameters inside the block.
+    """Let the modules of ``units`` hold unsharded parameters inside the block.
 
     Raises:
         RuntimeError: inside a forward or backward of one of the units.
@@ -55,7 +53,7 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
         return
     with contextlib.ExitStack() as stack:
         for unit, tensors in zip(units, full, strict=True):
-            stack.enter_context(unit.showing(tensors))
+            stack.enter_context(unit.summoned(tensors))
         yield
         if options.writeback:
             for unit, tensors in zip(units, full, strict=True):
@@ -63,19 +61,20 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
 
 
 def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
-    """Whether this rank gets to see what is gathered."""
+    """Whether this rank is shown what is gathered."""
     return not options.rank0_only or all(unit.group.is_first for unit in units)
 
 
 @torch.no_grad()
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
-    """Full parameters of each unit; none on a rank that takes part without being shown them."""
-    shared: dict[tuple[int, int], nn.Parameter] = {}
+    """Return the unsharded parameters of each unit; none on a rank that is not shown them."""
+    # By the shard, which units may share, and the number of the member in it.
+    shared: dict[tuple[object, int], nn.Parameter] = {}
     result = []
     for unit in units:
         params = unit.group.params
         values = unit.group.gather.as_stored(params, unit.group.shards)
-        if options.whole:
+        if options.global_params:
             values = all_joined(values, [member for each in params for member in each.members])
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
         # One unit at a time, and the same program on every rank: what a rank does with the result
@@ -83,12 +82,12 @@ def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.
         ops.compute([*values, *present(grads)])
         if not is_shown(units, options):
             continue
+        members = [(param, index) for param in params for index in range(len(param.members))]
         own = []
-        for key, leaf, value, grad in zip(
-            _keys(params), _leaves(params), values, grads, strict=True
-        ):
+        for (param, index), value, grad in zip(members, values, grads, strict=True):
+            key = (param.slots, index)
             if key not in shared:
-                shared[key] = _leaf(value, grad, leaf, options.offload_to_cpu)
+                shared[key] = _leaf(value, grad, param.leaf, options.offload_to_cpu)
             own.append(shared[key])
         result.append(own)
     return result
@@ -110,16 +109,6 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
     if grad is not None:
         leaf.grad = grad.cpu() if on_host else grad
     return leaf
-
-
-def _keys(params: Sequence[FSDPParam]) -> list[tuple[int, int]]:
-    """One key for each member; equal for members of one shard in several units."""
-    return [(id(param.slots), index) for param in params for index in range(len(param.members))]
-
-
-def _leaves(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
-    """What the optimizer sees of each member."""
-    return [param.leaf for param in params for _ in param.members]
 
 
 @torch.no_grad()

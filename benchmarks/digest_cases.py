@@ -1,0 +1,354 @@
+"""The programs whose digests ``program_digests`` keeps: GPTs on a pretended slice of a TPU, and
+small models on real CPU ranks.
+
+Always true: a program is that of a later step, which has the optimizer's state among its inputs;
+sizes of the small models are odd, so that no number of ranks divides them (but where they must).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt
+from xla_fsdp import (
+    LinearCrossEntropy,
+    MixedPrecisionPolicy,
+    StreamedEmbedding,
+    SyncBatchNorm,
+    XlaFullyShardedDataParallel,
+    checkpoint_module,
+    clip_grad_norm_,
+    fully_shard,
+    init_mesh,
+    launch,
+    one_rank_at_a_time,
+    scan_blocks,
+)
+from xla_fsdp.optim import HighPrecisionOptimizer, ZeroRedundancyOptimizer, step_in_backward
+from xla_fsdp.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+# isort: split
+# Not public; there is no more of it in what makes the digests.
+from xla_fsdp.preflight.topologies import find_topology
+from xla_fsdp.preflight.tracing import trace_step
+
+SHAPE, TOPOLOGY = gpt.Shape(width=256, blocks=4), "v5e:4x4"
+
+WIDTH, CLASSES, FEATURES, ROWS = 11, 7, 5, 5
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """A serialized HLO module, what its parameters are for, and pairs (parameter, result) that
+    share memory."""
+
+    hlo: bytes
+    roles: tuple[str, ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+
+
+# ---------------------------------------------------------------- pretended ranks
+
+
+def gpt_programs(name: str) -> list[Program]:
+    """What a step of one of the GPTs in ``gpt`` runs. In a process of its own."""
+    traced = trace_step(lambda: getattr(gpt, name)(SHAPE), find_topology(TOPOLOGY).coords)
+    return [
+        Program(each.hlo, tuple(given.role for given in each.inputs), tuple(each.aliases))
+        for each in traced.programs
+    ]
+
+
+# ---------------------------------------------------------------- small models
+
+
+class Block(nn.Module):
+    """Pre-norm residual MLP."""
+
+    def __init__(self, width: int, hidden: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, a pair of layers that share one weight, a scalar, a frozen layer and a head."""
+
+    def __init__(
+        self,
+        width: int = WIDTH,
+        hidden: int = 17,
+        depth: int = 2,
+        norm: type[nn.Module] = nn.LayerNorm,
+    ) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList([Block(width, hidden, norm) for _ in range(depth)])
+        self.mid, self.mid2 = nn.Linear(width, width), nn.Linear(width, width)
+        self.mid2.weight = self.mid.weight
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.mid2(torch.tanh(self.mid(x))) * self.scale
+        return F.cross_entropy(self.head(self.frozen(x)).float(), target)
+
+
+class StreamedNet(nn.Module):
+    """Row numbers made of the signs of the features; embedding and head come in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = StreamedEmbedding(37, 128, pieces=3)
+        self.blocks = nn.ModuleList([Block(128, 255, nn.LayerNorm) for _ in range(3)])
+        self.head = LinearCrossEntropy(128, 29, pieces=3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        places = torch.arange(FEATURES, device=x.device)
+        x = self.tokens((((x > 0) * 2**places).sum(1, keepdim=True) + places) % 37).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, target)
+
+
+# ---------------------------------------------------------------- real ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to shard and train a model.
+
+    Args:
+        build: makes the plain model.
+        shard: shards it.
+        optimizer: makes an optimizer of its parameters.
+        micro_batches: passes per step; all but the last run under ``no_sync``.
+        clip: whether to clip by norm.
+        in_backward: whether to step there.
+        num_ranks: the numbers of ranks that it runs on.
+    """
+
+    build: Callable[[], nn.Module]
+    shard: Callable[[Any], Any]
+    optimizer: Callable[..., Any] = torch.optim.AdamW
+    micro_batches: int = 1
+    clip: bool = False
+    in_backward: bool = False
+    num_ranks: tuple[int, ...] = (3,)
+
+
+def wrapped(model: Any, *, deep: bool = False, remat: bool = False, **options: Any) -> Any:
+    """Each block a unit, and what else may be one; with ``deep``, units in them."""
+    for index, block in enumerate(model.blocks):
+        if deep:
+            block.norm, block.up = (
+                XlaFullyShardedDataParallel(each, **options) for each in (block.norm, block.up)
+            )
+        inner = checkpoint_module(block) if remat else block
+        model.blocks[index] = XlaFullyShardedDataParallel(inner, **options)
+    for name in ("tokens", "head"):
+        if hasattr(model, name):
+            part = XlaFullyShardedDataParallel(getattr(model, name), **options)
+            setattr(model, name, part)
+    return XlaFullyShardedDataParallel(model, **options)
+
+
+def in_place(model: Any, **options: Any) -> Any:
+    """The same by ``fully_shard``; the layers that share a weight are one unit."""
+    fully_shard([model.mid, model.mid2], **options)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def scanned(model: Any, *, stacked: bool = False, **options: Any) -> Any:
+    """Its blocks as one loop."""
+    model = wrapped(model, **options)
+    scan_blocks(model.blocks, stacked=stacked)
+    return model
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """Whole on every rank."""
+    import torch_xla
+
+    model = model.to(torch_xla.device())
+    model.mid2.weight = model.mid.weight  # untied by the line above
+    return model
+
+
+def cut(model: Any) -> Any:
+    """Tensor-parallel blocks, sharded."""
+    mesh = init_mesh((2, 2), ("shard", "tensor"))
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return wrapped(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["shard"])
+
+
+def hybrid(model: Any) -> Any:
+    """Two replicas."""
+    return wrapped(model, mesh=init_mesh((2, 2), ("replica", "shard")))
+
+
+def wide() -> nn.Module:
+    """With shards that travel in rows."""
+    return Net(128, 255, depth=3)
+
+
+def even() -> nn.Module:
+    """That two ranks can divide."""
+    return Net(12, 18)
+
+
+def with_statistics() -> nn.Module:
+    """With those of the joined batch."""
+    return SyncBatchNorm.convert_sync_batchnorm(Net(norm=nn.BatchNorm1d))
+
+
+def _zero(params: Any, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
+
+
+def _high_precision(params: Any, **options: Any) -> Any:
+    return HighPrecisionOptimizer(params, torch.optim.AdamW, **options)
+
+
+def _half(model: nn.Module) -> Any:
+    return wrapped(model.bfloat16(), compute_dtype=torch.bfloat16)
+
+
+def _bf16(model: Any) -> Any:
+    return wrapped(model, compute_dtype=torch.bfloat16, fp32_reduce_scatter=True)
+
+
+def _in_place_bf16(model: Any) -> Any:
+    return in_place(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+CASES = {
+    "blocks": Case(Net, wrapped, num_ranks=(1, 3)),
+    "root": Case(Net, XlaFullyShardedDataParallel),
+    "deep": Case(Net, lambda model: wrapped(model, deep=True)),
+    "flat": Case(Net, lambda model: wrapped(model, flatten_parameters=True), num_ranks=(1, 3)),
+    "rows": Case(wide, lambda model: wrapped(model, shard_param_on_dim_0=True)),
+    "bf16": Case(Net, _bf16, num_ranks=(1, 3)),
+    "bf16_parameters": Case(even, _half, optimizer=_high_precision),
+    "remat": Case(Net, lambda model: wrapped(model, remat=True), num_ranks=(1, 3)),
+    "batch_norm": Case(with_statistics, wrapped),
+    "in_place": Case(Net, in_place, num_ranks=(1, 3)),
+    "in_place_bf16": Case(Net, _in_place_bf16),
+    "scan": Case(wide, scanned, num_ranks=(1, 3)),
+    "stacked": Case(wide, lambda model: scanned(model, stacked=True)),
+    "streamed": Case(
+        StreamedNet,
+        lambda model: scanned(model, stacked=True, shard_param_on_dim_0=True),
+        in_backward=True,
+        num_ranks=(1, 3),
+    ),
+    "no_sync": Case(Net, wrapped, micro_batches=3, num_ranks=(1, 3)),
+    "clip": Case(Net, wrapped, clip=True),
+    "zero": Case(Net, replicated, optimizer=_zero),
+    "hybrid": Case(Net, hybrid, num_ranks=(4,)),
+    "hybrid_no_sync": Case(Net, hybrid, micro_batches=2, clip=True, num_ranks=(4,)),
+    "tensor_parallel": Case(even, cut, clip=True, num_ranks=(4,)),
+}
+"""By name."""
+
+
+def rank_programs(num_ranks: int) -> list[dict[str, Program]]:
+    """What a step of every case that runs on so many ranks runs, for each rank. In a process of its
+    own."""
+    alone = Alone(num_ranks)
+    return launch(_programs, (num_ranks, alone), num_ranks=num_ranks) or []
+
+
+def _programs(rank: int, num_ranks: int, alone: Alone) -> dict[str, Program]:
+    cases = {name: case for name, case in CASES.items() if num_ranks in case.num_ranks}
+    return {name: _program(rank, case, alone) for name, case in cases.items()}
+
+
+class Alone:
+    """Lets every rank do something in turn, while the others, which are threads, stand still."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._all = threading.Barrier(num_ranks, timeout=300)
+        self._turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """All ranks enter, one is inside."""
+        self._all.wait()
+        with self._turn:
+            yield
+        self._all.wait()
+
+
+def _program(rank: int, case: Case, alone: Alone) -> Program:
+    import torch_xla
+
+    with one_rank_at_a_time(), torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = case.build()
+    model = case.shard(model)
+    optimizer = case.optimizer(model.parameters(), lr=1e-2)
+    if case.in_backward:
+        step_in_backward(model, optimizer)
+    for index in range(STEPS):
+        torch_xla.sync()
+        optimizer.zero_grad()
+        for batch in range(case.micro_batches):
+            last = batch == case.micro_batches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                model(*_data(rank, index, batch)).backward()
+        if case.clip:
+            clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    with alone.turn():
+        program = torch_xla._XLAC._get_xla_tensors_hlo_proto(_pending())
+    torch_xla.sync()
+    return Program(program)
+
+
+def _data(rank: int, step: int, batch: int) -> tuple[Tensor, Tensor]:
+    import torch_xla
+
+    generator = torch.Generator().manual_seed(100 * rank + 10 * step + batch)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    return x.to(torch_xla.device()), y.to(torch_xla.device())
+
+
+def _pending() -> list[Tensor]:
+    """All of this rank's tensors that the next sync computes."""
+    import torch_xla
+
+    xla = torch_xla._XLAC
+    gc.collect()
+    found = {xla._xla_get_tensor_id(tensor): tensor for tensor in _tensors_on(torch_xla.device())}
+    pending = [
+        number for number in found if xla._check_tensor_need_materialization([found[number]])[0]
+    ]
+    return [found[number] for number in sorted(pending)]
+
+
+def _tensors_on(device: torch.device) -> Iterator[Tensor]:
+    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+        for each in (tensor, tensor.grad if tensor.is_leaf else None):
+            if each is not None and each.device == device:
+                yield each

@@ -1,0 +1,136 @@
+"""Whether the programs that this package makes are those they were.
+
+    python benchmarks/program_digests.py            # compare with program_digests.json
+    python benchmarks/program_digests.py --write    # or store
+    python benchmarks/program_digests.py --mnist    # the losses of the MNIST job, too
+    python benchmarks/program_digests.py --only gpt # some of it
+
+A change that is to change nothing leaves all digests as they are. Stored are those of the programs
+of one training step: the benchmark's GPTs of ``gpt`` as one of 16 pretended ranks of v5e:4x4, and
+the small models of ``digest_cases`` on real CPU ranks, of which all ranks' programs make one
+digest. What of a program counts: ``hlo_digest``. Losses are those of ``examples/mnist/train.py``
+with seed 0 on 8 CPU ranks, exactly as printed.
+Exit code 1: something differs, which is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hlo_digest
+
+STORED = Path(__file__).with_suffix(".json")
+ROOT = Path(__file__).resolve().parents[1]
+GPTS = ("ours", "scan", "stacked", "streamed", "offloaded")
+NUM_RANKS = (1, 3, 4)
+MNIST = "--seed 0 --num_ranks 8 --num_epochs 1 --max_steps 30 --log_interval 1 --compare_steps 0"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Store or compare; returns the exit code."""
+    options = _parser().parse_args(argv)
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles faster
+    wanted = options.only.split(",") + ["mnist"] * options.mnist
+    parts = {
+        "gpt": _of_gpts,
+        **{f"{count} ranks": partial(_on_ranks, count) for count in NUM_RANKS},
+        "mnist": partial(_losses, options.data_dir),
+    }
+    found = {name: part() for name, part in parts.items() if name.split()[0] in wanted}
+    if options.write:
+        stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+        STORED.write_text(json.dumps({**stored, **found}, indent=1) + "\n")
+        return 0
+    return _compare(found, json.loads(STORED.read_text()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="store instead of comparing")
+    parser.add_argument("--mnist", action="store_true", help="the losses of the MNIST job, too")
+    parser.add_argument(
+        "--only",
+        default=",".join(("gpt", *map(str, NUM_RANKS))),
+        metavar="PART,...",
+        help="of gpt, a number of ranks, mnist (default: %(default)s)",
+    )
+    parser.add_argument("--data_dir", type=Path, help="of that job (default: its own)")
+    return parser
+
+
+def _compare(found: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Any]) -> int:
+    names = [
+        f"{part}: {name}"
+        for part, values in found.items()
+        for name in sorted({*values, *stored.get(part, {})})
+        if values.get(name) != stored.get(part, {}).get(name)
+    ]
+    for name in names:
+        print(f"differs: {name}")
+    print(f"{sum(map(len, found.values()))} compared, {len(names)} differ")
+    return 1 if names else 0
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def _of_gpts() -> dict[str, str]:
+    return {name: _digest(_in_child("digest_cases:gpt_programs", name)) for name in GPTS}
+
+
+def _on_ranks(count: int) -> dict[str, str]:
+    ranks = _in_child("digest_cases:rank_programs", count)
+    return {name: _digest([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+def _digest(programs: Sequence[Any]) -> str:
+    """Of several programs, in order."""
+    each = [
+        hlo_digest.digest(
+            hlo_digest.text_of(program.hlo), dict(enumerate(program.roles)), program.aliases
+        )
+        for program in programs
+    ]
+    return hashlib.sha256(" ".join(each).encode()).hexdigest()
+
+
+def _losses(data_dir: Path | None) -> dict[str, float]:
+    """By step."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "losses")
+        job = [sys.executable, str(ROOT / "examples/mnist/train.py"), *MNIST.split()]
+        job += ["--ckpt_dir", folder, "--loss_log", str(log)]
+        job += ["--data_dir", str(data_dir)] if data_dir else []
+        subprocess.run(job, check=True, cwd=ROOT)
+        reports = map(json.loads, log.read_text().splitlines())
+        return {f"step {report['step']}": report["loss"] for report in reports}
+
+
+def _in_child(function: str, *arguments: Any) -> Any:
+    """Call ``module:function`` in a process of its own: torch_xla starts once in a process, and
+    cannot be in one with jaxlib."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_call, function, *arguments).result()
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,511 @@
+"""Directories of ``torch.distributed.checkpoint`` (DCP), such as FSDP2 writes: written and read.
+
+Names are those of FSDP2's ``get_state_dict``, saved under ``model`` and ``optim``, so ``dcp.load``
+and ``set_state_dict`` take what is written here on any number of ranks; every name of a tied tensor
+has its own copy, as there. What is read is the checkpoint of one rank: merge it into other files,
+or reshard it. No process group is needed.
+
+Invariants: DCP's ``.metadata`` is a pickle, which DCP loads without a check: only what DCP itself
+puts there is accepted, and no path leads out of the directory; values are loaded with
+``weights_only``. Tensors are read when they are used, whole, one at a time; no more than ``ITEM``
+bytes per thread (a row of dim 0, if that is longer) are in memory while writing.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from xla_fsdp.checkpoint.copying import (
+    ChecksumVerifier,
+    Progress,
+    default_threads,
+    find_damage,
+)
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if, shown
+from xla_fsdp.checkpoint.format import (
+    GroupRecord,
+    MemberRecord,
+    OptimizerState,
+    ParamRecord,
+    ShardMetadata,
+    StateEntry,
+    StateKind,
+    json_value,
+    state_name,
+)
+from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
+from xla_fsdp.checkpoint.model_files import optimizer_content
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.reshard import shard_of
+from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing
+from xla_fsdp.checkpoint.tensor_source import (
+    TensorSource,
+    TensorSpec,
+    bytes_of,
+    convert_tensors,
+)
+from xla_fsdp.distributed.shard_layout import LANES
+
+ITEM = 1 << 26
+
+
+@dataclass(frozen=True)
+class DcpJob(Job):
+    """Writing a full checkpoint into a new directory, in one that exists."""
+
+    full: FullCheckpoint
+    directory: str
+    verifiers: Sequence[ChecksumVerifier] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        states = self.full.optimizer.tensors() if self.full.optimizer else {}
+        values = [
+            *self.full.model.values(),
+            *(each for s in states.values() for each in s.values()),
+        ]
+        return sum(value.spec.nbytes for value in values if isinstance(value, TensorSource))
+
+    def find_problems(self, *, overwrite: bool) -> list[str]:
+        path = self.directory.rstrip(os.sep)
+        parent = os.path.dirname(path) or "."
+        if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
+            return [f"{path}: {EXISTS}"]
+        if not os.path.isdir(parent):
+            return [f"{path}: cannot be written, there is no directory {parent}"]
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return [f"{path}: cannot be written, {parent} may not be changed"]
+        free, needed = shutil.disk_usage(parent).free, self.nbytes
+        if needed > free:
+            return [f"{path}: {needed:,} bytes are needed, and {free:,} are free"]
+        return []
+
+    def describe(self) -> Iterator[str]:
+        yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
+
+    def write(self, options: WriteOptions) -> None:
+        # What was written is not read again, even to verify it: DCP's files have no checksums.
+        path = self.directory.rstrip(os.sep)
+        with AtomicFiles(overwrite=options.overwrite) as files:
+            temporary = files.add(path)
+            with failing(path):
+                _save(self.full, temporary, options)
+            raise_if(find_damage(self.verifiers, unread=options.verify))
+            files.commit()
+
+
+def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
+    sources: dict[int, tuple[TensorSource, Tensor]] = {}
+
+    def empty(source: TensorSource) -> Tensor:
+        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        sources[id(tensor)] = (source, tensor)
+        return tensor
+
+    content: dict[str, Any] = {"model": dict(full.model)}
+    if full.optimizer is not None:
+        content["optim"] = optimizer_content(full.optimizer)
+    content = convert_tensors(content, empty)
+    writer = dcp.FileSystemWriter(path, thread_count=options.threads or default_threads())
+    planner = _SavePlanner(sources, options.progress)
+    try:
+        with warnings.catch_warnings():
+            # That there is no process group, and a deprecation inside of DCP itself.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:  # which is no Exception
+        first, _ = next(iter(error.failures.values()))
+        if isinstance(first, CheckpointError):
+            raise first from error
+        raise OSError(str(first)) from error
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some of a tensor's rows (all of them, for a scalar)."""
+
+    source: TensorSource
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of these rows."""
+        return (self.count, *self.source.shape[1:]) if self.source.shape else ()
+
+    def load(self) -> Tensor:
+        """Read these rows into memory of their own."""
+        row = math.prod(self.source.shape[1:])
+        stop = (self.first + self.count) * row
+        spec = TensorSpec(self.source.dtype, self.shape)
+        return TensorSource(spec, self.source.elements(self.first * row, stop)).load()
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Cuts tensors into items, and reads each when DCP is about to write it."""
+
+    def __init__(
+        self, sources: Mapping[int, tuple[TensorSource, Tensor]], progress: Progress
+    ) -> None:
+        super().__init__()
+        self._sources = sources
+        self._progress = progress
+        self._rows: dict[MetadataIndex, _Rows] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what there is to write."""
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._parts(item)]
+        self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the tensor to write now."""
+        rows = self._rows.get(write_item.index)
+        if rows is None:
+            return super().resolve_data(write_item)
+        tensor = rows.load()
+        self._progress(tensor.nbytes)
+        return tensor
+
+    def _parts(self, item: WriteItem) -> Iterator[WriteItem]:
+        known = self._sources.get(id(self.state_dict[item.index.fqn]))
+        if known is None:
+            yield item
+            return
+        source, _ = known
+        properties = TensorProperties(dtype=source.dtype)
+        for rows in _cut(source):
+            offsets = (rows.first,) + (0,) * (len(source.shape) - 1) if source.shape else ()
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(rows.shape))
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            self._rows[index] = rows
+            data = TensorWriteData(chunk, properties, torch.Size(source.shape))
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _cut(source: TensorSource) -> Iterator[_Rows]:
+    if source.spec.nbytes <= ITEM:
+        yield _Rows(source, 0, source.shape[0] if source.shape else 1)
+        return
+    rows = source.shape[0]
+    step = max(1, ITEM * rows // source.spec.nbytes)
+    for first in range(0, rows, step):
+        yield _Rows(source, first, min(step, rows - first))
+
+
+# ---------------------------------------------------------------- reading
+
+
+_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "Path"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+} | {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
+
+
+def import_dcp(directory: str) -> Shard:
+    """Return what is in a DCP directory, as the shard of one rank.
+
+    Args:
+        directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
+            from a model's state dict alone.
+
+    Raises:
+        CheckpointError: with every problem found.
+    """
+    reader = _Reader(directory)
+    entries = dict(_entries(reader))
+    model = {name: source for (kind, name, _), source in entries.items() if kind == "model"}
+    if not model:
+        raise CheckpointError(
+            f"{directory}: holds no model; expected names that begin with 'model.', found "
+            f"{shown(sorted(reader.metadata.state_dict_metadata)[:5])}"
+        )
+    optimizer = _Optimizer(reader, entries)
+    return _shard(directory, model, optimizer)
+
+
+# ("model", name, ""), or ("optim", parameter, state)
+Name = tuple[str, str, str]
+
+
+def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
+    for entry, where in reader.metadata.state_dict_metadata.items():
+        name = _name(reader.path_of(entry))
+        if isinstance(where, TensorStorageMetadata) and name is not None:
+            yield name, reader.source(entry, where)
+
+
+def _name(path: tuple[Any, ...]) -> Name | None:
+    if path[0] == "model" and len(path) == 2:
+        return "model", str(path[1]), ""
+    if path[:2] == ("optim", "state") and len(path) == 4:
+        return "optim", str(path[2]), str(path[3])
+    if path[0] == "optim" and len(path) == 2 and str(path[1]).startswith("state."):
+        # As with flatten_optimizer_state_dict=True: states have no dots in their names.
+        parameter, _, state = str(path[1]).removeprefix("state.").rpartition(".")
+        return "optim", parameter, state
+    return None if len(path) > 1 else ("model", str(path[0]), "")
+
+
+class _Optimizer:
+    """Groups and values of the optimizer: what is no tensor in a DCP directory."""
+
+    def __init__(self, reader: _Reader, entries: Mapping[Name, TensorSource]) -> None:
+        self.tensors = {
+            (name, state): source
+            for (kind, name, state), source in entries.items()
+            if kind == "optim"
+        }
+        self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.values: dict[str, dict[str, Any]] = defaultdict(dict)
+        for entry, where in reader.metadata.state_dict_metadata.items():
+            path = reader.path_of(entry)
+            if not isinstance(where, BytesStorageMetadata) or path[0] != "optim":
+                continue
+            if path[1:2] == ("param_groups",) and len(path) == 4:
+                self.groups[path[2]][path[3]] = reader.value(entry)
+            elif (name := _name(path)) is not None and name[0] == "optim":
+                self.values[name[1]][name[2]] = reader.value(entry)
+
+    def state(self, records: Mapping[str, ParamRecord]) -> OptimizerState | None:
+        """Return the state with what has a parameter's shape as its only rank's shard.
+
+        Args:
+            records: of the parameters, by name.
+        """
+        if not self.tensors and not self.groups:
+            return None
+        states: dict[str, dict[str, StateEntry]] = defaultdict(dict)
+        for (name, state), source in self.tensors.items():
+            record = records.get(name)
+            if record is not None and source.shape == record.members[0].shape:
+                shard = shard_of(record, [source], 0, 1)
+                states[name][state] = StateEntry(StateKind.SHARD, shard)
+            else:
+                states[name][state] = StateEntry(StateKind.DEVICE, source)
+        for name, entries in states.items():
+            values = json_value(self.values.get(name, {}), f"optim.{name}")
+            entries |= {
+                state: StateEntry(StateKind.VALUE, value) for state, value in values.items()
+            }
+        groups = tuple(self._group(i) for i in sorted(self.groups))
+        return OptimizerState(groups or (GroupRecord(tuple(states), {}),), dict(states))
+
+    def _group(self, index: int) -> GroupRecord:
+        options = dict(self.groups[index])
+        params = options.pop("params", [])
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise CheckpointError(f"optim.param_groups.{index}.params is not a list of names")
+        return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
+
+
+def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimizer) -> Shard:
+    trained = {name for name, _ in optimizer.tensors} & model.keys()
+    params = trained or {name for name, t in model.items() if t.dtype.is_floating_point}
+    records = {
+        name: ParamRecord(name, dtype_name(t.dtype), LANES, (MemberRecord(name, t.shape),))
+        for name, t in model.items()
+        if name in params
+    }
+    state = optimizer.state(records)
+    record = None if state is None else state.record()
+    states = {} if state is None else state.tensors()
+    return Shard(
+        directory,
+        {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
+        ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
+        {state_name(name, what): t for name, each in states.items() for what, t in each.items()},
+    )
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, with metadata that was checked."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self.metadata = _checked_metadata(directory)
+        self._lock = Lock()
+        self._last: tuple[str, Tensor] | None = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.metadata  # without reading the pickle again for every tensor
+
+    def path_of(self, entry: str) -> tuple[Any, ...]:
+        """Return the keys that lead to an entry in what was saved."""
+        known = self.metadata.planner_data
+        path = known.get(entry) if isinstance(known, Mapping) else None
+        return path if isinstance(path, tuple) and path else tuple(entry.split(".", 1))
+
+    def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
+        """Return a tensor that is read when it is used."""
+        spec = TensorSpec(where.properties.dtype, tuple(where.size))
+        return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
+
+    def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
+        """Read a whole tensor; the last one is remembered, since it is used in chunks."""
+        with self._lock:
+            if self._last is None or self._last[0] != entry:
+                self._last = None
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                self._load({entry: tensor})
+                self._last = entry, tensor
+            return self._last[1]
+
+    def value(self, entry: str) -> Any:
+        """Read what is no tensor."""
+        state_dict: dict[str, Any] = {entry: None}
+        self._load(state_dict)
+        return state_dict[entry]
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        try:
+            with warnings.catch_warnings():  # that there is no process group
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.load(state_dict, storage_reader=self, planner=_LoadPlanner(), no_dist=True)
+        # Whatever a damaged file makes torch raise; DCP wraps most of it, in a BaseException.
+        except (Exception, dcp.CheckpointException) as error:
+            name = next(iter(state_dict))
+            raise CheckpointError(
+                f"{self.directory}: {name} cannot be read: its file is damaged, or not DCP's"
+            ) from error
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads values without running code."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load one value."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The bytes of one tensor of a directory."""
+
+    reader: _Reader
+    entry: str
+    spec: TensorSpec
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        data = bytes_of(self.reader.tensor(self.entry, self.spec))
+        buffer[:] = data[start : start + len(buffer)]
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes nothing but what DCP's metadata consists of.
+
+    Python's own unpickler in Python: the one in C makes room for as many objects as a single
+    instruction of a damaged file says, up to 64 GB.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class, if it may be made."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _CLASSES:
+            raise CheckpointError(
+                f"refused: it holds a {module}.{name}, and loading that would run code from the "
+                f"file"
+            )
+        return super().find_class(module, name)
+
+
+def _checked_metadata(directory: str) -> Metadata:
+    path = os.path.join(directory, DCP_METADATA)
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        problems = list(_problems(metadata, directory))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    # Whatever a damaged pickle makes Python raise.
+    except Exception as error:
+        raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
+    raise_if([f"{path}: {problem}" for problem in problems])
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
+
+
+def _problems(metadata: Any, directory: str) -> Iterator[str]:
+    """Find what would lead out of the directory, or make us believe absurd sizes."""
+    if not isinstance(metadata, Metadata):
+        yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
+        return
+    room: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            yield f"{index.fqn} is in {name!r}, which is not the name of a file in the directory"
+            continue
+        if name not in sizes:
+            file = os.path.join(directory, name)
+            sizes[name] = os.path.getsize(file) if os.path.isfile(file) else -1
+            if sizes[name] < 0:
+                yield f"the file {name} is missing"
+        if 0 <= sizes[name] < info.offset + info.length or min(info.offset, info.length) < 0:
+            yield f"{index.fqn} is not in {name}, which has {sizes[name]:,} bytes: truncated"
+        room[index.fqn] += info.length
+    for name, where in metadata.state_dict_metadata.items():
+        if isinstance(where, TensorStorageMetadata):
+            nbytes = TensorSpec(where.properties.dtype, tuple(where.size)).nbytes
+            if nbytes > room[name] or min(where.size, default=0) < 0:
+                yield f"{name} of shape {shown(tuple(where.size))} is larger than what is saved"

@@ -1,0 +1,144 @@
+"""The two loops of a head that runs in chunks: what each iteration computes.
+
+One iteration is one chunk. In the words of ``distributed.xla.loop``:
+
+forward    carry      sums per row so far, the gathered chunk (before the loop: chunk 0)
+           xs         what is sent of the next chunk, the chunk's number, its bias if there is one
+           constants  hidden states, targets
+           ys         the gathered chunk, where all are kept for backward
+backward   carry      the gathered chunk (before the loop: the last one), the gradient of the hidden
+                      states in float32
+           xs         as in forward
+           constants  as in forward, then norms and what each row's loss counts for
+           ys         gradient of the chunk's weight, reduced over the ranks, or not where it is not
+                      to be reduced yet; that of its bias, not reduced
+
+Where gathered chunks are kept, backward slices these in place of what is sent, and carries none.
+
+Invariants: a chunk is gathered in the iteration before, so that compute hides it; the last
+iteration gathers its own chunk once more, which after forward is the first of backward. Products
+are computed in one dtype, everything else of a row in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, trace_body
+from xla_fsdp.fsdp.chunked.chunks import Chunks
+from xla_fsdp.fsdp.chunked.softmax import OnlineCrossEntropy, logits_of
+from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What both loops depend on besides their inputs."""
+
+    chunks: Chunks  # how the classes are cut
+    smoothing: float  # of labels
+    dtype: torch.dtype  # of products
+    keeps_chunks: bool  # whether forward keeps the gathered chunks for backward
+
+    def cross_entropy(self, targets: Tensor) -> OnlineCrossEntropy:
+        """Return the loss for these targets."""
+        return OnlineCrossEntropy(targets, self.chunks.num_classes, self.smoothing)
+
+    def logits(
+        self, hidden: Tensor, chunk: Tensor, number: Tensor, bias: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of a gathered chunk, and its classes."""
+        of_chunk = bias[0].to(self.dtype) if bias else None
+        logits = logits_of(hidden, chunk.to(self.dtype), of_chunk)
+        return logits, self.chunks.classes(number)
+
+
+@dataclass(frozen=True)
+class NeededGrads:
+    """Which gradients backward computes, and whether that of the weight is reduced at once."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    reduced: bool
+
+
+def forward_loop(
+    config: HeadConfig,
+    weights: ChunkedWeights,
+    xs: Sequence[Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+) -> Loop:
+    """Trace the loop from (sums, gathered chunk, xs, hidden states, targets) to sums, a gathered
+    chunk and, if they are kept, all gathered chunks."""
+    num_sums = config.cross_entropy(targets).num_sums
+
+    def body(values: list[Tensor]) -> list[Tensor]:
+        so_far, (chunk, sent, number, *bias) = values[:num_sums], values[num_sums:-2]
+        hidden, targets = values[-2:]
+        following = weights.gather(sent)
+        logits, classes = config.logits(hidden, chunk, number, bias)
+        sums = config.cross_entropy(targets).sums(so_far, logits, classes)
+        return [*sums, following, chunk] if config.keeps_chunks else [*sums, following]
+
+    specs = [
+        *[TensorSpec((len(hidden),), torch.float32)] * num_sums,
+        _gathered_spec(config, weights),
+        *map(TensorSpec.slice_of, xs),
+        TensorSpec.of(hidden),
+        TensorSpec.of(targets),
+    ]
+    traced = trace_body(body, specs, "fsdp_head_forward")
+    return Loop(traced, config.chunks.count, num_sums + 1, len(xs), prefetched=[0])
+
+
+def backward_loop(
+    config: HeadConfig,
+    weights: ChunkedWeights,
+    needed: NeededGrads,
+    xs: Sequence[Tensor],
+    constants: Sequence[Tensor],
+) -> Loop:
+    """Trace the loop from (gathered chunk unless all are kept, gradient of the hidden states, xs,
+    hidden states, targets, norms, shares) to these two and the gradients of weight and bias, as far
+    as they are needed."""
+    num_prefetched = 0 if config.keeps_chunks else 1
+    num_carry = num_prefetched + needed.hidden
+
+    def body(values: list[Tensor]) -> list[Tensor]:
+        gathered, so_far = values[:num_prefetched], values[num_prefetched:num_carry]
+        sent, number, *bias = values[num_carry:-4]
+        hidden, targets, norm, share = values[-4:]
+        following = [weights.gather(sent) for _ in gathered]
+        [chunk] = gathered or [sent]
+        logits, classes = config.logits(hidden, chunk, number, bias)
+        exact = config.cross_entropy(targets).gradient(logits, classes, norm, share)
+        grad = exact.to(config.dtype)
+        found = [*following, *(each + (grad @ chunk.to(config.dtype)) for each in so_far)]
+        if needed.weight:
+            of_chunk = (grad.t() @ hidden).to(weights.dtype)
+            found.append(weights.reduce(of_chunk) if needed.reduced else of_chunk)
+        return [*found, exact.sum(0)] if needed.bias else found
+
+    specs = [
+        *[_gathered_spec(config, weights)] * num_prefetched,
+        *[TensorSpec(tuple(constants[0].shape), torch.float32)] * needed.hidden,
+        *map(TensorSpec.slice_of, xs),
+        *map(TensorSpec.of, constants),
+    ]
+    return Loop(
+        trace_body(body, specs, "fsdp_head_backward"),
+        config.chunks.count,
+        num_carry,
+        len(xs),
+        prefetched=range(num_prefetched),
+        reverse=True,
+    )
+
+
+def _gathered_spec(config: HeadConfig, weights: ChunkedWeights) -> TensorSpec:
+    return TensorSpec((weights.num_ranks * config.chunks.rows, weights.width), weights.dtype)

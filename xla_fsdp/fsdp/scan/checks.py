@@ -1,0 +1,207 @@
+"""Checks of blocks before they run as a loop, or are stacked. That they compute the same is checked
+when they are called first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.scan.block_inputs import BlockState
+
+ADVICE = "Only identical blocks can run as one loop; scan these apart, or not at all"
+
+
+def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
+    """Return why these modules cannot run as a loop, or be ``stacked`` for it."""
+    if not blocks:
+        return ["there are no blocks to scan"]
+    not_sharded = [
+        f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "
+        f"scan_layers=True together with auto_wrap_policy"
+        for at, each in enumerate(blocks)
+        if not is_unit(each)
+    ]
+    if not_sharded:
+        return not_sharded
+    units = [block._fsdp_unit for block in blocks]
+    return (
+        _own_problems(blocks)
+        or _difference_problems(blocks)
+        or _stack_order_problems(units)
+        or (_stacking_problems(units) if stacked and not are_stacked(units) else [])
+    )
+
+
+def are_stacked(units: Sequence[FSDPState]) -> bool:
+    """Whether the parameters of these blocks, which have passed the checks, are in stacks."""
+    return any(param.slots.part is not None for param in units[0].group.params)
+
+
+# ---------------------------------------------------------------- single blocks
+
+
+def _own_problems(blocks: Sequence[Any]) -> list[str]:
+    problems = [each for at, block in enumerate(blocks) for each in _problems_of(at, block)]
+    if len({id(block) for block in blocks}) < len(blocks):
+        problems.append("a block appears twice; a loop wants each once")
+    return problems
+
+
+def _problems_of(at: int, block: Any) -> Iterator[str]:
+    inner = [name for name, host in named_hosts(block) if host is not block]
+    if inner:
+        yield (
+            f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
+        )
+    shards = {id(shard) for shard in block._fsdp_unit.group.leaves}
+    ignored = [name for name, param in block.named_parameters() if id(param) not in shards]
+    if ignored and not inner:
+        yield (
+            f"block {at} has parameters that its unit ignores ({', '.join(ignored)}); a loop gives "
+            f"gradients to those of the units alone. Let the unit shard them"
+        )
+    if block._fsdp_unit.parts > 1:
+        yield f"block {at} shares its unit with other modules; give it one of its own"
+    wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None
+    if wrapped and getattr(block.forward, "is_checkpointed", False):
+        yield (f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)")
+    if block._fsdp_attachment.runner is not None:
+        yield f"block {at} is scanned already"
+
+
+# ---------------------------------------------------------------- differences
+
+
+def _difference_problems(blocks: Sequence[Any]) -> list[str]:
+    """Name the first thing in which a block differs from the first one."""
+    for at, block in enumerate(blocks):
+        if difference := _difference(blocks[0], block):
+            return [f"block {at} differs from block 0: {difference}. {ADVICE}"]
+    return []
+
+
+def _difference(first: Any, other: Any) -> str | None:
+    ours, theirs = _described(first), _described(other)
+    for (what, mine), (_, its) in zip(ours, theirs, strict=False):
+        if mine != its:
+            return f"{what} {its}, not {mine}"
+    return None if len(ours) == len(theirs) else "it has other parameters or buffers"
+
+
+def _described(block: Any) -> list[tuple[str, Any]]:
+    unit: FSDPState = block._fsdp_unit
+    module = getattr(block, "_fsdp_wrapped_module", block)
+    described: list[tuple[str, Any]] = [("it is of class", type(module).__name__)]
+    for param in unit.group.params:
+        members = ", ".join(f"{'/'.join(m.names)} {list(m.shape)}" for m in param.members)
+        described.append(("its parameter is", members))
+        described.append((f"{param.key} is of dtype", param.leaf.dtype))
+        described.append((f"{param.key} is cut as", (param.packing.layout, param.packing.dim)))
+    described.append(("its options are", unit.config))
+    described.append(("its ranks are", unit.group.collectives.key))
+    state = BlockState.of(block)
+    for name, tensor in zip(state.names, state.tensors, strict=True):
+        described.append(("its buffer is", f"{name} {list(tensor.shape)} {tensor.dtype}"))
+    return described
+
+
+# ---------------------------------------------------------------- stacks
+
+
+def _stack_order_problems(units: Sequence[FSDPState]) -> list[str]:
+    """Return why blocks of which some are stacked already cannot run as a loop."""
+    parts = [[param.slots.part for param in unit.group.params] for unit in units]
+    if all(part is None for own in parts for part in own):
+        return []
+    for number, (unit, own) in enumerate(zip(units, parts, strict=True)):
+        leaves = zip(unit.group.leaves, units[0].group.leaves, strict=True)
+        here = all(part is not None and part.number == number for part in own)
+        if not (here and all(leaf is first for leaf, first in leaves)):
+            return [_other_stack(number, len(units))]
+    lengths = {part.length for own in parts for part in own if part is not None}
+    return [] if lengths <= {len(units)} else [_other_stack(len(units), len(units))]
+
+
+def _other_stack(number: int, length: int) -> str:
+    return (
+        f"block {number} of {length} is not at this place of a stack of {length} blocks; blocks "
+        f"that were stacked together are scanned together, in the same order"
+    )
+
+
+def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
+    """Return why the parameters of these blocks, which are alike, cannot be stacked."""
+    problems: list[str] = []
+    for number, unit in enumerate(units):
+        for first, param in zip(units[0].group.params, unit.group.params, strict=True):
+            problems += (f"block {number}: {each}" for each in _param_problems(param, first))
+        if unit.group.steps_in_backward:
+            problems.append(
+                f"block {number} is stepped in backward, by hooks on its shards; stack them before "
+                f"step_in_backward"
+            )
+        if unit.group.has_unreduced:
+            problems.append(
+                f"block {number} has gradients that wait to be reduced (no_sync); run the last "
+                f"backward of the accumulation, or zero_grad(), before its parameters are stacked"
+            )
+    return problems
+
+
+def _param_problems(param: FSDPParam, first: FSDPParam) -> Iterator[str]:
+    name, leaf = param.key, param.leaf
+    if param.is_flat:
+        yield (
+            f"{name} joins several parameters (flatten_parameters=True), and stacks are of one "
+            f"parameter each; shard the blocks with flatten_parameters=False"
+        )
+    if leaf.is_meta:
+        yield (
+            f"{name} is on the meta device; give the model memory and values before its blocks are "
+            f"stacked"
+        )
+    if param.slots.users > 1:
+        yield (
+            f"{name} is tied to a parameter of another unit, which cannot hold a slice of a stack; "
+            f"do without stacked, or untie them"
+        )
+    if leaf.requires_grad != first.leaf.requires_grad:
+        yield (
+            f"{name} {_trained(param)}, but {_trained(first)} in block 0; a stack is trained or "
+            f"frozen as a whole. Freeze the parameter in all blocks or in none"
+        )
+    if leaf.grad is not None:
+        yield f"{name} has a gradient; call zero_grad() before its blocks are stacked"
+
+
+def _trained(param: FSDPParam) -> str:
+    return "is trained" if param.leaf.requires_grad else "is frozen"
+
+
+# ---------------------------------------------------------------- when blocks are called
+
+
+def refuse_host_tensors(state: BlockState) -> None:
+    """Raise ValueError for tensors in host memory: a loop takes them from the device."""
+    pairs = zip(state.names, state.tensors, strict=True)
+    on_host = [name for name, tensor in pairs if not on_device(tensor)]
+    if on_host:
+        raise ValueError(
+            f"{', '.join(on_host[:5])} of a scanned block is in host memory, and a loop takes "
+            f"tensors from the device. Register it as a buffer before the block is sharded, move "
+            f"it to the XLA device, or, if it is a constant, make it a number"
+        )
+
+
+def refuse_hooks(state: BlockState) -> None:
+    """Raise ValueError for hooks on modules in a block: they would run once, when it is traced."""
+    if state.hooked:
+        raise ValueError(
+            f"{', '.join(state.hooked[:5])} in a scanned block has hooks; they would run when the "
+            f"loop is traced, with tensors that have no values, and not in each step. Remove them, "
+            f"or do not scan these blocks"
+        )

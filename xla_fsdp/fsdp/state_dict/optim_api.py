@@ -1,0 +1,145 @@
+"""Optimizer state dicts of sharded models: as the original model would have them, or as shards.
+
+Both have the form that torch's FSDP gives them, ``{"state": {name: {state name: tensor or value}},
+"param_groups": [{..., "params": [names]}]}``, and are in host memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.distributed.xla.host import settle
+from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
+from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.stacked_params import slice_of
+from xla_fsdp.fsdp.state_dict.full_optim import (
+    ShardNames,
+    from_full,
+    from_shards,
+    load_full,
+    state_made,
+    to_full,
+    to_shards,
+)
+from xla_fsdp.fsdp.state_dict.model import cut_outside_units, refuse_cut_outside
+from xla_fsdp.fsdp.state_dict.optim import (
+    params_by_key,
+    read_optimizer,
+    torch_state_dict,
+    write_optimizer,
+)
+
+
+def optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Return the optimizer's state as that of the original model, by original names.
+
+    Args:
+        model: the sharded model. Every rank must call this.
+        optimizer: over its parameters; for flattened units, their members' state is taken apart.
+        rank0_only: as in ``full_state_dict``.
+
+    Raises:
+        ValueError: if the optimizer holds parameters that are not the model's, or state that is
+            neither cut like a shard nor one number (as Adafactor's factors of a shard); if it holds
+            parameters that tensor parallelism has cut and no unit shards.
+    """
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    outside = [each for each in cut_outside_units(model) if id(each.param) in held]
+    refuse_cut_outside(outside, "optim_state_dict")
+    state = read_optimizer(optimizer, _params(model))
+    settle()  # whole entries are read on ranks that are shown something only
+    return to_full(state, _names(model), only=0 if rank0_only else None)
+
+
+def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load into the optimizer what ``optim_state_dict`` returned, on any number of ranks.
+
+    Args:
+        model: the sharded model, on any number of ranks.
+        optimizer: over the model's parameters, in the same groups as the state; it need not have
+            made a step. The state of a parameter that is not in the optimizer is an error.
+        state: the same on every rank.
+
+    Raises:
+        ValueError: with every name, group or shape that does not fit; nothing has been changed.
+    """
+    load_full(optimizer, _params(model), _names(model), state)
+
+
+def cut_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, and leave the optimizer as it is.
+
+    Args:
+        model: the sharded model.
+        optimizer: over its parameters.
+        state: as ``optim_state_dict`` (``full``) or ``sharded_optim_state_dict`` returned it.
+        full: which of the two.
+    """
+    params = _params(model)
+    with state_made(optimizer, params, state, restore=True) as template:
+        cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
+        return torch_state_dict(optimizer, params, cut)
+
+
+def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state of this rank's shards, by their names."""
+    return to_shards(read_optimizer(optimizer, _params(model)))
+
+
+def load_sharded_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load into the optimizer what ``sharded_optim_state_dict`` returned, on as many ranks.
+
+    Raises:
+        ValueError: with every name, group or shape that does not fit.
+    """
+    params = _params(model)
+    with state_made(optimizer, params, state) as template:
+        write_optimizer(optimizer, params, from_shards(state, template))
+
+
+def _params(model: nn.Module) -> dict[str, Tensor]:
+    reshard_units(model)
+    sharded = [(shard.key, slice_of(shard.param, shard.group)) for shard in _shards(model)]
+    return params_by_key(sharded, model.named_parameters())
+
+
+def _shards(model: nn.Module) -> list[NamedShard]:
+    """Return every shard once, under its first key."""
+    shards: dict[object, NamedShard] = {}
+    for shard in named_shards(model):
+        shards.setdefault(shard.param.slots, shard)
+    return list(shards.values())
+
+
+def _names(model: nn.Module) -> ShardNames:
+    """Return the names of the original model, tied parameters by the one that comes first there."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    aliases: dict[object, list[str]] = defaultdict(list)
+    for shard in named_shards(model):
+        if not shard.param.is_flat:
+            aliases[shard.param.slots] += shard.names_of(shard.param.members[0])
+
+    def canonical_name(shard: NamedShard) -> str:
+        is_slice = shard.param.slots.part is not None
+        return shard.names[0] if is_slice else first[id(shard.param.leaf)]
+
+    shards = _shards(model)
+    members = {
+        shard.key: shard.names if shard.param.is_flat else [canonical_name(shard)]
+        for shard in shards
+    }
+    canonical = {
+        alias: canonical_name(shard) for shard in shards for alias in aliases[shard.param.slots]
+    }
+    return ShardNames({shard.key: shard for shard in shards}, members, canonical)

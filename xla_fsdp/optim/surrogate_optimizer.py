@@ -1,0 +1,93 @@
+"""Base of optimizers whose inner optimizer steps other tensors than the parameters they were given.
+
+Invariants: both optimizers have the same groups. The options of the outer one count before a step,
+as schedulers change them; those of the inner one count after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from xla_fsdp.fsdp.engine.optimizer_traits import device_options, takes_found_inf
+
+NOT_OPTIONS = ("params", "param_names")
+
+
+class SurrogateOptimizer(Optimizer, ABC):
+    """An optimizer over surrogates of its parameters: slices of them, or copies in another dtype.
+
+    Args:
+        params: parameters, or groups of them, as for any optimizer.
+        inner_class: called as ``inner_class(groups, **defaults)``.
+        defaults: options of the inner optimizer.
+
+    Attributes:
+        inner: the optimizer of the surrogates.
+    """
+
+    inner: Optimizer
+
+    def __init__(
+        self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        defaults = {**device_options(inner_class), **defaults}
+        super().__init__(params, {})  # what the inner optimizer makes of defaults comes back below
+        self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)
+        self.defaults = self.inner.defaults
+        self._options_from_inner()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is an inner optimizer; torch's ``__init__`` adds groups before that."""
+        return "inner" in vars(self)
+
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether the inner optimizer decides on the device whether to step."""
+        return takes_found_inf(self.inner)
+
+    @abstractmethod
+    def surrogate(self, param: nn.Parameter) -> nn.Parameter:
+        """Return what the inner optimizer has for ``param``; it is made at the first call."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to both optimizers."""
+        if self.is_built:
+            self._options_to_inner()  # or changes by a scheduler since the last step would be lost
+        super().add_param_group(param_group)
+        if self.is_built:
+            self.inner.add_param_group(self._as_inner(self.param_groups[-1]))
+            self._options_from_inner()
+
+    def _as_inner(self, group: dict[str, Any]) -> dict[str, Any]:
+        options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+        return {**options, "params": [self.surrogate(param) for param in group["params"]]}
+
+    def _options_to_inner(self) -> None:
+        _copy_options(self.param_groups, self.inner.param_groups)
+
+    def _options_from_inner(self) -> None:
+        _copy_options(self.inner.param_groups, self.param_groups)
+
+    def _step_inner(self, found_inf: Any) -> None:
+        self._options_to_inner()
+        options = {} if found_inf is None else {"found_inf": found_inf}
+        self.inner.step(**options)
+        self._options_from_inner()
+
+    def _check_found_inf(self, found_inf: Any) -> None:
+        if found_inf is not None and not self.takes_found_inf:
+            raise ValueError(
+                f"{type(self.inner).__name__} cannot skip a step by found_inf; use an optimizer of "
+                f"torch_xla.amp.syncfree, or decide on the host whether to step"
+            )
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for here, there in zip(source, target, strict=True):
+        there.update({name: value for name, value in here.items() if name not in NOT_OPTIONS})

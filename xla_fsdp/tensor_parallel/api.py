@@ -1,0 +1,254 @@
+"""``parallelize_module``: give the modules of a model their styles, by name.
+
+Invariants: a whole plan is checked, and all problems reported, before anything changes. A rank's
+slices are those of the global parameters, bit for bit; on the meta device, where parameters stay,
+these get values later. Tied parameters stay tied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
+from xla_fsdp.distributed.mesh import as_mesh
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.placement import TensorPlacement, placement_in, set_placement
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine import guards
+from xla_fsdp.fsdp.engine.shard_parameter import is_sharded
+from xla_fsdp.tensor_parallel.loss_parallel import remember_head
+from xla_fsdp.tensor_parallel.parallel_module import (
+    AppliedStyle,
+    ParallelModule,
+    ParallelStyle,
+    ParamCut,
+    apply_style,
+)
+from xla_fsdp.tensor_parallel.styles import ColwiseParallel
+
+Module = TypeVar("Module", bound=nn.Module)
+
+Plan = ParallelStyle | Mapping[str, ParallelStyle]
+
+# By global parameter: the local one, which all modules that share it get, in later calls, too.
+# Parameters are each rank's own, so ranks that are threads of one process never meet here.
+_local_params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class Site(NamedTuple):
+    """A module that a plan gives a style."""
+
+    name: str
+    module: nn.Module
+    style: ParallelStyle
+
+    @property
+    def label(self) -> str:
+        """The module in messages."""
+        return self.name or type(self.module).__name__
+
+
+def parallelize_module(
+    module: Module,
+    device_mesh: Any = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Module:
+    """Parallelize a model, or parts of it, over the ranks along one axis of a mesh, in place. Every
+    rank calls it, before the model is sharded and before its optimizer is made.
+
+        mesh = init_mesh((2, 4), ("shard", "tensor"))
+        plan = {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["shard"])
+
+    Parameters become ordinary ones that hold this rank's slice, where they were (host, device or
+    meta); ``tensor_placement`` tells which slice it is.
+
+    Args:
+        module: the model, or one module of it.
+        device_mesh: of one axis; a ``torch.distributed`` DeviceMesh is understood, too.
+        parallelize_plan: a style for the module itself, or styles by the names of modules in it,
+            where ``*`` and the like match within one level of a name, and ``""`` is the module.
+        src_data_rank: the rank on the axis whose values are distributed; None to let every rank
+            slice its own, which saves a broadcast where they are equal.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: if something is of a wrong type.
+        ValueError: if the mesh has several axes or other ranks, a size cannot be shared equally, a
+            layer cannot have its style, or tied parameters are cut in different ways; all problems
+            in one message.
+    """
+    if device_mesh is None:
+        raise ValueError("parallelize_module needs the mesh to parallelize over: mesh['tensor']")
+    axis = AxisComm(as_mesh(device_mesh))
+    if src_data_rank is not None and src_data_rank not in range(axis.size):
+        raise ValueError(
+            f"src_data_rank is {src_data_rank!r}; expected None or a place on axis {axis.name!r}, "
+            f"from 0 to {axis.size - 1}"
+        )
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module did nothing: it was given no plan", stacklevel=2)
+        return module
+    sites = _sites(module, parallelize_plan)
+    _check(module, sites, axis)
+    _distribute([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
+    guards.install()
+    for site in sites:
+        apply_style(site.module, AppliedStyle(site.style, axis, site.label))
+        if isinstance(site.style, ColwiseParallel) and site.style.is_for_loss_parallel:
+            remember_head(site.module, axis)
+    return module
+
+
+def _sites(module: nn.Module, plan: Any) -> list[Site]:
+    """Return every module that the plan names, in its order; once for each entry that matches."""
+    entries = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    if not isinstance(entries, Mapping):
+        raise TypeError(
+            f"parallelize_plan is a {type(plan).__name__}; expected a ParallelStyle, or a dict of "
+            f"them by names of modules"
+        )
+    sites: list[Site] = []
+    for pattern, style in entries.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"the plan has a {type(style).__name__} for {pattern!r}; expected a ParallelStyle "
+                f"of xla_fsdp.tensor_parallel"
+            )
+        found = {id(inner): Site(name, inner, style) for name, inner in _matching(module, pattern)}
+        sites += found.values()
+        if not found:
+            warnings.warn(
+                f"the plan's {pattern!r} names no module of {type(module).__name__}; it was "
+                f"passed over",
+                stacklevel=3,
+            )
+    return sites
+
+
+def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose names below ``module`` match, level by level."""
+    if not pattern:
+        yield prefix, module
+        return
+    token, _, rest = pattern.partition(".")
+    for name, child in module.named_children():
+        if fnmatch(name, token):
+            yield from _matching(child, rest, join_name(prefix, name))
+
+
+def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
+    problems = [
+        f"{site.label}: {problem}"
+        for site in sites
+        for problem in (*site.style.find_problems(site.module), *_forward_problems(site.module))
+    ]
+    if not problems:
+        problems = list(_cut_problems(module, sites, axis))
+    if problems:
+        raise ValueError("the plan cannot be carried out: " + "; ".join(dict.fromkeys(problems)))
+
+
+def _forward_problems(module: nn.Module) -> Iterator[str]:
+    # A style goes around the forward of the module's class.
+    if "forward" in vars(module) and not isinstance(module, ParallelModule):
+        yield (
+            "has a forward of its own (as of checkpoint_module), around which a style cannot go; "
+            "parallelize it first"
+        )
+
+
+def _cut_problems(root: nn.Module, plan: Sequence[Site], axis: AxisComm) -> Iterator[str]:
+    """Find why parameters cannot be cut as the styles say."""
+    names_by_dim: dict[int, dict[int | None, str]] = defaultdict(dict)  # by id of the parameter
+    sites: dict[tuple[int, str], str] = {}
+    for name, cut in ((site.name, cut) for site in plan for cut in site.style.cuts(site.module)):
+        path = join_name(name, cut.attribute)
+        first = sites.setdefault((id(cut.owner), cut.attribute), path)
+        if first is not path:
+            yield (
+                f"{path} is given a style twice, also as {first}: names that match one "
+                f"module, or two names of it; give it one style, under one name"
+            )
+        yield from _param_problems(path, cut, axis)
+        names_by_dim[id(cut.param)].setdefault(cut.dim, path)
+    for names in names_by_dim.values():
+        if len(names) > 1:
+            ways = ", ".join(f"{name} along {dim}" for dim, name in names.items())
+            yield f"one parameter is to be cut in several ways: {ways}; give its owners one way"
+    for prefix, module in root.named_modules():
+        for attribute, param in module._parameters.items():
+            if id(param) in names_by_dim and (id(module), attribute) not in sites:
+                [first, *_] = names_by_dim[id(param)].values()
+                yield (
+                    f"{join_name(prefix, attribute)} is tied to {first}, but is not in the plan; "
+                    f"give its module a style that cuts it the same way"
+                )
+
+
+def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
+    param, known = cut.param, placement_in(cut.owner, cut.attribute)
+    if known is not None:
+        how = "whole on every rank" if known.dim is None else f"along dim {known.dim}"
+        yield (
+            f"{name} is parallelized already ({how}, over axis {known.axis!r}), and a second style "
+            f"would communicate twice; do it once"
+        )
+        return
+    if is_sharded(param):
+        yield f"{name} is sharded by FSDP already; parallelize modules first, then shard them"
+    if cut.dim is not None and param.shape[cut.dim] % axis.size:
+        size = param.shape[cut.dim]
+        yield (
+            f"{name} has shape {tuple(param.shape)}, and the {axis.size} ranks of axis "
+            f"{axis.name!r} cannot share the {size} of dim {cut.dim} equally; build the model with "
+            f"{-(-size // axis.size) * axis.size} (and do not use what is more than {size}), or "
+            f"take another number of ranks"
+        )
+
+
+def _distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | None) -> None:
+    """Replace global parameters by local ones."""
+    for cut in cuts:
+        param = cut.param
+        placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
+        local = _local_params.get(param)
+        if local is None:
+            local = _local_params[param] = _local(param, placement, axis, src_data_rank)
+        cut.owner._parameters[cut.attribute] = local
+        set_placement(cut.owner, cut.attribute, placement)
+
+
+@torch.no_grad()
+def _local(
+    param: nn.Parameter, placement: TensorPlacement, axis: AxisComm, source: int | None
+) -> nn.Parameter:
+    value = param.detach()
+    if source is not None and not value.is_meta and axis.size > 1:
+        value = _broadcast_from(value, axis, source)
+    value = placement.slice_of(value, axis.local_rank).clone()
+    local = nn.Parameter(value, requires_grad=param.requires_grad)
+    vars(local).update(vars(param))  # such as a mark that an optimizer's grouping looks for
+    return local
+
+
+def _broadcast_from(value: Tensor, axis: AxisComm, source: int) -> Tensor:
+    copy = value.clone()
+    # broadcast_ takes the values of rank 0, so ranks are counted from the source.
+    rank = (axis.local_rank - source) % axis.size
+    broadcast_([copy], XlaCollectives(axis.groups, rank, axis.size), ops.device())
+    return copy

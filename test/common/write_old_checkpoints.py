@@ -1,13 +1,11 @@
 """Writes small checkpoints to be read by every later version: ``test/data/checkpoints``.
 
-    python test/write_old_checkpoints.py adamw hybrid     # these, by the xla_fsdp that is imported
+    python test/common/write_old_checkpoints.py adamw hybrid     # these, by the xla_fsdp that is imported
 
 Each gets a directory: what was saved, and ``expected.safetensors``, the full tensors that the job
 held then: ``model/<name>`` and ``optim/<name>/<state>``. What is there already is never replaced.
-Words: a *run* is a directory of ``save_checkpoint``, *shards* are one file per rank of a state dict
-and its metadata.
-Always true: every rank trains on the same rows, so the buffers of all ranks are equal. Only names
-that old versions have are imported, and only where a case needs them.
+Every rank trains on the same rows, so the buffers of all ranks are equal. Only names that old
+versions have are imported, and only where a case needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHECKPOINTS = Path(__file__).resolve().parent / "data" / "checkpoints"
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 WIDTH, FEATURES = 10, 5
 STEPS = 2
 EXTRA = {"epoch": 3, "names": ("a", "b"), "noise": torch.arange(3)}

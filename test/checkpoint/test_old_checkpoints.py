@@ -12,8 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from test.ranks import cached_outcome, run_on_ranks
-from test.write_old_checkpoints import CASES, CHECKPOINTS, EXTRA, FLAT, make, nested, shard_file
+from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.write_old_checkpoints import (
+    CASES,
+    CHECKPOINTS,
+    EXTRA,
+    FLAT,
+    make,
+    nested,
+    shard_file,
+)
 from xla_fsdp import consolidate_sharded_model_checkpoints
 from xla_fsdp.consolidate_sharded_ckpts import main
 

@@ -1,6 +1,6 @@
 """Writes small checkpoints to be read by every later version: ``test/data/checkpoints``.
 
-    python test/common/write_old_checkpoints.py adamw hybrid     # these, by the xla_fsdp that is imported
+    python test/common/write_old_checkpoints.py adamw hybrid  # by the xla_fsdp that is imported
 
 Each gets a directory: what was saved, and ``expected.safetensors``, the full tensors that the job
 held then: ``model/<name>`` and ``optim/<name>/<state>``. What is there already is never replaced.

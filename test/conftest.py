@@ -1,13 +1,13 @@
-"""Files that start processes come first, so that two workers that share out files end together.
+"""Collects files that start processes first, so that two workers that share out files end together.
 
-Always true: within a file, and among files of one kind, tests stay in their order.
+Within a file, and among files of one kind, tests keep their order.
 """
 
 from __future__ import annotations
 
 import pytest
 
-STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios"}
+STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios", "Runs"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,6 @@
-"""Command lines in the documents and at the head of scripts are taken by the scripts' own parsers.
+"""Command lines in documents and at the head of scripts are accepted by the scripts' own parsers.
 
-Words: a *command* is what follows ``python`` up to the end of its line or of what quotes it.
-Always true: nothing runs but imports and the parser: a child runs every script until its command
-line has been parsed. Snippets of Python are ``readme_snippets``' business.
+A child imports each script and runs it until its command line has been parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from test.ranks import ROOT, run_warm
+from test.common.ranks import ROOT, run_warm
 
 _COMMAND = re.compile(
     r"python ((?:-m xla_fsdp[\w.]*|(?:examples|tools|benchmarks)/\S+py) [^\n&;`]*)"

@@ -1,10 +1,45 @@
-"""What importing loads, and what the catalogue offers."""
+"""What importing loads, what is public, and which package may import which."""
 
 from __future__ import annotations
 
+import ast
+import json
+from pathlib import Path
+
 import pytest
 
-from test.ranks import run_python
+from test.common.import_graph import circles, import_graph, module_name
+from test.common.ranks import ROOT, run_python
+
+PACKAGE = ROOT / "xla_fsdp"
+MOST_ENTRIES = 13
+"""Of the package's folder, so that a listing shows its parts."""
+
+LAYERS = (
+    ("integrations", "preflight", "launch", "consolidate_sharded_ckpts"),
+    ("optim",),
+    ("fsdp",),  # the wrapper, fully_shard and what stands beside them
+    ("fsdp.state_dict",),
+    ("fsdp.init",),
+    ("fsdp.scan", "fsdp.chunked"),
+    ("tensor_parallel",),
+    ("fsdp.engine",),
+    ("compat",),
+    ("checkpoint",),
+    ("distributed",),
+    ("distributed.xla",),
+    (
+        "distributed.topology",
+        "distributed.shard_layout",
+        "distributed.placement",
+        "distributed.pytree",
+        "distributed.cpu_ranks",
+        "wrap",
+    ),
+)
+"""From the top down. A module belongs to the layer that has the longest prefix of its name."""
+
+INTERNALS = ("_XLAC", "torch_xla._internal")
 
 LIGHT = [
     "xla_fsdp",
@@ -14,6 +49,58 @@ LIGHT = [
     "xla_fsdp.fsdp.engine.config, xla_fsdp.distributed.mesh",
     "xla_fsdp.preflight",
 ]
+
+PUBLIC = {
+    "xla_fsdp": """
+        BackwardPrefetch BlockScan CPUOffload CPUOffloadPolicy CheckpointError FSDPModule
+        FullOptimStateDictConfig FullStateDictConfig LinearCrossEntropy LocalCollectives
+        LocalOptimStateDictConfig LocalStateDictConfig Mesh MixedPrecision MixedPrecisionPolicy
+        OffloadPolicy PendingSave Preemption RankError ShardedGradScaler
+        ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictOptions
+        StateDictSettings StateDictType StreamedEmbedding SyncBatchNorm UnshardHandle
+        XlaFullyShardedDataParallel checkpoint_module checkpoint_name checkpoint_wrapper
+        clip_grad_norm_ consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
+        distribute_tensor full_state_dict fully_shard get_model_state_dict
+        get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
+        load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict
+        name_activation one_rank_at_a_time optim_state_dict register_fsdp_forward_method
+        save_checkpoint scan_blocks set_model_state_dict set_optimizer_state_dict set_state_dict
+    """,
+    "xla_fsdp.wrap": """
+        Policy always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy
+        transformer_auto_wrap_policy
+    """,
+    "xla_fsdp.launch": "main",
+    "xla_fsdp.consolidate_sharded_ckpts": "main",
+    "xla_fsdp.compat": "apply_xla_patch_to_nn_linear install recursive_wrap",
+    "xla_fsdp.checkpoint": """
+        CheckpointError GroupRecord Kind Layout MemberRecord MergeOptions OptimizerRecord
+        ParamRecord Shard ShardMetadata StateRecord WriteOptions
+        consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts find_problems
+        merge_files open_shard plan_reshard read_shards
+    """,
+    "xla_fsdp.optim": """
+        DistributedOptimizer HierarchicalModelAverager HighPrecisionOptimizer ModelAverager
+        PeriodicModelAverager PostLocalSGDOptimizer StepInBackward ZeroRedundancyOptimizer
+        masters_of step_in_backward
+    """,
+    "xla_fsdp.tensor_parallel": """
+        ColwiseParallel ParallelStyle Partial PrepareModuleInput PrepareModuleInputOutput
+        PrepareModuleOutput Replicate RowwiseParallel SequenceParallel Shard TensorPlacement
+        loss_parallel parallel_cross_entropy parallelize_module
+    """,
+    "xla_fsdp.preflight": "CompileError PreflightWarning Report preflight",
+    "xla_fsdp.integrations.accelerate": "Accelerator",
+    "xla_fsdp.integrations.lightning": "install",
+    "xla_fsdp.integrations.transformers": "install",
+}
+
+ABSENT = """
+import importlib, json, sys
+for module, names in json.loads(sys.argv[1]).items():
+    found = importlib.import_module(module)
+    print(*(f"{module}.{name}" for name in names if getattr(found, name, None) is None))
+"""
 
 
 @pytest.mark.parametrize("module", LIGHT)
@@ -25,9 +112,16 @@ def test_torch_xla_is_not_loaded_by(module: str) -> None:
 
 def test_every_public_name_is_there() -> None:
     absent = "[n for n in x.__all__ if getattr(x, n) is None or n not in dir(x)]"
-    code = f"import xla_fsdp as x; print({absent})"
+    code = f"import xla_fsdp as x; print({absent}, *x.__all__)"
     done = run_python("-c", code)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert done.stdout.startswith("[] "), done.stderr
+    assert set(done.stdout.split()[1:]) >= set(PUBLIC["xla_fsdp"].split())
+
+
+def test_public_modules_have_their_names() -> None:
+    names = {module: names.split() for module, names in PUBLIC.items()}
+    done = run_python("-c", ABSENT, json.dumps(names))
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 def test_launch_is_a_function_even_after_importing_its_command() -> None:
@@ -39,3 +133,77 @@ def test_launch_is_a_function_even_after_importing_its_command() -> None:
 def test_unknown_names_are_said() -> None:
     done = run_python("-c", "import xla_fsdp; xla_fsdp.nothing")
     assert "AttributeError: module 'xla_fsdp' has no attribute 'nothing'" in done.stderr
+
+
+# ---------------------------------------------------------------- the order of the packages
+
+
+def layer(module: str) -> int:
+    """Return the index in LAYERS of a module of the package; 0 is the top."""
+    name = module.removeprefix("xla_fsdp").removeprefix(".")
+    prefixes = {
+        prefix: index
+        for index, layer in enumerate(LAYERS)
+        for prefix in layer
+        if name == prefix or name.startswith(f"{prefix}.")
+    }
+    return prefixes[max(prefixes, key=len)] if prefixes else -1  # the package itself is above all
+
+
+def test_imports_run_one_way() -> None:
+    graph = import_graph(PACKAGE)
+    upwards = [
+        f"{module} imports {target}, which is above it"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if layer(target) < layer(module)
+    ]
+    rounds = [f"these import each other: {', '.join(names)}" for names in circles(graph)]
+    found = "\n".join(upwards + rounds)
+    assert not found, f"\n{found}\n\nMove what is imported down, or hand it over as an argument"
+
+
+def test_every_module_has_a_layer() -> None:
+    graph = import_graph(PACKAGE)
+    assert [name for name in graph if layer(name) < 0] == ["xla_fsdp"]
+
+
+def test_internals_of_torch_xla_are_used_in_one_folder() -> None:
+    users = [
+        module_name(path, PACKAGE)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if any(word in path.read_text() for word in INTERNALS)
+    ]
+    outside = [name for name in users if not name.startswith("xla_fsdp.distributed.xla.")]
+    assert outside == []
+
+
+def test_the_package_shows_its_parts() -> None:
+    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name != "__pycache__")
+    assert len(entries) <= MOST_ENTRIES, entries
+
+
+def test_module_docstrings_have_no_boilerplate() -> None:
+    heads = [
+        f"{module_name(path, PACKAGE)}: {head}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for head in ("Always true:", "Words:")
+        if head in docstring(path)
+    ]
+    assert not heads, "\n".join(heads)
+
+
+def docstring(path: Path) -> str:
+    """Return the docstring of a module, "" if it has none."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def test_no_test_module_imports_another() -> None:
+    graph = import_graph(ROOT / "test")
+    found = [
+        f"{module} imports {target}"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if target.rpartition(".")[2].startswith("test_")
+    ]
+    assert not found, "\n".join([*found, "What several tests share belongs in test/common"])

@@ -1,9 +1,8 @@
 """A rank's batches: which images it trains on in an epoch, and its share of the test images.
 
-Words: a *position* in an epoch is the number of batches that were used already.
-Always true: images travel to the device as bytes, 16 KB a batch; the order of an epoch depends only
-on the seed and the epoch, so an epoch can be continued at any position; every rank takes the same
-number of batches, of the same shapes.
+The order of an epoch depends only on the seed and the epoch, so an epoch can be continued at any
+position, which is the number of batches that were used already. Every rank takes the same number of
+batches, of the same shapes. Images travel to the device as bytes, 16 KB a batch.
 There are no worker processes: the images are in memory, and picking a batch takes microseconds.
 """
 

@@ -1,6 +1,6 @@
 """Synthetic digits for runs without MNIST files: each class is a pattern of its own, plus noise.
 
-Always true: everybody gets the same images, without any file or network.
+Everybody gets the same images, without any file or network.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from data import SIDE, MnistData
+from data import MnistData
+from sources import SIDE
 
 TRAIN, TEST = 2048, 509
 """The number of test images is a prime, so that it never divides by the number of ranks."""

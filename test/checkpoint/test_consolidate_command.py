@@ -1,0 +1,146 @@
+"""The command line of consolidation: its doors, what it prints, its exit codes."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+from test.common.ranks import ROOT, run_python
+from test.common.shard_maker import bits, every_kind, snapshot
+from xla_fsdp.consolidate_sharded_ckpts import main
+
+# Any attempt to import torch_xla fails in these children, as on a machine that has none.
+WITHOUT_TORCH_XLA = """
+import runpy, sys
+sys.modules["torch_xla"] = None
+sys.argv = sys.argv[1:]
+runpy.run_module("xla_fsdp.consolidate_sharded_ckpts", run_name="__main__", alter_sys=True)
+"""
+
+WHICH_CHECKOUT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+print(sys.modules["xla_fsdp"].__file__)
+"""
+
+
+def test_merges_and_says_what_it_found_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every_kind().save(tmp_path, 8)
+    prefix = tmp_path / "mnist"
+    assert main(["--ckpt_prefix", str(prefix)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == (
+        f"found 8 checkpoint files in {prefix}*.pth\n"
+        f"saved consolidated model to {prefix}_consolidated.pth "
+        f"(10 parameters and buffers, 533 elements)\n"
+    )
+
+
+def test_flags_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = every_kind()
+    model.save(tmp_path, 2)
+    target = tmp_path / "out.pth"
+    target.write_bytes(b"older")
+    arguments = ["--ckpt_prefix", f"{tmp_path}/mnist", "--ckpt_suffix", "_rank-*.pth"]
+    arguments += ["--save_path", str(target)]
+    assert main(arguments) == 2
+    assert target.read_bytes() == b"older"
+    assert main([*arguments, "--overwrite"]) == 0
+    assert bits(torch.load(target, weights_only=True)["model"]) == bits(model.expected())
+    out, err = capsys.readouterr()
+    assert err == (
+        f"consolidate_sharded_ckpts: {target}: exists already; remove it, choose another "
+        f"save_path, or overwrite it (--overwrite)\n"
+    )
+    assert out.startswith(f"found 2 checkpoint files in {tmp_path}/mnist_rank-*.pth\n")
+
+
+def test_problems_are_lines_on_stderr_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = every_kind().save(tmp_path, 3)
+    paths[0].write_bytes(paths[0].read_bytes()[:1000])
+    before = snapshot(tmp_path)
+    assert main(["--ckpt_prefix", f"{tmp_path}/mnist"]) == 2
+    assert snapshot(tmp_path) == before
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"consolidate_sharded_ckpts: {paths[0]}: truncated, or not")
+    assert lines[1].startswith("consolidate_sharded_ckpts: missing ranks: 0 of 3; ")
+
+
+def test_no_match_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ckpt_prefix", f"{tmp_path}/mnist"]) == 2
+    assert capsys.readouterr().err == (
+        f"consolidate_sharded_ckpts: no shard file matches {tmp_path}/mnist*.pth\n"
+    )
+    assert snapshot(tmp_path) == {}
+
+
+def test_prefix_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "--ckpt_prefix" in capsys.readouterr().err
+
+
+def test_tool_works_from_elsewhere_and_uses_its_own_checkout(tmp_path: Path) -> None:
+    every_kind().save(tmp_path, 2)
+    for directory in ("xla_fsdp", "tools"):
+        shutil.copytree(ROOT / directory, tmp_path / "checkout" / directory)
+    arguments = ["--ckpt_prefix", f"{tmp_path}/mnist"]
+    tool = str(tmp_path / "checkout" / "tools" / "consolidate_ckpts.py")
+    done = run_python("-c", WHICH_CHECKOUT, tool, *arguments, cwd=tmp_path)
+    # The tests' own checkout is installed; a tool that found that one would work only then.
+    assert done.stdout.endswith(f"{tmp_path}/checkout/xla_fsdp/__init__.py\n"), done.stderr
+    assert (tmp_path / "mnist_consolidated.pth").exists()
+    again = run_python(tool, *arguments, cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr.startswith("consolidate_sharded_ckpts: ")
+
+
+def test_module_works_without_torch_xla(tmp_path: Path) -> None:
+    every_kind().save(tmp_path, 2)
+    done = run_python("-c", WITHOUT_TORCH_XLA, "program", "--ckpt_prefix", f"{tmp_path}/mnist")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "mnist_consolidated.pth").exists()
+
+
+def test_help_lists_the_flags_without_importing_torch_xla() -> None:
+    watched = (
+        "import runpy, sys\n"
+        "sys.argv = ['program', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('xla_fsdp.consolidate_sharded_ckpts', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    print('code', stop.code)\n"
+        "print('torch_xla' in sys.modules)\n"
+    )
+    done = run_python("-c", watched)
+    assert done.stdout.endswith("code 0\nFalse\n"), done.stderr
+    for flag in ("--ckpt_prefix", "--ckpt_suffix", "--save_path", "--overwrite"):
+        assert flag in done.stdout
+
+
+def test_module_can_be_run_with_m() -> None:
+    done = run_python("-m", "xla_fsdp.consolidate_sharded_ckpts", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: consolidate_sharded_ckpts ")
+
+
+def test_console_script_is_the_same_main() -> None:
+    scripts = entry_points(group="console_scripts", name="consolidate_sharded_ckpts")
+    assert {script.value for script in scripts} == {"xla_fsdp.consolidate_sharded_ckpts:main"}

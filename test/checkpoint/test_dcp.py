@@ -1,0 +1,315 @@
+"""Directories of torch.distributed.checkpoint: FSDP2 reads ours, we read its, nothing runs code."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from test.common.ranks import ROOT
+from test.common.shard_maker import FullModel, bits, run, snapshot
+from xla_fsdp.checkpoint import CheckpointError, dcp_files, find_problems
+from xla_fsdp.checkpoint.dcp_files import import_dcp
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
+
+
+class Net(nn.Module):
+    """Tied, normalized, with a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x))) * self.scale
+
+
+def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    """A model after two steps."""
+    torch.manual_seed(seed)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01 * (seed + 1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randint(0, 11, (7,))).logsumexp(-1).sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def sharded(net: Net, optimizer: torch.optim.Optimizer) -> FullModel:
+    """The same as shards are made of."""
+    names = {id(p): n for n, p in net.named_parameters()}
+    states = optimizer.state_dict()["state"]
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return FullModel(
+        params={n: p.detach() for n, p in net.named_parameters()},
+        ties={"head.weight": "embed.weight"},
+        whole=dict(net.named_buffers()),
+        states={
+            n: {w: states[i][w] for w in ("exp_avg", "exp_avg_sq")} for i, n in enumerate(order)
+        },
+        steps={n: states[i]["step"] for i, n in enumerate(order)},
+    )
+
+
+def flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All tensors of an optimizer by name."""
+    states = optimizer.state_dict()["state"]
+    return {f"{i}.{w}": value for i, state in states.items() for w, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP directory made of shards of a model trained with seed 0."""
+    base = tmp_path_factory.mktemp("dcp")
+    (base / "run").mkdir()
+    sharded(*trained(0)).save_safetensors(base / "run", 3)
+    item = dcp_files.ITEM
+    dcp_files.ITEM = 64  # several items for a tensor
+    try:
+        assert run("--ckpt_prefix", base / "run", "--save_path", base / "d", "--format", "dcp") == 0
+    finally:
+        dcp_files.ITEM = item
+    assert {path.name for path in base.iterdir()} == {"run", "d"}
+    return base / "d"
+
+
+def test_fsdp2s_functions_load_what_is_exported(exported: Path) -> None:
+    expected, expected_optimizer = trained(0)
+    net, optimizer = trained(1)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    for group in optimizer_state["param_groups"]:  # shards here know only these settings
+        group_keys = {"params", "lr", "betas"}
+        assert group_keys <= group.keys()
+        for key in group.keys() - group_keys:
+            del group[key]
+    content = {"model": model_state, "optim": optimizer_state}
+    dcp.load(content, checkpoint_id=exported, no_dist=True)
+    assert bits(content["model"]) == bits(expected.state_dict())
+    assert content["optim"]["param_groups"][0]["lr"] == 0.1
+    assert content["optim"]["param_groups"][0]["betas"] == [0.9, 0.99]
+    set_state_dict(
+        net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
+    )
+    assert bits(net.state_dict()) == bits(expected.state_dict())
+    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -> None:
+    net, optimizer = trained(2)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    dcp.save(
+        {"model": model_state, "optim": optimizer_state}, checkpoint_id=tmp_path / "d", no_dist=True
+    )
+    out = tmp_path / "full.pth"
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", out) == 0
+    content = torch.load(out, weights_only=True)
+    assert bits(content["model"]) == bits(net.state_dict())
+    names = [name for name, _ in net.named_parameters()]
+    found = {
+        f"{names.index(name)}.{what}": value
+        for name, state in content["optimizer"]["state"].items()
+        for what, value in state.items()
+    }
+    assert bits(found) == bits(flat(optimizer))
+    if not flatten:
+        assert content["optimizer"]["param_groups"][0]["lr"] == 0.03
+    new = tmp_path / "new"
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", new, "--to_world_size", 2) == 0
+    again = tmp_path / "again.pth"
+    assert run("--ckpt_prefix", new, "--save_path", again) == 0
+    assert bits(torch.load(again, weights_only=True)["model"]) == bits(net.state_dict())
+
+
+@pytest.mark.slow
+def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"0.weight": (7, 6), "0.bias": (7,), "1.weight": (5, 7), "1.bias": (5,)}
+    params, *states = (
+        {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        for _ in range(3)
+    )
+    model = FullModel(
+        params,
+        states={n: {"exp_avg": states[0][n], "exp_avg_sq": states[1][n]} for n in shapes},
+        steps={n: torch.tensor(2.0) for n in shapes},
+    )
+    (tmp_path / "run").mkdir()
+    model.save_safetensors(tmp_path / "run", 3)
+    merged, ours, theirs = tmp_path / "full.pth", tmp_path / "ours", tmp_path / "theirs"
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", merged) == 0
+    assert run("--ckpt_prefix", tmp_path / "run", "--save_path", ours, "--format", "dcp") == 0
+    command = [sys.executable, str(ROOT / "test" / "common" / "fsdp2_user.py")]
+    files = [str(path) for path in (tmp_path / "meet", ours, merged, theirs)]
+    ranks = [
+        subprocess.Popen([*command, str(r), "2", *files], stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=300)
+        assert rank.returncode == 0, err
+    assert run("--ckpt_prefix", theirs, "--save_path", tmp_path / "back.pth") == 0
+    content = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert bits(content["model"]) == bits(params)
+    for name, state in content["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg"], states[0][name])
+        assert torch.equal(state["exp_avg_sq"], states[1][name])
+        assert state["step"] == 2
+
+
+def test_a_model_alone_is_imported(tmp_path: Path) -> None:
+    net, _ = trained(3)
+    dcp.save(net.state_dict(), checkpoint_id=tmp_path / "d", no_dist=True)
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", tmp_path / "f.pth") == 0
+    content = torch.load(tmp_path / "f.pth", weights_only=True)
+    assert content.keys() == {"model"}
+    assert bits(content["model"]) == bits(net.state_dict())
+
+
+def test_an_existing_directory_is_kept_unless_overwrite(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes").write_text("mine")
+    arguments = ["--ckpt_prefix", exported, "--save_path", tmp_path / "d", "--format", "dcp"]
+    assert run(*arguments) == 2
+    assert "d: exists already; " in capsys.readouterr().err
+    assert snapshot(tmp_path / "d") == {"notes": b"mine"}
+    assert run(*arguments, "--overwrite") == 0
+    assert (tmp_path / "d" / ".metadata").exists()
+    assert not (tmp_path / "d" / "notes").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_damage_of_a_shard_leaves_no_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sharded(*trained(0)).save_safetensors(tmp_path, 1)[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    assert run("--ckpt_prefix", tmp_path, "--save_path", tmp_path / "d", "--format", "dcp") == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+class Evil:
+    """Runs code when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return warnings.warn, ("code of the file ran",)
+
+
+def edit(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Damage to a directory: its metadata changed in place, or replaced."""
+
+    def damage(directory: Path) -> None:
+        metadata = pickle.loads((directory / ".metadata").read_bytes())
+        (directory / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+
+    return damage
+
+
+def elsewhere(metadata: Any) -> None:
+    """Put the tensors into a file outside of the directory."""
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../etc/passwd"
+
+
+def enlarge(metadata: Any) -> None:
+    """Claim more elements than there are bytes."""
+    metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([10**12, 10**3])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edit(lambda m: Evil()), "refused: it holds a _warnings.warn, and loading that would run"),
+        (edit(lambda m: [1]), "holds a list, expected DCP's Metadata"),
+        (edit(elsewhere), "model.embed.weight is in '../../etc/passwd', which is not the name of"),
+        (edit(enlarge), "model.embed.weight of shape (1000000000000, 1000) is larger than what"),
+        (lambda d: (d / ".metadata").write_bytes(b"hello"), "truncated, or not DCP's metadata"),
+        (lambda d: (d / "__0_0.distcp").unlink(), "the file __0_0.distcp is missing"),
+        (lambda d: (d / "__0_0.distcp").write_bytes(b""), "__0_0.distcp, which has 0 bytes: trunc"),
+    ],
+)
+def test_damaged_directories_are_refused(
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any],
+    message: str,
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in exported.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    damage(copy)
+    assert run("--ckpt_prefix", copy, "--save_path", tmp_path / "full.pth") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(message in line for line in lines), lines
+    assert all(line.startswith(f"consolidate_sharded_ckpts: {copy}") for line in lines), lines
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_metadata_with_some_bytes_changed(exported: Path, data: st.DataObject) -> None:
+    content = bytearray((exported / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(content) - 1))
+        replacement = data.draw(st.binary(min_size=1, max_size=6))
+        content[start : start + len(replacement)] = replacement
+    with TemporaryDirectory() as directory:
+        for path in exported.iterdir():
+            (Path(directory) / path.name).symlink_to(path)
+        (Path(directory) / ".metadata").unlink()
+        (Path(directory) / ".metadata").write_bytes(content)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            shard = import_dcp(directory)
+        except CheckpointError as error:
+            lines = error.problems
+        else:
+            lines = [f"{directory}: {problem}" for problem in find_problems([shard])]
+        assert all(line.startswith(directory) for line in lines)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_a_damaged_tensor_is_named(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in exported.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes().replace(b"data.pkl", b"data.xxx"))
+    assert run("--ckpt_prefix", copy, "--save_path", tmp_path / "full.pth") == 2
+    assert "cannot be read: its file is damaged, or not DCP's" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

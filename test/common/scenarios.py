@@ -1,0 +1,94 @@
+"""Scenarios: functions that run on ranks, all those of a test file in one launch.
+
+A file makes ``scenarios = Scenarios(__name__)``, marks functions of a rank with ``@scenarios.add``
+and reads their values by ``scenarios.result("name")``. Helpers of such functions follow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from test.common.models import FEATURES, Net
+from test.common.ranks import cached_outcome, run_on_ranks
+
+RANKS = 2
+
+
+class Scenarios:
+    """The scenarios of one test file.
+
+    Args:
+        module: ``__name__`` of the file, which holds this object as ``scenarios``.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self.functions: dict[str, Callable[[int], Any]] = {}
+
+    def add(self, fn: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Run ``fn(rank)`` in the launch of this file."""
+        self.functions[fn.__name__] = fn
+        return fn
+
+    def result(self, name: str, rank: int = 0) -> Any:
+        """Return the value of the scenario ``name`` on a rank."""
+        return _results(self._module)[rank][name]
+
+
+@cached_outcome
+def _results(module: str) -> list[dict[str, Any]]:
+    return run_on_ranks(_run, RANKS, module)
+
+
+def _run(rank: int, module: str) -> dict[str, Any]:
+    scenarios = importlib.import_module(module).scenarios
+    return {name: fn(rank) for name, fn in scenarios.functions.items()}
+
+
+def fsdp(module: nn.Module, **options: Any) -> Any:
+    """Wrap a module."""
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    return XlaFullyShardedDataParallel(module, **options)
+
+
+def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> Any:
+    """Build a model with the same values on every rank."""
+    from xla_fsdp import one_rank_at_a_time
+
+    with one_rank_at_a_time(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class()
+
+
+def nested(model: Any, **options: Any) -> Any:
+    """Wrap each block, and then the model as the root."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fsdp(block, **options)
+    return fsdp(model, **options)
+
+
+def rows() -> Tensor:
+    """Return a batch [2, FEATURES] on this rank's device, the same on every rank."""
+    import torch_xla
+
+    return torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES).to(torch_xla.device())
+
+
+def message(call: Callable[[], Any]) -> str:
+    """Return the class and text of the error that ``call`` raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def states(model: Any) -> set[str]:
+    """Return the names of the states that the units of a model are in."""
+    return {unit.state.name for unit in model._fsdp_units()}

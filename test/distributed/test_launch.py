@@ -1,0 +1,961 @@
+"""``launch`` and ``python -m xla_fsdp.launch``: several real ranks on CPU.
+
+Ranks are started once for each number of ranks, and their host values compared with numpy. Failures
+that a launch survives share one child, so the next launch of the process is tested, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from test.common.ranks import (
+    ROOT,
+    ChildError,
+    environment,
+    run_on_ranks,
+    run_python,
+    run_warm,
+    warm_python,
+)
+from xla_fsdp.distributed import cpu_ranks, launcher, tpu_flags
+from xla_fsdp.distributed.xla import ops
+
+SIZES = [1, 2, 3, 4, 8, 16]
+STEPS = 4
+
+# ---------------------------------------------------------------- cases, run on every rank
+
+
+def row(rank: int) -> np.ndarray:
+    """Five numbers (not a multiple of any tested number of ranks but 1), different on each rank."""
+    return np.arange(1, 6, dtype=np.float32) + rank
+
+
+def host(values: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as lists, after one sync: reading them one by one would compile each on each rank."""
+    import torch_xla
+
+    torch_xla.sync()
+    return {name: tensor.detach().cpu().tolist() for name, tensor in values.items()}
+
+
+def all_gather(rank: int) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    out = torch.zeros(5 * xr.world_size(), device=x.device)
+    returned = xm.all_gather(x, output=out, pin_layout=False)
+    floats, flags = xm.all_gather([x.reshape(5, 1), (x > 3)], dim=0, pin_layout=False)
+    values = {
+        "pinned": xm.all_gather(x),
+        "last dim": xm.all_gather(x.reshape(5, 1), dim=-1, pin_layout=False),
+        "output": out,
+        "list, floats": floats.reshape(-1),
+        "list, flags": flags,
+    }
+    return {**host(values), "same object": returned is out}
+
+
+def reduce_scatter(rank: int, world: int) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device()).repeat(world)
+    scatter = functools.partial(
+        xm.reduce_scatter, "sum", scale=0.5, scatter_dim=0, shard_count=world, pin_layout=False
+    )
+    out = torch.zeros(5, device=x.device)
+    scatter(x, output=out)
+    once, twice = scatter([x, 2 * x])
+    return host({"plain": scatter(x), "output": out, "list, x": once, "list, 2 x": twice})
+
+
+def all_reduce(rank: int) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    kinds = ("sum", "min", "max", "mul")
+    results = {kind: xm.all_reduce(kind, x) for kind in kinds}
+    flags = torch.tensor([rank == 0, True, False], device=x.device)
+    results["or"] = xm.all_reduce("or", flags)
+    results["and"] = xm.all_reduce("and", flags)
+    results["scaled"] = xm.all_reduce("sum", x, scale=0.25)
+    results["int"] = xm.all_reduce("sum", x.int())
+    results["bfloat16"] = xm.all_reduce("sum", x.bfloat16()).float()
+    results["empty"] = xm.all_reduce("sum", x[:0])
+    return host(results)
+
+
+def all_reduce_in_place(rank: int) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    scalar, leaf = x[0].clone(), x.clone().requires_grad_()
+    version = leaf._version
+    whole = torch.stack([x, x])
+    tensors = [scalar, leaf, whole[1]]
+    returned = xm.all_reduce("sum", tensors, scale=2.0)
+    results = host({"scalar": scalar, "leaf": leaf, "whole": whole})
+    return {**results, "same objects": returned is tensors, "version": leaf._version == version}
+
+
+def groups(rank: int, world: int) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    halves = [list(range(world // 2)), list(range(world // 2, world))]
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    total = xm.all_reduce("sum", x, groups=halves)
+    joined = xm.all_gather(x, groups=halves, pin_layout=False)
+    with pytest.raises(ValueError, match="differ in size"):
+        xm.all_gather(x, groups=[[0], list(range(1, world + 1))], pin_layout=False)
+    return host({"total": total, "joined": joined})
+
+
+def implicit_syncs(rank: int) -> list[Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    total = xm.all_reduce("sum", x).sum()
+    text = str(xm.all_reduce("max", x) * 2)
+    (x * (rank + 1)).sum().item()  # local: the graphs of the ranks differ
+    return [total.item(), bool(total > 0), text]
+
+
+def rank_dependent(rank: int) -> list[Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    extra = None
+    if rank == 0:
+        extra = (x.cos() ** 2 + x.sin() ** 2).sum()  # local ops in the graph of one rank
+    total = xm.all_reduce("sum", x)
+    torch_xla.sync()
+    if rank == 0:
+        again = x + 1
+        torch_xla.sync()  # and a sync that only one rank makes
+        print("rank 0 prints", again, file=io.StringIO())
+    return [total.cpu().tolist(), None if extra is None else round(extra.item(), 4)]
+
+
+def host_exchange(rank: int) -> dict[str, Any]:
+    import torch_xla.core.xla_model as xm
+
+    return {
+        "rendezvous": xm.rendezvous("here", payload=b"r" * (rank + 1)),
+        "mesh_reduce": xm.mesh_reduce("sum", float(rank), sum),
+    }
+
+
+def closures(rank: int) -> list[Any]:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    seen: list[float] = []
+    total = xm.all_reduce("sum", x).sum()
+    xm.add_step_closure(lambda t: seen.append(t.item()), args=(total,))
+    before = list(seen)
+    torch_xla.sync()
+    return [before, seen]
+
+
+def training(rank: int) -> dict[str, Any]:
+    """A data-parallel loop over MpDeviceLoader, an evaluation, and how often XLA compiled."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    device = torch_xla.device()
+    with launcher.one_rank_at_a_time():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 1)
+    first_weight = model.weight.tolist()
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [torch.from_numpy(row(rank + step)).reshape(1, 5) for step in range(STEPS)]
+    for _ in range(2):  # once the second is through, every rank has left the first
+        xm.rendezvous("compiled")
+    compiled = met.metric_data("CompileTime")[0]
+    for batch in MpDeviceLoader(batches, device):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        xm.optimizer_step(optimizer)
+    compiled = met.metric_data("CompileTime")[0] - compiled
+    with torch.no_grad():
+        outputs = [model(batch).sum() for batch in MpDeviceLoader(batches, device)]
+    mean = xm.mesh_reduce("outputs", sum(o.item() for o in outputs), np.mean)
+    weight = model.weight.detach().cpu().tolist()
+    return {"first": first_weight, "weight": weight, "mean": mean, "compiled": compiled}
+
+
+def launch_inside(rank: int) -> list[Any]:
+    import torch_xla
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    calls: list[Any] = []
+
+    def note(index: int, name: str) -> str:
+        calls.append((index, name))
+        return name
+
+    returned = launcher.launch(note, ("ours",), num_ranks=99)
+    torch_xla.launch(note, args=("torch_xla.launch",))
+    xmp.spawn(note, args=("xmp.spawn",))
+    return [calls, returned]
+
+
+def every_case(rank: int, world: int) -> dict[str, Any]:
+    """All of the above in one launch."""
+    import torch
+
+    cases: list[Callable[[int], Any]] = [all_gather, all_reduce, all_reduce_in_place, closures]
+    cases += [implicit_syncs, rank_dependent, host_exchange, training, launch_inside]
+    results = {case.__name__: case(rank) for case in cases}
+    results["reduce_scatter"] = reduce_scatter(rank, world)
+    if world % 2 == 0:
+        results["groups"] = groups(rank, world)
+    return {**results, "torch threads": torch.get_num_threads()}
+
+
+@functools.cache
+def results_of(world: int) -> list[dict[str, Any]]:
+    return run_on_ranks(every_case, world, world, timeout=200)
+
+
+@pytest.fixture(params=SIZES)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return results_of(request.param)
+
+
+def rows(results: list[Any]) -> np.ndarray:
+    return np.stack([row(rank) for rank in range(len(results))])
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_all_gather_joins_the_ranks_in_order(results: list[dict[str, Any]]) -> None:
+    joined = rows(results).reshape(-1)
+    for rank in results:
+        got = rank["all_gather"]
+        assert got["pinned"] == joined.tolist()
+        assert got["last dim"] == rows(results).T.tolist()
+        assert got["output"] == got["list, floats"] == joined.tolist()
+        assert got["list, flags"] == (joined > 3).tolist()
+        assert got["same object"] is True
+
+
+def test_reduce_scatter_gives_each_rank_its_part(results: list[dict[str, Any]]) -> None:
+    expected = 0.5 * rows(results).sum(0)
+    for rank in results:
+        got = rank["reduce_scatter"]
+        assert got["plain"] == got["output"] == got["list, x"] == expected.tolist()
+        assert got["list, 2 x"] == (2 * expected).tolist()
+
+
+def test_all_reduce_reduces(results: list[dict[str, Any]]) -> None:
+    all_rows = rows(results)
+    for rank in results:
+        got = rank["all_reduce"]
+        assert got["sum"] == got["int"] == all_rows.sum(0).tolist()
+        assert got["min"] == all_rows.min(0).tolist()
+        assert got["max"] == all_rows.max(0).tolist()
+        np.testing.assert_allclose(got["mul"], all_rows.prod(0, dtype=np.float64), rtol=1e-5)
+        assert got["or"] == [True, True, False]
+        assert got["and"] == [len(results) == 1, True, False]
+        np.testing.assert_allclose(got["bfloat16"], all_rows.sum(0), rtol=0.02)
+        assert got["empty"] == []
+
+
+def test_all_reduce_scales(results: list[dict[str, Any]]) -> None:
+    # torch_xla returns the input of a lone rank as it is, without the scale
+    scale = 0.25 if len(results) > 1 else 1.0
+    for rank in results:
+        assert rank["all_reduce"]["scaled"] == (scale * rows(results).sum(0)).tolist()
+
+
+def test_all_reduce_of_a_list_works_in_place(results: list[dict[str, Any]]) -> None:
+    total = (2 if len(results) > 1 else 1) * rows(results).sum(0)
+    for index, rank in enumerate(results):
+        assert rank["all_reduce_in_place"] == {
+            "scalar": total[0],
+            "leaf": total.tolist(),
+            "whole": [row(index).tolist(), total.tolist()],
+            "same objects": True,
+            "version": True,
+        }
+
+
+@pytest.mark.parametrize("world", [n for n in SIZES if n % 2 == 0])
+def test_groups_reduce_and_gather_among_themselves(world: int) -> None:
+    results = results_of(world)
+    for half in np.split(np.arange(world), 2):
+        members = rows(results)[half]
+        for rank in half:
+            total, joined = members.sum(0).tolist(), members.reshape(-1).tolist()
+            assert results[rank]["groups"] == {"total": total, "joined": joined}
+
+
+def test_values_can_be_read_without_a_sync(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        total, positive, text = rank["implicit_syncs"]
+        assert total == rows(results).sum()
+        assert positive is True
+        assert f"{2 * rows(results).max():.0f}." in text
+
+
+def test_one_rank_may_do_more_local_work(results: list[dict[str, Any]]) -> None:
+    for index, rank in enumerate(results):
+        total = rows(results).sum(0).tolist()
+        assert rank["rank_dependent"] == [total, 5.0 if index == 0 else None]
+
+
+def test_host_values_are_exchanged(results: list[dict[str, Any]]) -> None:
+    world = len(results)
+    for rank in results:
+        assert rank["host_exchange"] == {
+            "rendezvous": [b"r" * (r + 1) for r in range(world)],
+            "mesh_reduce": world * (world - 1) / 2,
+        }
+
+
+def test_step_closures_run_after_the_sync(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["closures"] == [[], [rows(results).sum()]]
+
+
+def trained(world: int, weight: np.ndarray, bias: float) -> np.ndarray:
+    """The weight after the steps of ``training``, in plain numpy."""
+    for step in range(STEPS):
+        x = np.stack([row(rank + step) for rank in range(world)]).astype(np.float64)
+        slope = 2 * (x @ weight + bias) / world
+        weight, bias = weight - 0.01 * slope @ x, bias - 0.01 * slope.sum()
+    return weight
+
+
+def test_training_matches_numpy(results: list[dict[str, Any]]) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 1)
+    expected = trained(len(results), model.weight.detach().numpy()[0], model.bias.item())
+    for rank in results:
+        got = rank["training"]
+        assert got["first"] == model.weight.tolist()
+        np.testing.assert_allclose(got["weight"][0], expected, rtol=1e-4, atol=1e-5)
+        assert got["mean"] == results[0]["training"]["mean"]
+
+
+@pytest.mark.parametrize("world", [n for n in SIZES if n >= 4])
+def test_ranks_share_one_compilation(world: int) -> None:
+    # One program. Now and then a second: autograd's threads drop the last tensors of a backward
+    # late, and a tensor alive at the sync is one more output. Compiling apart would give `world`.
+    assert 1 <= results_of(world)[0]["training"]["compiled"] < world
+
+
+def test_launch_inside_a_rank_calls_the_function(results: list[dict[str, Any]]) -> None:
+    for index, rank in enumerate(results):
+        names = ["ours", "torch_xla.launch", "xmp.spawn"]
+        assert rank["launch_inside"] == [[(index, name) for name in names], ["ours"]]
+
+
+def test_torch_uses_one_thread_per_rank() -> None:
+    assert [rank["torch threads"] for rank in results_of(4)] == [1] * 4
+
+
+# ---------------------------------------------------------------- failures
+
+
+def failing(rank: int, how: str) -> str:
+    """A rank that does ``how`` wrong; with "nothing" all is well."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.full((5 if how == "shapes" and rank == 2 else 4,), 1.0, device=torch_xla.device())
+    if how == "raise" and rank == 1:
+        raise KeyError("lost")
+    if how == "exit" and rank == 1:
+        sys.exit(7)
+    if how == "exit 0":
+        sys.exit(0)
+    if how == "early" and rank == 1:
+        return "too early"
+    if how == "late" and rank == 1:
+        time.sleep(2)
+    alone = how == "alone" and rank == 0
+    with launcher.one_rank_at_a_time() if alone else contextlib.nullcontext():
+        total = xm.all_reduce("max" if how == "kinds" and rank == 0 else "sum", x)
+        torch_xla.sync()
+    return str(total.sum().item())
+
+
+def survive(how: str, **options: Any) -> tuple[Any, ...]:
+    try:
+        return ("returned", launcher.launch(failing, (how,), num_ranks=3, **options))
+    except launcher.RankError as error:
+        return (error.rank, str(error), repr(error.__cause__))
+    except SystemExit as error:
+        return ("ended", error.code)
+    except RuntimeError as error:
+        return ("refused", str(error))
+
+
+def several_failures() -> dict[str, Any]:
+    """Launches that fail, one after the other; runs in a child's main thread, not on a rank."""
+    report: dict[str, Any] = {}
+    launcher.WARN_AFTER = 0.3
+    for how in ("nothing", "raise", "shapes", "kinds", "exit", "exit 0", "early", "alone"):
+        report[how] = survive(how)
+    report["late"] = survive("late", sync_timeout=1.0)
+    report["again"] = survive("nothing")
+    try:
+        launcher.launch(failing, ("nothing",), num_ranks=2)
+    except RuntimeError as error:
+        report["other number"] = str(error)
+    report["originals"] = originals_are_back()
+    return report
+
+
+def originals_are_back() -> list[Any]:
+    """After a launch, collectives trace and sync on this thread as torch_xla's own do."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    on_one = xm.all_gather(
+        torch.ones(2, device=torch_xla.device()), groups=[[0], [1], [2]], pin_layout=False
+    )
+    torch_xla.sync()
+    return on_one.cpu().tolist()
+
+
+@functools.cache
+def failures() -> tuple[dict[str, Any], str]:
+    code = "import json, test.distributed.test_launch as t; print(json.dumps(t.several_failures()))"
+    done = run_python("-c", code, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_rank_that_raises_is_named() -> None:
+    assert failures()[0]["raise"] == [1, "rank 1 raised KeyError: 'lost'", "KeyError('lost')"]
+
+
+def test_a_launch_after_a_failed_one_works() -> None:
+    report, _ = failures()
+    assert report["nothing"] == report["again"] == ["returned", ["12.0"] * 3]
+    assert report["originals"] == [1.0, 1.0]
+
+
+def test_exit_codes_of_ranks_count() -> None:
+    report, _ = failures()
+    assert report["exit"] == ["ended", 7]
+    assert report["exit 0"] == ["returned", [None, None, None]]
+
+
+def test_a_plain_script_ends_with_the_exit_code_of_its_ranks() -> None:
+    code = "import sys, xla_fsdp; xla_fsdp.launch(lambda rank: sys.exit(75), num_ranks=2)"
+    done = run_python("-c", code)
+    assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "odd_rank", "first", "second"),
+    [
+        ("shapes", 2, "all_reduce(float32[4], sum", "all_reduce(float32[5], sum"),
+        ("kinds", 0, "all_reduce(float32[4], max", "all_reduce(float32[4], sum"),
+    ],
+)
+def test_different_collectives_are_reported(
+    how: str, odd_rank: int, first: str, second: str
+) -> None:
+    rank, message, cause = failures()[0][how]
+    assert (rank, cause) == (odd_rank, "None")
+    assert "the ranks differ in what they traced" in message
+    assert first in message
+    assert second in message
+
+
+def test_a_rank_that_returns_early_is_named() -> None:
+    rank, message, _ = failures()[0]["early"]
+    assert rank == 1
+    assert "wait in torch_xla.sync() to run all_reduce(float32[4]" in message
+    assert "ranks [1] have already returned" in message
+
+
+def test_a_sync_in_one_rank_at_a_time_is_refused() -> None:
+    rank, message, _ = failures()[0]["alone"]
+    assert rank == 0
+    assert "inside one_rank_at_a_time()" in message
+
+
+def test_a_rank_that_is_late_is_named_with_its_place() -> None:
+    report, stderr = failures()
+    rank, message, _ = report["late"]
+    assert rank == 1
+    assert "ranks [0, 2] waited 1 s" in message
+    assert "time.sleep(2)" in message
+    warnings = [line for line in stderr.splitlines() if "have waited" in line]
+    assert [line.endswith("ranks [1] are elsewhere:") for line in warnings] == [True]
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    message = failures()[0]["other number"]
+    assert "needs 2 CPU devices" in message
+    assert "started before with 3" in message
+
+
+def test_a_runtime_started_without_the_environment_is_refused() -> None:
+    code = """if True:
+        import torch_xla, xla_fsdp.distributed.launcher as launcher
+        torch_xla.device()
+        print(launcher.launch(lambda rank: rank, num_ranks=1))
+        try:
+            launcher.launch(print, num_ranks=2)
+        except RuntimeError as error:
+            print(error)"""
+    done = run_python("-c", code, env={"CPU_NUM_DEVICES": "1"})
+    assert done.stdout.startswith("[0]\n"), done.stderr
+    assert "needs 2 CPU devices, but torch_xla was started before with 1 " in done.stdout
+    assert "Call launch before anything that uses a device" in done.stdout
+    assert "PJRT_CPU_ASYNC_CLIENT=0" in done.stdout
+
+
+def blocked(rank: int) -> None:
+    """Rank 0 is inside C code that nothing can stop, and rank 1 raises."""
+    if rank == 0:
+        time.sleep(600)
+    time.sleep(0.5)
+    raise KeyError("nobody comes")
+
+
+def test_the_process_ends_if_ranks_are_blocked_in_a_collective() -> None:
+    with pytest.raises(ChildError, match="nobody comes") as caught:
+        run_on_ranks(blocked, 2, timeout=60)
+    assert caught.value.returncode == launcher.BLOCKED_EXIT_CODE
+    assert 'KeyError("nobody comes")' in caught.value.stderr  # the traceback's source line
+    assert "rank 1 raised KeyError" in caught.value.stderr
+    assert "Ranks [0] do not stop" in caught.value.stderr
+
+
+def interrupted(rank: int, stuck: bool) -> None:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    launcher.WARN_AFTER = 0.5
+    print("ready", file=sys.stderr, flush=True)
+    while True:
+        total = xm.all_reduce("sum", torch.ones(3, device=torch_xla.device()))
+        if stuck and rank == 0:
+            time.sleep(600)
+        torch_xla.sync()
+        del total
+
+
+def interrupt(stuck: bool, when: str) -> tuple[int, str]:
+    """Start a launch, send SIGINT once ``when`` shows up on its stderr; exit code and stderr."""
+    code = f"""if True:
+        import signal
+        import xla_fsdp.distributed.launcher as launcher, test.distributed.test_launch as tests
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+        try:
+            launcher.launch(tests.interrupted, ({stuck},), num_ranks=2)
+        except KeyboardInterrupt:
+            raise SystemExit(55)"""
+    command = [sys.executable, "-c", code]
+    child = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    timer = threading.Timer(60, child.kill)
+    timer.start()
+    assert child.stderr is not None
+    with child, child.stderr:
+        lines = []
+        for line in child.stderr:
+            if when in line and not any(when in earlier for earlier in lines):
+                os.kill(child.pid, signal.SIGINT)
+            lines.append(line)
+        returncode = child.wait()
+    timer.cancel()
+    return returncode, "".join(lines)
+
+
+def test_ctrl_c_reaches_the_caller_of_launch() -> None:
+    assert interrupt(stuck=False, when="ready")[0] == 55
+
+
+def test_ctrl_c_ends_blocked_ranks_after_a_warning_that_names_them() -> None:
+    returncode, stderr = interrupt(stuck=True, when="read such values on all ranks")
+    assert returncode == launcher.INTERRUPTED_EXIT_CODE
+    assert "ranks [1] have waited 0.5 s" in stderr
+    assert "time.sleep(600)" in stderr
+    assert "interrupted; ranks [0] are blocked" in stderr
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True])
+def test_num_ranks_must_be_a_positive_whole_number(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="num_ranks="):
+        launcher.launch(print, num_ranks=wrong)
+
+
+@pytest.mark.parametrize("name", ["XLA_FSDP_NUM_RANKS", "CPU_NUM_DEVICES"])
+@pytest.mark.parametrize("wrong", ["four", "0", "-2", "1.5"])
+def test_number_from_the_environment_is_checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: str
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("XLA_FSDP_NUM_RANKS", raising=False)
+    monkeypatch.setenv(name, wrong)
+    with pytest.raises(ValueError, match=name):
+        launcher.launch(print)
+
+
+def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch_xla
+
+    calls: list[Any] = []
+    monkeypatch.setattr(torch_xla, "launch", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(ops, "expected_device_count", lambda: 8)
+    monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--own=1")
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    for num_ranks in (None, 1, 8):
+        returned = launcher.launch(print, (1,), num_ranks=num_ranks, start_method="fork")
+        assert returned is None
+    one_process = [options["debug_single_process"] for _, options in calls]
+    assert one_process == [False, True, False]
+    assert {args for args, _ in calls} == {(print, (1,), "fork")}
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == ["--own=1", *tpu_flags.ADDED]
+    with pytest.raises(ValueError, match="num_ranks=4, but there are 8 TPU devices"):
+        launcher.launch(print, num_ranks=4)
+
+
+def test_compiler_flags_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_flags, "_installed_version", lambda: tpu_flags.KNOWN_TO)
+    own = f"{tpu_flags.ADDED[0].partition('=')[0]}=4 --other"
+    assert tpu_flags.compiler_flags(own).split() == [*own.split(), *tpu_flags.ADDED[1:]]
+    assert tpu_flags.compiler_flags().split() == list(tpu_flags.ADDED)
+    for version in (None, "0.0.22"):  # it would end the process at a name that it does not know
+        monkeypatch.setattr(tpu_flags, "_installed_version", lambda version=version: version)
+        assert tpu_flags.compiler_flags(own) == own
+
+
+def test_importing_the_launcher_does_not_import_torch() -> None:
+    code = "import sys, xla_fsdp.distributed.launcher as _; print('torch' in sys.modules)"
+    assert run_python("-c", code).stdout == "False\n"
+
+
+def test_one_rank_at_a_time_does_nothing_outside_ranks() -> None:
+    with launcher.one_rank_at_a_time(), launcher.one_rank_at_a_time():
+        assert cpu_ranks.current_rank_thread() is None
+
+
+def test_one_rank_at_a_time_excludes_others_and_nests() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def body(rank: int) -> None:
+        with launcher.one_rank_at_a_time(), launcher.one_rank_at_a_time():
+            inside.append(rank)
+            time.sleep(0.01)
+            most.append(len(inside))
+            inside.remove(rank)
+
+    run = cpu_ranks.Run(4)
+    run.start(body, (), enter=lambda rank: None, leave=lambda rank: None)
+    assert run.wait(60, for_all=True)
+    assert not run.failures
+    assert most == [1] * 4
+
+
+# ---------------------------------------------------------------- the command line
+
+SCRIPT = """
+import sys, threading
+import torch, torch_xla, torch_xla.core.xla_model as xm
+import beside
+
+LOCK = beside.LOCK
+
+def main(index, word):
+    device = torch_xla.device()
+    total = xm.all_reduce("sum", torch.full((2,), index + 1.0, device=device))
+    torch_xla.sync()
+    with LOCK:
+        print(index, word, total[0].item(), __name__, __file__ == sys.argv[0])
+    {ending}
+
+if __name__ == "__main__":
+    torch_xla.launch(main, args=(sys.argv[1],))
+"""
+
+
+def run_script(
+    folder: Path,
+    ending: str,
+    *options: str,
+    run: Callable[..., subprocess.CompletedProcess[str]] = run_warm,
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("{ending}", ending))
+    (folder / "beside.py").write_text("import threading\nLOCK = threading.Lock()\n")
+    return run("-m", "xla_fsdp.launch", *options, str(script), "--word", timeout=60)
+
+
+def test_cli_runs_a_script_that_launches_for_itself(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "pass", "--num_ranks", "3", run=run_python)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} --word 6.0 __main__ True" for r in range(3)]
+
+
+def test_cli_passes_exit_codes_on(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "sys.exit(9)", "--num_ranks=2")
+    assert done.returncode == 9
+    assert "Traceback" not in done.stderr
+
+
+def test_cli_shows_the_traceback_of_a_script_that_failed_outside_of_ranks(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "int('seven')", "--compat", "--num_ranks=2")
+    assert done.returncode == 1
+    assert "int('seven')" in done.stderr
+    assert "ValueError: invalid literal" in done.stderr
+    assert "launch.py" not in done.stderr
+
+
+def test_cli_shows_where_the_script_failed(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "index == 1 and int('seven')", "--num_ranks=2")
+    assert done.returncode == 1
+    assert "index == 1 and int('seven')" in done.stderr
+    assert "ValueError: invalid literal" in done.stderr
+    assert "rank 1 raised ValueError" in done.stderr
+    assert "cpu_ranks.py" not in done.stderr
+
+
+def test_cli_runs_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import os, sys\nfrom . import __name__ as name\n"
+        "os.write(1, f'{__name__} {name} {sys.argv[1:]}\\n'.encode())\n"
+    )
+    code = f"import os, sys; os.chdir({str(tmp_path)!r}); import xla_fsdp.launch as cli; "
+    code += "sys.exit(cli.main(['--num_ranks', '2', '-m', 'pack', '-x']))"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "__main__ pack ['-x']\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["no_such_script.py"], 2, "no_such_script.py"),
+        (["-m", "no_such_module"], 2, "no_such_module"),
+        (["--num_ranks", "0", "test/common/ranks.py"], 2, "num_ranks=0"),
+        ([], 2, "usage"),
+    ],
+)
+def test_cli_refuses_in_one_line(arguments: list[str], code: int, words: str) -> None:
+    done = run_python("-m", "xla_fsdp.launch", *arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_cli_shows_syntax_errors(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("x = = 1\n")
+    done = run_python("-m", "xla_fsdp.launch", str(script))
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
+    assert "x = = 1" in done.stderr
+
+
+def test_cli_is_for_cpu() -> None:
+    done = run_python("-m", "xla_fsdp.launch", "test/common/ranks.py", env={"PJRT_DEVICE": "TPU"})
+    assert done.returncode == 2
+    assert "PJRT_DEVICE=TPU" in done.stderr
+
+
+# ---------------------------------------------------------------- values read without a sync
+
+
+def unequal_read(rank: int) -> Any:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    size = 9000 if rank == 0 else 4
+    return xm.all_reduce("sum", torch.ones(size, device=torch_xla.device())).tolist()
+
+
+def test_reading_what_unequal_collectives_compute_is_an_error() -> None:
+    with pytest.raises(ChildError, match="the ranks differ in what they traced") as caught:
+        run_on_ranks(unequal_read, 3)
+    assert "float32[9000], sum, scale 1" in caught.value.stderr
+    assert "on ranks [0]" in caught.value.stderr
+
+
+def reads(rank: int) -> list[Any]:
+    """Rank 0 reads a local value between collectives, and alone what a collective computes; then
+    all ranks read."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    first = xm.all_reduce("sum", torch.ones(2, device=device))
+    local = (torch.ones(2, device=device) * 3).sum()
+    found = [local.item() if rank == 0 else 6.0]
+    second = xm.all_reduce("sum", torch.ones(2, device=device))
+    found.append((first + second).sum().item() if rank == 0 else 12.0)
+    torch_xla.sync()
+    third = xm.all_gather(torch.full((1,), float(rank), device=device))
+    found += [third.tolist(), third.to("cpu").tolist(), third.cpu().tolist(), str(third[1])]
+    return [*found, float(third.sum()), int(third[1]), bool(third[2] == 2), repr(third.sum())]
+
+
+def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
+    gathered = [0.0, 1.0, 2.0]
+    for found in run_on_ranks(reads, 3):
+        assert found[:5] == [6.0, 12.0, gathered, gathered, gathered]
+        assert found[5].startswith("tensor(1.")
+        assert found[6:9] == [3.0, 1, True]
+        assert found[9].startswith("tensor(3.")
+
+
+def seeded_as_usual(rank: int) -> list[float]:
+    """Seeds and builds on every rank, several times, as scripts do that know only processes."""
+    import torch
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layers = []
+        for _ in range(20):
+            layers.append(torch.nn.Linear(30, 30))
+            time.sleep(0.001)  # lets the other ranks run
+        found.append(layers[-1].weight.sum().item())
+        XlaFullyShardedDataParallel(torch.nn.Sequential(*layers))
+    torch.manual_seed(9)  # and never meets the others again
+    return [*found, torch.rand(()).item()]
+
+
+def test_seeding_and_building_gives_the_same_model_on_every_rank() -> None:
+    ranks = run_on_ranks(seeded_as_usual, 4)
+    assert all(found == ranks[0] for found in ranks)
+    assert len(set(ranks[0])) == 5
+
+
+def models_that_differ(rank: int) -> None:
+    import torch
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    module = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        module.weight.fill_(rank)
+        module.bias.fill_(0)
+    XlaFullyShardedDataParallel(module)
+
+
+def test_models_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(ChildError, match="seed and build under one_rank_at_a_time") as caught:
+        run_on_ranks(models_that_differ, 2)
+    assert "sharding of weight with checksum" in caught.value.stderr
+
+
+# ---------------------------------------------------------------- the tests' own processes
+
+
+def _program(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def _run_warm(program: str, timeout: float = 50) -> subprocess.CompletedProcess[str]:
+    return warm_python().run([program], environment(), timeout)
+
+
+def test_a_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    program = _program(tmp_path, "import sys, time; print('on', file=sys.stderr); time.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        _run_warm(program, timeout=0.5)
+    done = _run_warm(_program(tmp_path, "import sys; print('next'); sys.exit(3)"))
+    assert (done.stdout, done.returncode) == ("next\n", 3)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the shell that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_call_leaves_no_process_and_no_answer_behind(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    text = f"import os, time\nopen({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not (noted.exists() and noted.read_text()):
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        _run_warm(_program(tmp_path, text))
+    done = _run_warm(_program(tmp_path, "import sys; print('next'); sys.exit(3)"))
+    assert (done.stdout, done.returncode) == ("next\n", 3)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+
+
+def test_processes_do_not_draw_the_same_numbers(tmp_path: Path) -> None:
+    text = "import random, numpy; print(random.random(), numpy.random.rand())"
+    program = _program(tmp_path, text)
+    first, second = (_run_warm(program).stdout.split() for _ in range(2))
+    assert len({*first, *second}) == 4

@@ -1,0 +1,71 @@
+"""A reduction around rings gives what a reduce-scatter gives.
+
+On CPU a collective-permute takes no channel id, so that ranks of several threads do not meet; here
+a gather replaces it. That the TPU compiler hides the sends is shown in ``fsdp/scan/test_tpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from test.common.ranks import cached_outcome, run_on_ranks
+
+RANKS = 4
+RINGS = {"one": [[0, 1, 2, 3]], "two": [[0, 2], [1, 3]], "not in order": [[2, 0, 3, 1]]}
+ROWS, WIDTH = 512, 256  # more than collectives.RING
+
+
+def by_gather(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
+    from xla_fsdp.distributed.xla import ops
+
+    [sender] = [source for source, target in sends if target == ops.rank()]
+    return ops.all_gather(value, None)[sender : sender + 1]
+
+
+def stack_of(rank: int, size: int) -> Tensor:
+    return torch.randn(size, ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def on_ranks(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp.distributed.collectives import RingCollectives, ring_reduce_scatter
+    from xla_fsdp.distributed.xla import ops
+
+    ops.collective_permute = by_gather  # the process is this test's own
+    device = torch_xla.device()
+    found: dict[str, Any] = {}
+    for name, groups in RINGS.items():
+        [(place, ring)] = [(g.index(rank), g) for g in groups if rank in g]
+        stack = stack_of(rank, len(ring)).to(device)
+        found[name] = ring_reduce_scatter(stack, groups, place)
+    two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
+    stack = stack_of(rank, RANKS).to(device)
+    found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))
+    found["small"] = two_steps.reduce_scatter(torch.ones(RANKS, 5, device=device) * rank)
+    torch_xla.sync()
+    return {name: value.cpu() for name, value in found.items()}
+
+
+@cached_outcome
+def outcomes() -> list[dict[str, Any]]:
+    return run_on_ranks(on_ranks, RANKS)
+
+
+def test_every_rank_gets_its_chunk_of_the_sum() -> None:
+    for rank, found in enumerate(outcomes()):
+        for name, groups in RINGS.items():
+            [(place, ring)] = [(g.index(rank), g) for g in groups if rank in g]
+            expected = sum(stack_of(member, len(ring))[place] for member in ring)
+            torch.testing.assert_close(found[name], expected)
+
+
+def test_steps_along_two_axes_of_a_torus_leave_the_rank_its_chunk() -> None:
+    for rank, found in enumerate(outcomes()):
+        expected = sum(stack_of(member, RANKS)[rank] for member in range(RANKS))
+        torch.testing.assert_close(found["large"], expected)
+        torch.testing.assert_close(found["small"], torch.full((1, 5), 6.0))

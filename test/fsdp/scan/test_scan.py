@@ -1,0 +1,875 @@
+"""Blocks that run as one loop: what is refused, randomness, states, programs. Two ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test.common.scenarios import Scenarios, fsdp, make, message
+from xla_fsdp import name_activation
+
+scenarios = Scenarios(__name__)
+result = scenarios.result
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A layer, with settings that a test can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.0)
+        self.scale = 0.5
+        self.factors = {"default": [1.0], "other": [2.0]}
+        self.config = SimpleNamespace(power=1, names=["lin"])
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.lin(x).square()
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        hidden = name_activation(torch.tanh(self.lin(self.drop(x))), "hidden")
+        factor = self.factors["default"][0] ** self.config.power
+        return x + hidden * (self.scale * factor) + self.shift
+
+
+class Net(nn.Module):
+    """Three blocks, and a loop that a test can replace."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, loop: Callable[..., Tensor] | None = None) -> Tensor:
+        if loop is not None:
+            return self.head(loop(self.blocks, x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def wrapped(
+    change: Callable[[Any], None] = lambda model: None,
+    block: Callable[[], nn.Module] = Block,
+    depth: int = 3,
+    **options: Any,
+) -> Any:
+    """A model with each block a unit; ``change`` sees it before."""
+
+    def build() -> nn.Module:
+        model = Net(block, depth)
+        change(model)
+        return model
+
+    model = make(build)
+    options = {"execute_sharding_on_init": False, **options}
+    for index, each in enumerate(model.blocks):
+        model.blocks[index] = fsdp(each, **options)
+    return fsdp(model, **options)
+
+
+def scanned(
+    change: Callable[[Any], None] = lambda model: None,
+    block: Callable[[], nn.Module] = Block,
+    depth: int = 3,
+    options: dict[str, Any] | None = None,
+    **scan: Any,
+) -> Any:
+    """The same with its blocks as one loop."""
+    from xla_fsdp import scan_blocks
+
+    model = wrapped(change, block, depth, **(options or {}))
+    scan_blocks(model.blocks, **scan)
+    return model
+
+
+def batch(seed: int = 1) -> Tensor:
+    import torch_xla
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, WIDTH, generator=generator).to(torch_xla.device())
+
+
+def step(model: Any, optimizer: Any, seed: int = 1, **kwargs: Any) -> Tensor:
+    import torch_xla
+
+    optimizer.zero_grad()
+    loss = model(batch(seed), **kwargs).square().mean()
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()
+    return loss.detach()
+
+
+# ---------------------------------------------------------------- refused when scanned
+
+
+class WithScalar(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * self.strength
+
+
+def widen(model: Any) -> None:
+    model.blocks[1].lin = nn.Linear(WIDTH, 2 * WIDTH)
+
+
+def other_class(model: Any) -> None:
+    model.blocks[2] = nn.Linear(WIDTH, WIDTH)
+
+
+def half_buffer(model: Any) -> None:
+    model.blocks[1].shift = model.blocks[1].shift.half()
+
+
+def outside(model: Any) -> Any:
+    """Rematerialized around the units, which are wrapped already."""
+    from xla_fsdp import checkpoint_module, scan_blocks
+
+    for block in model.blocks:
+        checkpoint_module(block)
+    return scan_blocks(model.blocks)
+
+
+@scenarios.add
+def refused(rank: int) -> dict[str, str]:
+    from xla_fsdp import scan_blocks
+
+    def twice() -> None:
+        scan_blocks(scanned().blocks)
+
+    def nested() -> None:
+        blocks = [make(Block), make(Block)]
+        blocks[1].lin = fsdp(blocks[1].lin)
+        scan_blocks([fsdp(block) for block in blocks])
+
+    def ignoring() -> None:
+        blocks = [make(WithScalar) for _ in range(2)]
+        scan_blocks([fsdp(block, ignored_params=[block.strength]) for block in blocks])
+
+    def same_block() -> None:
+        blocks = wrapped().blocks
+        scan_blocks([blocks[0], blocks[0]])
+
+    def other_options() -> None:
+        blocks = [fsdp(make(Block)), fsdp(make(Block), compute_dtype=torch.bfloat16)]
+        scan_blocks(blocks)
+
+    def no_container() -> None:
+        fsdp(make(Net), scan_layers="layers")
+
+    return {
+        "plain": message(lambda: scan_blocks(make(Net).blocks)),
+        "empty": message(lambda: scan_blocks([])),
+        "shape": message(partial(scanned, widen)),
+        "class": message(partial(scanned, other_class)),
+        "nested": message(nested),
+        "buffer": message(partial(scanned, half_buffer)),
+        "outside": message(lambda: outside(wrapped())),
+        "twice": message(twice),
+        "same": message(same_block),
+        "ignoring": message(ignoring),
+        "options": message(other_options),
+        "remat": message(partial(scanned, remat="some")),
+        "no_container": message(no_container),
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("plain", ["ValueError: block 0 (Block) is not sharded", "scan_layers=True"]),
+        ("empty", ["ValueError: there are no blocks"]),
+        ("shape", ["block 1 differs from block 0", "lin.weight [32, 16], not lin.weight [16, 16]"]),
+        ("class", ["block 2 differs from block 0: it is of class Linear, not Block"]),
+        ("nested", ["block 1 holds units of its own (lin)"]),
+        ("buffer", ["block 1 differs", "shift [16] torch.float16, not shift [16] torch.float32"]),
+        ("outside", ["block 0 is rematerialized around its unit"]),
+        ("twice", ["block 0 is scanned already"]),
+        ("same", ["a block appears twice"]),
+        ("ignoring", ["block 0 has parameters that its unit ignores (strength)"]),
+        ("options", ["block 1 differs from block 0: its options are"]),
+        ("remat", ["remat is 'some'", '"full"', '"none"']),
+        ("no_container", ["scan_layers found no container layers"]),
+    ],
+)
+def test_blocks_that_cannot_be_scanned_are_refused_at_once(what: str, said: list[str]) -> None:
+    assert all(part in result("refused")[what] for part in said), result("refused")[what]
+
+
+# ---------------------------------------------------------------- refused when they run
+
+
+class Normalized(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        x += self.lin(x)
+        return x
+
+
+class Pair(Block):
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        y = super().forward(x)
+        return y, y * 2
+
+
+class Narrow(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x)[:, :4]
+
+
+class Closing(Block):
+    """Holds a tensor where nobody looks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + self.tables[0].to(x.device)
+
+
+class Averaging(Block):
+    """Changes a buffer by assigning another tensor."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.shift = 0.9 * self.shift + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+class Noting(Block):
+    """Leaves a tensor for whoever asks."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.drop.aux_loss = x.square().mean()
+        return super().forward(x)
+
+
+class Branching(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if (x > 0).any() else x
+
+
+class Choosing(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + x[x[:, 0] > 0].sum()
+
+
+class HostRandom(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * torch.rand(()).item()
+
+
+class Skipping(Block):
+    """Is left out now and then."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if random.random() < 2 else x
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) if np.random.rand() < 2 else x
+
+
+def set_scale(model: Any) -> None:
+    model.blocks[2].scale = 0.25
+
+
+def set_factor(model: Any) -> None:
+    model.blocks[1].factors["default"] = [0.5]
+
+
+def add_host_tensor(model: Any) -> None:
+    for block in model.blocks:
+        block.lin.table = torch.ones(WIDTH)
+
+
+def set_dropout(model: Any) -> None:
+    model.blocks[1].drop.p = 0.5
+
+
+def add_hook(model: Any) -> None:
+    model.blocks[1].lin.register_forward_hook(lambda module, args, output: None)
+
+
+def more(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x) * 2
+    return x
+
+
+def between(blocks: Any, x: Tensor) -> Tensor:
+    kept = []
+    for block in blocks:
+        x = block(x)
+        kept.append(x)
+    return x + kept[1]
+
+
+def too_few(blocks: Any, x: Tensor) -> Tensor:
+    for block in list(blocks)[:2]:
+        x = block(x)
+    return x
+
+
+def skip(blocks: Any, x: Tensor) -> Tensor:
+    return blocks[2](blocks[0](x))
+
+
+def last_first(blocks: Any, x: Tensor) -> Tensor:
+    return blocks[2](x)
+
+
+def other_input(blocks: Any, x: Tensor) -> Tensor:
+    blocks[0](x)
+    return blocks[1](x)
+
+
+def other_mask(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, torch.ones(1, device=x.device))
+    return x
+
+
+def host_mask(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, torch.ones(1))
+    return x
+
+
+def other_number(blocks: Any, x: Tensor) -> Tensor:
+    for index, block in enumerate(blocks):
+        x = block(x, index)
+    return x
+
+
+def with_cache(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x, {1, 2})
+    return x
+
+
+@scenarios.add
+def refused_in_forward(rank: int) -> dict[str, str]:
+    loops = (
+        more, between, too_few, skip, last_first, other_input, other_mask, host_mask, other_number,
+        with_cache,
+    )  # fmt: skip
+    model = scanned()
+    found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
+    for change in (set_scale, set_factor, set_dropout, add_hook, add_host_tensor):
+        found[change.__name__] = message(partial(scanned(change), batch()))
+    for block in (
+        Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
+        Noting, Skipping, Noisy,
+    ):  # fmt: skip
+        misused = scanned(block=block)
+        found[block.__name__] = message(partial(misused, batch()))
+        left = (misused.blocks[0].shift.sum().item(), hasattr(misused.blocks[0].drop, "aux_loss"))
+        found["left by " + block.__name__] = str(left)
+    found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
+    found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("more", ["output of block 0 of 3 was used (by mul) before block 2 was called"]),
+        ("between", ["output of block 1 of 3 was used (by add) before"]),
+        ("too_few", ["output of block 1 of 3 was used (by linear) before"]),
+        ("skip", ["block 2 of 3 scanned blocks was called where block 1 was expected"]),
+        ("last_first", ["block 2 of 3 scanned blocks was called where block 0 was expected"]),
+        ("other_input", ["block 1 was called with another tensor", "output of block 0"]),
+        ("other_mask", ["block 1 was called with other arguments", "argument 1 is another tensor"]),
+        ("host_mask", ["TypeError", "argument 1 in host memory", "before the loop"]),
+        ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
+        ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
+        ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),
+        ("set_factor", ["block 1 differs from block 0", "factors.default.0 is 0.5, not 1.0"]),
+        ("set_dropout", ["block 1 differs from block 0", "drop.p is 0.5, not 0.0"]),
+        ("add_hook", ["lin in a scanned block has hooks"]),
+        ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
+        ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
+        ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
+        ("Pair", ["must return one tensor", "returned"]),
+        ("Narrow", ["[4, 16]", "returned [4, 4]"]),
+        ("Closing", ["tensors of shapes [16] that are neither its arguments"]),
+        ("Branching", ["asks for the values of a tensor (by __bool__)", "torch.where"]),
+        ("Choosing", ["asks for the values of a tensor (by __getitem__)"]),
+        ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
+        ("Skipping", ["draws random numbers on the host (by random)"]),
+        ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
+        ("Averaging", ["assigns a tensor to its shift;", "lost"]),
+        ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("left by Averaging", ["(0.0, False)"]),
+        ("left by Noting", ["(0.0, False)"]),
+        ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
+        ("afterwards", ["(4, 16)"]),
+    ],
+)
+def test_forwards_that_a_loop_cannot_run_are_refused(what: str, said: list[str]) -> None:
+    found = result("refused_in_forward")[what]
+    assert all(part in found for part in said), found
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class Masked(nn.Module):
+    """Nothing but dropout of what a weight is multiplied with: gradients show the masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x * self.weight)
+
+
+@scenarios.add
+def masks(rank: int) -> dict[str, Any]:
+    """The stream after the blocks, and its gradients, without the head."""
+    import torch_xla
+
+    found: dict[str, Any] = {}
+    for remat in ("full", "none"):
+        model = scanned(block=Masked, depth=2, remat=remat)
+        steps = []
+        for _ in range(2):
+            x = (batch().abs() + 1).requires_grad_()
+            y = x
+            for block in model.blocks:
+                y = block(y)
+            y.sum().backward()
+            steps.append((y.detach(), x.grad, x.detach()))
+            torch_xla.sync()
+        found[remat] = [[t.cpu() for t in each] for each in steps]
+    return found
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_masks_differ_between_blocks_and_steps_and_are_the_same_in_backward(remat: str) -> None:
+    steps = result("masks")[remat]
+    for output, grad, x in steps:
+        torch.testing.assert_close(grad, output / x)  # 0, or 4 where both blocks let it through
+        assert 0.05 < (output != 0).float().mean() < 0.45  # a quarter, not the half of equal masks
+    assert not torch.equal(steps[0][0], steps[1][0])
+
+
+# ---------------------------------------------------------------- what may change from step to step
+
+
+@scenarios.add
+def changes(rank: int) -> dict[str, Any]:
+    """Losses of a scanned model and of one that runs block by block, while things change."""
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    found: dict[str, Any] = {}
+    models = [wrapped(), wrapped()]
+    scan = scan_blocks(models[1].blocks)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def compare(name: str) -> None:
+        pairs = zip(models, optimizers, strict=True)
+        found[name] = [step(model, optimizer).item() for model, optimizer in pairs]
+
+    def change(act: Callable[[Any, int], None]) -> None:
+        for model in models:
+            for index, block in enumerate(model.blocks):
+                act(block, index)
+        torch_xla.sync()
+
+    compare("at first")
+    change(lambda block, index: setattr(block.module, "scale", 0.9))
+    compare("a number of all blocks")
+    change(lambda block, index: block.factors.update(default=[0.6]))
+    compare("a number in a list in a dict")
+    change(lambda block, index: setattr(block.config, "power", 3))
+    compare("a number of a config")
+    change(lambda block, index: block.shift.add_(index + 1))
+    compare("buffers in place")
+    change(lambda block, index: setattr(block.module, "shift", block.shift * 0.5))
+    compare("buffers replaced")
+    change(lambda block, index: block.lin.bias.requires_grad_(index == 2))
+    compare("what is trained")
+    for model in models:
+        model.eval()
+    compare("evaluation")
+    with torch.no_grad():
+        found["without gradients"] = [model(batch()).sum().item() for model in models]
+        found["a cache"] = [model(batch(), with_cache).sum().item() for model in models]
+    with torch.inference_mode():
+        found["in inference mode"] = [model(batch()).sum().item() for model in models]
+    found["gradient of the input"] = [_input_gradient(model) for model in models]
+    scan.remove()
+    found["removed"] = [model(batch(), more).sum().item() for model in models]
+    return found
+
+
+def _input_gradient(model: Any) -> float:
+    x = batch().requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad.abs().sum().item()
+
+
+def test_what_blocks_hold_may_change_between_steps() -> None:
+    found = result("changes")
+    assert len(found) == 13
+    for name, (plain, looped) in found.items():
+        assert looped == pytest.approx(plain, rel=1e-6), name
+    losses = [found[name][0] for name in list(found)[:6]]
+    assert len(set(losses)) == 6  # the changes matter
+
+
+@scenarios.add
+def methods(rank: int) -> list[dict[str, Tensor]]:
+    """What a further method gives, and its gradients, after a forward: block by block and scanned,
+    wrapped and in place."""
+    import torch_xla
+
+    from xla_fsdp import fully_shard, register_fsdp_forward_method, scan_blocks
+
+    found = []
+    for in_place in (False, True):
+        for scan in (False, True):
+            model = make(Net) if in_place else wrapped()
+            if in_place:
+                for each in (*model.blocks, model):
+                    fully_shard(each)
+            for block in model.blocks:
+                register_fsdp_forward_method(block, "encode")
+            if scan:
+                scan_blocks(model.blocks)
+            output = model(batch())
+            x = model.blocks[1].encode(model.blocks[2].encode(output))
+            x.sum().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            values = {"output": x.detach(), **grads}
+            found.append(
+                {
+                    n: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v.cpu()
+                    for n, v in values.items()
+                    if v is not None
+                }
+            )
+    return found
+
+
+def test_other_methods_of_scanned_blocks_run_by_themselves() -> None:
+    wrapped_apart, wrapped_looped, apart, looped = result("methods")
+    for plain, found in ((wrapped_apart, wrapped_looped), (apart, looped)):
+        assert plain.keys() == found.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def add_comm_hook(model: Any) -> None:
+    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
+
+    model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
+
+
+def under_autocast(model: Any) -> Tensor:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        y = model(batch())
+    return y.float()
+
+
+def sharded_no_sync(model: Any) -> Tensor:
+    with model.no_sync(sharded=True):
+        model(batch(2)).square().mean().backward()
+    return model(batch())
+
+
+def checkpointed_around(model: Any) -> Tensor:
+    from xla_fsdp import checkpoint_module
+
+    return checkpoint_module(model)(batch())
+
+
+def one_by_one_checkpointed(model: Any) -> Tensor:
+    from xla_fsdp.fsdp.scan import blocks_one_by_one
+
+    with blocks_one_by_one():
+        return checkpointed_around(model)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16 shards": {"before": lambda model: model.bfloat16()},
+    "autocast": {"forward": under_autocast},
+    "no_sync, sharded": {"forward": sharded_no_sync},
+    "a hook instead of the reduction": {"after": add_comm_hook},
+    "recomputed around all blocks": {"forward": checkpointed_around},
+    "recomputed around blocks that run one by one": {"forward": one_by_one_checkpointed},
+    "a larger loss of one rank": {"weight": True},
+}
+
+
+@scenarios.add
+def kinds(rank: int) -> dict[str, Any]:
+    """Gradients of models that run block by block, and as a loop."""
+    import torch_xla
+
+    found: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        both = []
+        for build in (wrapped, scanned):
+            model = build(kind.get("before", lambda model: None))
+            kind.get("after", lambda model: None)(model)
+            dtype = next(model.parameters()).dtype
+            forward = kind.get("forward", lambda model, dtype=dtype: model(batch().to(dtype)))
+            loss = forward(model).square().mean() * (rank + 1 if "weight" in kind else 1)
+            loss.backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            torch_xla.sync()
+            both.append({name: grad.cpu() for name, grad in grads.items()})
+        found[name] = both
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_blocks_that_run_one_by_one(kind: str) -> None:
+    plain, looped = result("kinds")[kind]
+    assert plain.keys() == looped.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(looped[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ---------------------------------------------------------------- states and copies
+
+
+@scenarios.add
+def states(rank: int) -> dict[str, Any]:
+    """Two steps block by block and one as a loop, and the other way round, over a checkpoint."""
+    from xla_fsdp import full_state_dict, load_checkpoint, save_checkpoint
+
+    found: dict[str, Any] = {"names": [list(make_kind(kind)[0].state_dict()) for kind in (0, 1)]}
+    for first in (0, 1):
+        folder = shared_folder(rank)
+        model, optimizer = make_kind(first)
+        for seed in (1, 2):
+            step(model, optimizer, seed)
+        save_checkpoint(folder, model, optimizer, step=2)
+        model, optimizer = make_kind(1 - first, seed=9)
+        load_checkpoint(folder, model, optimizer)
+        step(model, optimizer, 3)
+        found[str(first)] = full_state_dict(model)
+    return found
+
+
+def make_kind(kind: int, seed: int = 3) -> tuple[Any, Any]:
+    """Block by block, or as a loop."""
+    model = scanned() if kind else wrapped()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def shared_folder(rank: int) -> str:
+    from xla_fsdp.distributed.xla.host import exchange
+
+    made = tempfile.mkdtemp() if rank == 0 else ""
+    return exchange(made.encode())[0].decode()
+
+
+def test_checkpoints_move_between_loops_and_single_blocks() -> None:
+    found = result("states")
+    assert found["names"][0] == found["names"][1]
+    assert found["0"].keys() == found["1"].keys()
+    for name, value in found["0"].items():
+        torch.testing.assert_close(found["1"][name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@scenarios.add
+def copies(rank: int) -> dict[str, Any]:
+    model = scanned()
+    first = model(batch()).sum().item()
+    found = {"copy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model))}
+    with torch.no_grad():
+        model.blocks[0].lin.weight.zero_()
+    return {
+        "first": first,
+        "changed": model(batch()).sum().item(),
+        **{name: each(batch()).sum().item() for name, each in found.items()},
+        "misused": {name: message(partial(each, batch(), more)) for name, each in found.items()},
+    }
+
+
+def test_copies_run_their_own_blocks_as_a_loop() -> None:
+    found = result("copies")
+    assert found["changed"] != found["first"] == found["copy"] == found["pickle"]
+    assert all("before block 2 was called" in each for each in found["misused"].values())
+
+
+# ---------------------------------------------------------------- programs
+
+
+@scenarios.add
+def programs(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for depth in (3, 6):
+        model = scanned(depth=depth, gather_once_below=100)
+        found[str(depth)] = operations(model)
+    for remat in ("full", "none", ["lin"], ["hidden"]):
+        model = scanned(remat=remat)
+        found[str(remat)] = operations(model)
+    found["one by one"] = operations(wrapped())
+    return found
+
+
+def operations(model: Any) -> dict[str, int]:
+    """How often some operations are in the program of a step's gradients."""
+    import torch_xla
+
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+
+    torch_xla.sync()  # nothing of what came before
+    model(batch()).square().mean().backward()
+    text = lowered_hlo([param.grad for param in model.parameters()])
+    torch_xla.sync()
+    kinds = ("while", "all-gather", "reduce-scatter", "dot", "tanh")
+    return {kind: text.count(f" {kind}(") for kind in kinds}
+
+
+def test_the_program_does_not_grow_with_depth() -> None:
+    found = result("programs")
+    assert found["3"] == found["6"]
+    assert found["3"]["while"] == 2
+    assert found["one by one"]["while"] == 0
+    # Large: the first gather of each loop and one in its body; small: one. Then the head, twice.
+    assert found["3"]["all-gather"] <= 2 * 2 + 1 + 2
+
+
+def test_named_activations_are_not_computed_again() -> None:
+    found = result("programs")
+    assert found["one by one"]["tanh"] == 3
+    assert {remat: found[remat]["tanh"] for remat in ("full", "none", "['hidden']")} == {
+        "full": 2, "none": 1, "['hidden']": 1,
+    }  # fmt: skip
+    # Products of the head (3) and, in a round, one forward and two backward.
+    assert found["full"]["dot"] == found["['lin']"]["dot"] + 1 == found["none"]["dot"] + 1
+
+
+@scenarios.add
+def kept_once(rank: int) -> list[tuple[int, ...]]:
+    """What is collected of blocks that begin with a product, which needs their input, too."""
+    from xla_fsdp import scan_blocks
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    blocks = [fsdp(make(block)) for _ in range(2)]
+    scan = scan_blocks(blocks, remat="none")
+    x: Any = torch.ones(3, 4).to("xla").requires_grad_()
+    for each in blocks:
+        x = each(x)
+    [program] = scan._loops.made.values()
+    return [like.shape for like in program.loop.ys]
+
+
+def test_an_input_that_a_policy_keeps_is_kept_once() -> None:
+    assert result("kept_once") == [(3, 4), (3, 4)]  # it, and what tanh returned
+
+
+@scenarios.add
+def ordered(rank: int) -> dict[str, bool]:
+    """Whether tensors stay what they are once others are computed."""
+    from xla_fsdp.distributed.xla.ops import once_computed
+
+    tensors = [
+        torch.tensor([1.5, -2.0, float("inf")]),
+        torch.tensor([0.1, 3.0]).bfloat16(),
+        torch.tensor(7.0).half(),
+        torch.zeros(0, 4),
+        torch.tensor([3, 4]),
+    ]
+    large, broken = torch.tensor([float("inf"), 1.0]), torch.tensor([float("nan"), 1.0])
+
+    def same(*before: Tensor) -> bool:
+        given = [each.to("xla") for each in tensors]
+        found = once_computed([each.to("xla") for each in before], given)
+        pairs = list(zip(found, tensors, strict=True))
+        assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs)
+        return all(torch.equal(a.cpu(), b) for a, b in pairs)
+
+    zero = torch.zeros(2).to("xla")
+    [hint] = once_computed([broken.to("xla")], [zero])
+    return {
+        "nothing": same(),
+        "numbers": same(large, tensors[1]),
+        "no numbers": same(broken, large),
+        "integers": same(tensors[4]),
+        "no elements": same(tensors[3]),
+        "depends": bool((hint != 0).all()),
+    }
+
+
+def test_what_waits_for_others_keeps_its_value() -> None:
+    assert all(result("ordered").values()), result("ordered")
+
+
+def _with_dropout_around(blocks: Any, x: Tensor) -> Tensor:
+    x = F.dropout(x)
+    for block in blocks:
+        x = block(x)
+    return F.dropout(x)
+
+
+@scenarios.add
+def steady(rank: int) -> dict[str, Any]:
+    """What a step with dropout before, in and after the loop compiles and keeps."""
+    import torch_xla.debug.metrics as met
+
+    from xla_fsdp.distributed.xla.host import exchange
+
+    def with_dropout(model: Any) -> None:
+        for block in model.blocks:
+            block.drop.p = 0.5
+
+    model = scanned(with_dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts, alive = [], []
+    for seed in range(4):
+        step(model, optimizer, seed, loop=_with_dropout_around)
+        exchange(b"")  # so that neither rank is inside a step
+        counts.append(met.metric_data("CompileTime")[0])
+        alive.append(met.counter_value("CreateXlaTensor") - met.counter_value("DestroyXlaTensor"))
+        exchange(b"")
+    return {"compilations": counts, "alive": alive}
+
+
+def test_later_steps_compile_and_keep_nothing_new() -> None:
+    found = result("steady")
+    assert found["compilations"][1] == found["compilations"][-1]
+    assert found["alive"][1] == found["alive"][-1]

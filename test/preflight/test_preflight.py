@@ -1,0 +1,394 @@
+"""Reading programs, topologies, limits and the command line, without waiting for the compiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from test.common.example_report import report
+from xla_fsdp.distributed.mesh import init_mesh
+from xla_fsdp.distributed.topology import reduction_steps
+from xla_fsdp.preflight import CompileError, preflight
+from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
+from xla_fsdp.preflight.api import describe_options
+from xla_fsdp.preflight.compiler import compile_program
+from xla_fsdp.preflight.estimate import estimate, timeline
+from xla_fsdp.preflight.findings import (
+    about_bytes,
+    about_dtypes,
+    about_estimates,
+    about_reductions,
+)
+from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
+from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
+from xla_fsdp.preflight.program import ParameterTraffic, Program
+from xla_fsdp.preflight.report import Memory, full_text, table
+from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
+from xla_fsdp.preflight.traffic import Collective, collectives_of
+
+CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
+OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {{
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}}
+
+%start (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128]) {{
+  %p = bf16[8,128]{{1,0}} parameter(0)
+  %gather.1 = bf16[32,128]{{1,0}} all-gather(%p), replica_groups={{}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}, metadata={{op_name="all-gather.9"}}, {CONFIG}
+  ROOT %call.1 = (bf16[8,128]{{1,0}}, bf16[32,128]{{1,0}}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%middle (p: bf16[8,128], q: bf16[32,128]) -> (f32[32,128], bf16[8,128], bf16[32,128]) {{
+  %p = bf16[8,128]{{1,0}} parameter(0)
+  %q = bf16[32,128]{{1,0}} parameter(1)
+  %gather.2 = bf16[32,128]{{1,0}} all-gather(%p), replica_groups={{}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}, metadata={{op_name="all-gather.9"}}, {CONFIG}
+  %product = f32[32,128]{{1,0}} convolution(%q, %q), dim_labels=bf_io->bf
+  ROOT %all = (f32[32,128]{{1,0}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0}}) tuple(%product, %p, %gather.2)
+}}
+
+%done (p: bf16[8,128], q: bf16[32,128]) -> bf16[32,128] {{
+  %p = bf16[8,128]{{1,0}} parameter(0)
+  %q = bf16[32,128]{{1,0}} parameter(1)
+  %gather.3 = bf16[32,128]{{1,0}} all-gather(%p), replica_groups={{}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}, metadata={{op_name="all-gather.9"}}, {CONFIG}
+  ROOT %call.2 = bf16[32,128]{{1,0}} custom-call(%q, %gather.3), custom_call_target="AsyncCollectiveDone"
+}}
+
+%scatter (p: bf16[32,128]) -> bf16[16,128] {{
+  %p = bf16[32,128]{{1,0}} parameter(0)
+  %reduce = bf16[32,128]{{1,0}} all-reduce(%p), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[16,128]{{1,0}} dynamic-slice(%reduce, %zero, %zero), dynamic_slice_sizes={{16,128}}
+}}
+
+%increment (x: s32[], y: s32[]) -> s32[] {{
+  %x = s32[] parameter(0)
+  %y = s32[] parameter(1)
+  ROOT %sum = s32[] add(%x, %y)
+}}
+
+%body (state: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {{
+  %state = (s32[], bf16[8,128]{{1,0}}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %value = bf16[8,128]{{1,0}} get-tuple-element(%state), index=1
+  %moved = bf16[8,128]{{1,0}} collective-permute(%value), source_target_pairs={{{{0,1}}}}
+  %one = s32[] constant(1)
+  %counted = s32[] fusion(%count, %one), kind=kLoop, calls=%increment
+  ROOT %next = (s32[], bf16[8,128]{{1,0}}) tuple(%counted, %moved)
+}}
+
+%condition (state: (s32[], bf16[8,128])) -> pred[] {{
+  %state = (s32[], bf16[8,128]{{1,0}}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %bound = s32[] constant(5)
+  ROOT %less = pred[] compare(%count, %bound), direction=LT
+}}
+
+ENTRY %main (weight: bf16[8,128]) -> bf16[8,128] {{
+  %weight = bf16[8,128]{{1,0}} parameter(0)
+  %begun = (bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%weight), kind=kCustom, calls=%start
+  %sent = bf16[8,128]{{1,0}} get-tuple-element(%begun), index=0
+  %into = bf16[32,128]{{1,0:T(8,128)(2,1)}} get-tuple-element(%begun), index=1
+  %computed = (f32[32,128]{{1,0:T(8,128)}}, bf16[8,128]{{1,0}}, bf16[32,128]{{1,0:T(8,128)(2,1)}}) fusion(%sent, %into), kind=kOutput, calls=%middle, backend_config={{"estimated_cycles":"1500000"}}
+  %full = bf16[32,128]{{1,0:T(8,128)(2,1)}} fusion(%sent, %into), kind=kCustom, calls=%done
+  %grad = bf16[16,128]{{1,0}} fusion(%full), kind=kCustom, calls=%scatter
+  %whole = bf16[32,128]{{1,0}} all-reduce(%full), replica_groups=[1,4]<=[4], to_apply=%add, metadata={{op_name="reduce-scatter.7"}}
+  %part = bf16[8,128]{{1,0}} slice(%whole), slice={{[0:8],[0:128]}}
+  %zero = s32[] constant(0)
+  %init = (s32[], bf16[8,128]{{1,0}}) tuple(%zero, %part)
+  %loop = (s32[], bf16[8,128]{{1,0}}) while(%init), condition=%condition, body=%body
+  ROOT %result = bf16[8,128]{{1,0}} get-tuple-element(%loop), index=1
+}}
+"""  # noqa: E501
+FULL, SHARD = 32 * 128 * 2, 8 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Collective]:
+    return collectives_of(Module(OPTIMIZED))
+
+
+def test_a_split_gather_counts_once_and_is_overlapped(found: list[Collective]) -> None:
+    [gather] = [each for each in found if each.kind == "all-gather"]
+    assert (gather.times, gather.group_size, gather.dtype) == (1, 4, "bf16")
+    assert gather.overlapped
+    assert gather.wire_bytes == 3 * SHARD
+    assert gather.origin == "all-gather.9"
+
+
+def test_an_all_reduce_that_its_own_fusion_slices_is_a_reduce_scatter(
+    found: list[Collective],
+) -> None:
+    [scatter] = [each for each in found if each.kind == "reduce-scatter"]
+    assert (scatter.group_size, scatter.wire_bytes) == (2, FULL // 2)
+    assert not scatter.overlapped
+
+
+def test_activations_of_tensor_parallelism_are_no_waste() -> None:
+    [waste] = about_bytes(30_000_000, 10_000_000, activations=False)
+    assert waste == "30 MB are sent in a step, 3.00 times the 10 MB that the parameters need"
+    [told] = about_bytes(30_000_000, 10_000_000, activations=True)
+    assert told.endswith(
+        "the parameters need 10 MB; the rest is activations of tensor parallelism "
+        "and their gradients"
+    )
+
+
+def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(
+    found: list[Collective],
+) -> None:
+    [reduce] = [each for each in found if each.kind == "all-reduce"]
+    assert reduce.only_sliced
+    assert reduce.wire_bytes == 2 * FULL * 3 // 4
+    params = [
+        ParameterTraffic("wte.weight", 32 * 120, 32 * 128, 0, 0),
+        ParameterTraffic("other", 1, 128, 0, 0),
+    ]
+    large = Collective(**{**vars(reduce), "wire_bytes": 2_000_000})
+    [finding] = about_reductions([large], {"reduce-scatter.7": 32 * 128}, params)
+    assert finding.startswith("the gradient of `wte.weight` is reduced by a full all-reduce")
+
+
+def test_what_a_loop_holds_counts_for_every_trip(found: list[Collective]) -> None:
+    [permute] = [each for each in found if each.kind == "collective-permute"]
+    assert (permute.times, permute.total_bytes) == (5, 5 * SHARD)
+
+
+def test_what_the_compiler_cannot_estimate_counts_nothing_and_is_told() -> None:
+    known = '"estimated_cycles":"1500000"'
+    unknown = Module(OPTIMIZED.replace(known, f'"estimated_cycles":"{NO_ESTIMATE}"'))
+    slice_ = find_topology("v5e:2x2")
+    assert estimate([Module(OPTIMIZED)], [], 0, slice_).compute == pytest.approx(1e-3)
+    assert estimate([unknown], [], 0, slice_).compute == 0
+    [told] = about_estimates([unknown])
+    assert told.startswith("the compiler cannot say how long 1 instruction(s) take (computed)")
+    assert not list(about_estimates([Module(OPTIMIZED)]))
+
+
+RENDEZVOUS = '_xla_host_transfer_rendezvous="all-reduce.7_1",_xla_megascale_target="{1,2}x{0:7}"'
+SENT = f"""  %after = token[] after-all()
+  %send = (bf16[8,128]{{1,0}}, u32[], token[]) send(%part, %after), channel_id=1, is_host_transfer=true, frontend_attributes={{{RENDEZVOUS},_xla_megascale_transfer_type="ALL_REDUCE"}}
+  %meanwhile = bf16[8,128]{{1,0}} fusion(%part), kind=kLoop, calls=%scatter, backend_config={{"estimated_cycles":"5"}}
+  %recv = (bf16[8,128]{{1,0}}, u32[], token[]) recv(%after), channel_id=2, frontend_attributes={{{RENDEZVOUS}}}
+  %recv-done = (bf16[8,128]{{1,0}}, token[]) recv-done(%recv), channel_id=2
+  %init ="""  # noqa: E501
+
+
+def test_what_is_sent_between_slices_is_a_kind_of_its_own() -> None:
+    def sent(source: str) -> Collective:
+        kind = "all-reduce between slices"
+        [one] = [each for each in collectives_of(Module(source)) if each.kind == kind]
+        return one
+
+    both = sent(OPTIMIZED.replace("  %init =", SENT))
+    assert (both.group_size, both.dtype, both.wire_bytes) == (2, "bf16", SHARD)
+    assert both.overlapped
+    waiting = SENT.replace('"estimated_cycles":"5"', '"other":"5"')
+    assert not sent(OPTIMIZED.replace("  %init =", waiting)).overlapped
+    four = SENT.replace("{1,2}x", "{1:4}x")
+    assert sent(OPTIMIZED.replace("  %init =", four)).wire_bytes == SHARD * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (("one = s32[] constant(1)", "one = s32[] constant(2)"), 3),
+        (("zero = s32[] constant(0)", "zero = s32[] constant(2)"), 3),
+        (("fusion(%count, %one), kind=kLoop, calls=%increment", "add(%count, %one)"), 5),
+        (("constant(5)", "constant(0)"), 0),
+    ],
+)
+def test_trips_depend_on_where_a_counter_starts_and_what_is_added(
+    change: tuple[str, str], times: int
+) -> None:
+    module = Module(OPTIMIZED.replace(*change))
+    assert collectives_of(module)[-1].times == times
+    assert module.unknown_trips == []
+
+
+def test_a_loop_that_does_not_count_is_told() -> None:
+    module = Module(OPTIMIZED.replace("add(%x, %y)\n}\n\n%body", "multiply(%x, %y)\n}\n\n%body"))
+    assert [each.times for each in collectives_of(module)][-1] == 1
+    assert module.unknown_trips == ["main/loop"]
+
+
+def test_a_loop_without_a_known_bound_is_told() -> None:
+    module = Module(OPTIMIZED.replace("direction=LT", "direction=NE"))
+    assert [each.times for each in collectives_of(module)][-1] == 1
+    assert module.unknown_trips == ["main/loop"]
+
+
+def test_products_in_another_dtype_are_told() -> None:
+    assert list(about_dtypes([Module(OPTIMIZED)], "bf16")) == []
+    [finding] = about_dtypes([Module(OPTIMIZED)], "f32")
+    assert finding.startswith("1 of 1 matrix products take bf16, not f32")
+
+
+def test_a_gathered_parameter_lives_until_it_is_read_last() -> None:
+    module = Module(OPTIMIZED)
+    assert most_gathered(module) == FULL
+    moment = fullest_moment(module)
+    assert moment.by_purpose["gathered parameters"] >= FULL
+    on_chip = Module(OPTIMIZED.replace("T(8,128)(2,1)}", "T(8,128)(2,1)S(1)}"))
+    assert "gathered parameters" not in fullest_moment(on_chip).by_purpose
+    assert most_gathered(on_chip) == FULL
+
+
+def test_a_timeline_shows_what_is_held_and_on_its_way(found: list[Collective]) -> None:
+    drawn = timeline(Module(OPTIMIZED), found, find_topology("v5e:2x2"))
+    gather, scatter = (
+        next(span for span in drawn.spans if span.kind == kind)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    assert (gather.start, gather.end) == (0, pytest.approx(1e-3))  # 1,500,000 cycles of 1.5 GHz
+    assert scatter.start == gather.end
+    assert scatter.end - scatter.start == pytest.approx(FULL / 2 / 100e9)  # two links of 50 GB/s
+    permute = drawn.spans[-1]
+    assert (permute.times, permute.end) == (5, drawn.seconds)
+    assert max(moment.gathered_parameters for moment in drawn.moments) == FULL
+    assert [moment.seconds for moment in drawn.moments] == sorted(
+        moment.seconds for moment in drawn.moments
+    )
+
+
+def test_text_that_is_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 entry computations"):
+        Module("HloModule nothing\n")
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_every_generation_has_an_example_that_is_found(generation: str) -> None:
+    found = find_topology(example(generation))
+    assert len(found.coords) == len(set(found.coords)) == found.num_ranks
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_all_ranks_reduce_in_one_step_for_each_axis(generation: str) -> None:
+    found = find_topology(example(generation))
+    steps = reduction_steps([list(range(found.num_ranks))], found.coords)
+    sizes = [*reversed(found.shape), *([found.chip.cores] if found.chip.cores > 1 else [])]
+    assert [len(step[0]) for step in steps] == sizes
+
+
+def test_slices_are_numbered_last_and_their_ranks_one_after_the_other() -> None:
+    two = find_topology("v5e:2x4*2")
+    assert (two.num_ranks, two.slice_name, two.slices) == (16, "v5e:2x4", 2)
+    assert two.coords[7:9] == [(0, 1, 3, 0, 0), (0, 0, 0, 0, 1)]
+    mesh = init_mesh((2, 8), ("replica", "shard"), coords=two.coords)
+    assert mesh.groups("shard") == [list(range(8)), list(range(8, 16))]
+
+
+def test_ranks_are_numbered_core_first_then_x() -> None:
+    assert find_topology("v5e:4x2").coords[:5] == [
+        (0, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 2, 0, 0, 0), (0, 3, 0, 0, 0), (0, 0, 1, 0, 0),
+    ]  # fmt: skip
+    assert find_topology("v3:2x2").coords[:2] == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("v9:4x4", r"is no TPU topology; give one of v2:AxB"),
+        ("v5e:4x4x4", "along 2 axes"),
+        ("v4:4x4", "along 3 axes"),
+        ("v5e:3x3", "whole hosts of 2x2"),
+        ("v5e:", "along 2 axes"),
+        ("v5e:4x4*", r"give the number of slices, such as v5e:4x4\*2"),
+        ("v5e:4x4*two", "give the number of slices"),
+    ],
+)
+def test_other_names_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        find_topology(name)
+
+
+def test_the_compiler_is_ended_when_it_takes_too_much_memory(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    program = Program(b"", (), ())
+    with pytest.raises(CompileError, match=r"more than the 0\.0 GiB of host memory"):
+        compile_program(program, find_topology("v5e:2x2"), max_host_mem=2**20, cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    with pytest.raises(CompileError, match="refused the program"):
+        compile_program(Program(b"nonsense", (), ()), find_topology("v5e:2x2"), cache_dir=tmp_path)
+
+
+def test_without_the_compiler_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CompileError, match=r"pip install 'xla_fsdp\[preflight\]'"):
+        compile_program(Program(b"", (), ()), find_topology("v5e:2x2"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["json"], "not of the form module:function"),
+        (["no_such_module:f"], "cannot import 'no_such_module'"),
+        (["json:nothing"], "has no function 'nothing'"),
+        (["json:dumps", "--topology", "v9:1"], "is no TPU topology"),
+        (["json:dumps", "--sweep", "batch"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard"], "not of the form option=value"),
+        (["json:dumps", "--mesh", "shard=x"], "not of the form axis=size,axis=size"),
+        (["json:dumps", "--mesh", "a=2,b=4"], "2 x 4 = 8 ranks, but the job has 16"),
+        (["platform:uname", "--set", "batch=2"], "uname() cannot be called with batch"),
+    ],
+)
+def test_wrong_usage_is_told(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == USAGE_EXIT_CODE
+    assert reason in capsys.readouterr().err
+
+
+def test_a_report_in_full() -> None:
+    lines = full_text(report())
+    assert "v5e:4x4, 16 ranks batch=2" in lines
+    assert "fits, with 16,339 left of 16,384" in lines
+    assert "3 MB (minimum 2), 1 MB blocking" in lines
+    assert "Estimated step: 30.0 ms" in lines
+    assert "- <something> to look at" in lines
+
+
+def test_warnings_are_on_top_and_below_a_table() -> None:
+    warned = report(warnings=("one step",))
+    assert full_text(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
+    assert table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
+
+
+def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
+    mesh = init_mesh((2, 4), ("replica", "shard"), world_size=8)
+    with pytest.raises(ValueError, match="lays out 8 ranks, but v5e:4x4 has 16"):
+        preflight(lambda mesh: None, topology="v5e:4x4", mesh=mesh)
+    assert describe_options({"mesh": mesh, "batch": 2}) == {
+        "mesh": "replica 2 x shard 4", "batch": 2,
+    }  # fmt: skip
+
+
+def test_a_report_of_what_does_not_fit() -> None:
+    small = Memory(*[GIB] * 9, capacity=8 * GIB)
+    lines = full_text(report(memory=small))
+    assert "does NOT fit: short of 1,024" in lines
+    assert table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
+
+
+def test_what_the_compiler_refused_does_not_fit() -> None:
+    refused = Memory(*[GIB] * 9, capacity=10 * GIB, too_large_by=GIB // 2)
+    lines = full_text(report(memory=refused))
+    assert "does NOT fit: short of 512 of 10,240 (the compiler refused it" in lines
+    assert refused.peak == 9 * GIB
+
+
+def test_json_holds_derived_figures() -> None:
+    found = json.loads(report().to_json())
+    assert (found["fits"], found["wire_bytes"], found["blocking_bytes"]) == (True, 3e6, 1e6)
+    assert found["peak_bytes"] == 45 * 2**20
+    assert found["memory"]["code"] == 9 * 2**20

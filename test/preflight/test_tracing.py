@@ -1,0 +1,278 @@
+"""What one pretended rank traces: meshes, minimum, warnings, errors of the user's code.
+
+Nothing is compiled. A child traces every case, as torch_xla must not start in pytest's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from test.common.ranks import cached_outcome, run_python, run_warm
+from test.common.tpu_steps import LENGTH, VOCABULARY, WIDTH, build
+
+SIZE, SHARDS, REPLICAS = 16, 8, 2
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+ELEMENTS = BLOCK + 2 * VOCABULARY * WIDTH  # a block, embedding and head
+TOPOLOGY = "v5e:4x4"
+DEPTHS = {"two blocks": (2, False), "loop of two": (2, True), "loop of five": (5, True)}
+OFFLOADED = {"offloaded": True, "kept": False}
+
+
+def traced(name: str) -> dict[str, Any]:
+    """What is known of one case; run in the child."""
+    from xla_fsdp.distributed.mesh import init_mesh, mesh_of
+    from xla_fsdp.preflight.findings import about_groups
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    if name == "little memory":
+        return traced_in_little_memory()
+    if name == "reads":
+        return traced_that_reads()
+    coords = find_topology(TOPOLOGY).coords
+    scattered = [3 * rank % SIZE for rank in range(SIZE)]
+    meshes = {
+        "all shards": None,
+        "hybrid": init_mesh((REPLICAS, SHARDS), ("replica", "shard"), coords=coords),
+        "scattered": mesh_of(scattered, (REPLICAS, SHARDS), ("replica", "shard")),
+    }
+    depth, loop = DEPTHS.get(name, (2, True) if name in OFFLOADED else (1, False))
+    options = {"mesh": meshes.get(name), "offload": OFFLOADED.get(name, False)}
+    found = trace_step(lambda: build(depth=depth, scan=loop, **options), coords)
+    return {
+        "collectives": Counter(
+            sorted(key.partition(".")[0] for key in found.programs[0].operand_sizes)
+        ),
+        "placed": [
+            found.programs[0].hlo.count(word)
+            for word in (b"annotate_device_placement", b"pinned_host")
+        ],
+        "flops": found.model_flops,
+        "minimum": sum(each.gathered_bytes + each.reduced_bytes for each in found.parameters),
+        "warnings": list(about_groups(found.parameters)),
+        "inputs": sum(each.nbytes for each in found.programs[0].inputs if each.role != "data"),
+    }
+
+
+def traced_that_reads() -> dict[str, Any]:
+    """A step that branches on a value, and goes on with what that was computed from."""
+    import torch
+    import torch_xla
+
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    def build_reading() -> Any:
+        weight = torch.zeros(VOCABULARY, WIDTH, device=torch_xla.device())
+
+        def step() -> None:
+            places = torch.arange(LENGTH, device=weight.device)[None].cumsum(-1)
+            if (places[:, -1] == 1).all():
+                raise ValueError("reads as zeros while traced")
+            weight.add_((weight @ weight[places[0]].T).sum())
+            torch_xla.sync()
+
+        return step
+
+    found = trace_step(build_reading, find_topology("v5e:2x2").coords)
+    return {"programs": len(found.programs), "flops": found.model_flops}
+
+
+@cached_outcome
+def outcomes(*names: str) -> dict[str, dict[str, Any]]:
+    """What is known of these cases (default: those of quick tests)."""
+    names = names or ("all shards", "hybrid", "scattered", *OFFLOADED)
+    done = run_warm("-m", "test.preflight.test_tracing", *names)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def wire(shards: int, replicas: int) -> float:
+    """Bytes that a step in bf16 has to send, the root gathered once and blocks twice."""
+    gathers = ELEMENTS + BLOCK
+    shard = 2 / shards
+    reduced = ELEMENTS * shard * (shards - 1 + 2 * (replicas - 1) / replicas)
+    return gathers * shard * (shards - 1) + reduced
+
+
+@pytest.mark.slow
+def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> None:
+    two, looped, five = outcomes(*DEPTHS).values()
+    assert looped["collectives"] == five["collectives"] != two["collectives"]
+    assert looped["minimum"] == two["minimum"] < five["minimum"]
+    assert looped["flops"] == two["flops"] < five["flops"]
+
+
+def test_a_program_for_a_tpu_keeps_the_inputs_of_blocks_on_the_host_if_asked_to() -> None:
+    placed = {name: each["placed"] for name, each in outcomes().items()}
+    # There, and back: of the last block before the loop, and of the next one in it.
+    assert {name: placed[name] for name in OFFLOADED} == {"offloaded": [3, 1], "kept": [0, 0]}
+
+
+def test_shards_over_all_ranks_send_the_least() -> None:
+    assert outcomes()["all shards"]["minimum"] == pytest.approx(wire(SIZE, 1), rel=1e-3)
+
+
+def test_model_flops_are_three_times_the_forwards_products_however_often_they_are_computed() -> (
+    None
+):
+    products = 12 * WIDTH**2 + VOCABULARY * WIDTH + 2 * LENGTH * WIDTH  # the last: attention
+    tokens = 2 * LENGTH  # two texts
+    assert outcomes()["all shards"]["flops"] == 3 * 2 * tokens * products
+
+
+def test_a_mesh_is_seen_by_the_wrapping_and_counts_its_replicas() -> None:
+    found = outcomes()["hybrid"]
+    assert found["minimum"] == pytest.approx(wire(SHARDS, REPLICAS), rel=1e-3)
+    assert found["collectives"]["all-reduce"] > 0
+    assert outcomes()["all shards"]["collectives"].get("all-reduce", 0) == 0
+    # Parameters and two moments in fp32, of which a rank has one shard.
+    assert found["inputs"] == pytest.approx(3 * 4 * ELEMENTS / SHARDS, rel=0.03)  # padding
+    assert found["warnings"] == []
+
+
+def test_groups_off_the_torus_reduce_in_one_step_and_are_warned_of() -> None:
+    found, usual = outcomes()["scattered"], outcomes()["hybrid"]
+    assert found["collectives"]["reduce-scatter"] < usual["collectives"]["reduce-scatter"]
+    [warning] = found["warnings"]
+    assert warning.startswith("ranks 0, 3, 6, 9, 12, 15, 2, 5 fill no box on the torus in order")
+    assert "`embedding.weight`" in warning
+
+
+def test_a_step_may_read_and_go_on_with_what_it_has() -> None:
+    found = outcomes("reads")["reads"]
+    assert found == {"programs": 2, "flops": 3 * 2 * VOCABULARY * LENGTH * WIDTH}
+
+
+def test_what_a_step_raises_is_told_in_one_line() -> None:
+    pytest.importorskip("libtpu")
+    run = ("-m", "xla_fsdp.preflight", "test.common.tpu_steps:build", "--set", "depth=1")
+    done = run_warm(*run, "--sweep", "fails=build,step")
+    assert done.returncode == 1
+    built, stepped = done.stderr.splitlines()
+    start = f"xla_fsdp.preflight: {TOPOLOGY} depth=1 fails"
+    where = "(--traceback shows where)"
+    assert built == f"{start}=build: ValueError: no model of that name {where}"
+    assert stepped == f"{start}=step: ValueError: the batch does not fit the mask {where}"
+    shown = run_warm(*run, "--set", "fails=step", "--traceback")
+    assert shown.returncode == 1
+    assert "in step" in shown.stderr
+    assert shown.stderr.splitlines()[-1].endswith("does not fit the mask")
+
+
+WIDE, LAYERS, FEW_RANKS = 16384, 8, "v5e:2x2"
+
+
+def traced_in_little_memory() -> dict[str, Any]:
+    """A rank whose shards and moments are 6 GiB; run in the child."""
+    import torch
+    import torch_xla
+    from torch import nn
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.distributed.xla.fake_rank import ZeroPages
+    from xla_fsdp.distributed.xla.graph import buffer_id
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step, use_one_cpu_device
+
+    use_one_cpu_device()
+    hollow = ZeroPages()
+    kinds = [((3, 5), torch.bool), ((), torch.bfloat16), ((0, 2), torch.int64)]
+    kinds += [((2,), torch.float8_e4m3fn)] * 2
+    made = [hollow.make(*kind) for kind in kinds]
+    read: list[float] = []
+
+    def build_wide() -> Any:
+        options: dict[str, Any] = {"param_init_fn": lambda module: None}
+        with torch.device("meta"):
+            layers = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)]
+        model = nn.Sequential(*(XlaFullyShardedDataParallel(each, **options) for each in layers))
+        optimizer = torch.optim.AdamW(model.parameters())
+        rows = torch.ones(1, WIDE).to(torch_xla.device())
+        scale = nn.Parameter(torch.full((), 3.0).to(torch_xla.device()))
+
+        def step() -> None:
+            (model(rows * scale.detach().item()).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ops.sync()
+            weight = model[0].weight  # type: ignore[union-attr]
+            read.extend([scale.detach().item(), float(weight.detach().cpu().sum())])
+
+        return step
+
+    found = trace_step(build_wide, find_topology(FEW_RANKS).coords)
+    programs = [each for each in found.programs if len(each.aliases) > 1]
+    return {
+        "read": read[:2],
+        "kinds": [(tuple(each.shape), each.dtype) for each in made] == kinds,
+        "distinct": len({buffer_id(each) for each in made}),
+        "zeros": not any(each.cpu().float().any() for each in made),
+        "inputs": [
+            Counter(each.role for each in program.inputs if each.nbytes > 2**20)
+            for program in programs
+        ],
+        "aliases": [len(program.aliases) for program in programs],
+        "state": sum(each.nbytes for program in programs for each in program.inputs),
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def test_shards_and_moments_take_no_memory_and_are_told_apart() -> None:
+    done = run_warm("-m", "test.preflight.test_tracing", "little memory")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["little memory"]
+    assert found["state"] > 6 * 2**30
+    assert found["peak"] < 2 * 2**30  # half of it torch_xla, half a layer on its way
+    assert found["inputs"] == [{"parameters": LAYERS, "optimizer state": 2 * LAYERS}]
+    assert found["aliases"] == [3 * LAYERS]
+    assert (found["kinds"], found["distinct"], found["zeros"]) == (True, 5, True)
+    # What is small has its values, and what is large can still be read.
+    assert found["read"] == [3.0, 0.0]
+
+
+LARGE_WIDTH, LARGE_TOPOLOGY = 6144, "v5e:8x8"
+LARGE_BLOCK = 4 * 12 * LARGE_WIDTH**2
+
+
+def traced_large() -> dict[str, Any]:
+    """A model of more bytes than this machine has memory; run in the child."""
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    depth = 1 + memory // LARGE_BLOCK
+    coords = find_topology(LARGE_TOPOLOGY).coords
+    found = trace_step(lambda: build(depth=depth, width=LARGE_WIDTH, meta=True), coords)
+    [program] = found.programs
+    return {
+        "memory": memory,
+        "model": 4 * sum(each.numel for each in found.parameters),
+        "shards": sum(each.nbytes for each in program.inputs),
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machines_memory_is_traced_unit_by_unit() -> None:
+    done = run_python("-m", "test.preflight.test_tracing", timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] > found["memory"]
+    assert found["shards"] == pytest.approx(3 * found["model"] / 64, rel=0.01)
+    # One unit on its way to its shards, and torch_xla itself.
+    assert found["peak"] < 2 * LARGE_BLOCK + 2 * 2**30
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:]
+    print(json.dumps({name: traced(name) for name in names} if names else traced_large()))

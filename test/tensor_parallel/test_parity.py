@@ -1,0 +1,111 @@
+"""Tensor, sequence and loss parallelism train as the plain model does, alone and over sharded and
+hybrid sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from test.common.compare import assert_close
+from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.readme_snippets import snippets
+from test.common.scenarios import make
+from test.common.tensor_models import Llama
+from test.common.tensor_training import TOLERANCE, Case, reference, train
+
+README = "the recipe of the README"
+ALL = {"sequence": True, "loss": True}
+FLAT = (("flatten_parameters", True),)
+ROWS = (("shard_param_on_dim_0", True), ("reshard_after_forward", False))
+
+
+def mesh(tensor: int, shard: int = 0, replica: int = 0) -> tuple[tuple[str, int], ...]:
+    """Axes with a size, the outermost first."""
+    sizes = {"replica": replica, "shard": shard, "tensor": tensor}
+    return tuple((name, size) for name, size in sizes.items() if size)
+
+
+QUICK = {
+    "Gpt sharded": Case("Gpt", mesh(2, 2), shard="wrapped", **ALL),
+    README: Case("Llama", mesh(2, 2), shard="in_place", **ALL),
+    "scanned": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, **ALL),
+}
+SLOW = {
+    "scanned Gpt": Case("Gpt", mesh(2, 1), shard="wrapped", scan=True, **ALL),
+    "scanned, 2 ranks": Case("Llama", mesh(2, 1), shard="wrapped", scan=True),
+    "stacked": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, stacked=True, **ALL),
+    "stacked in place": Case("Gpt", mesh(2, 1), shard="in_place", scan=True, stacked=True, **ALL),
+    **{
+        f"{model} {degree} {' '.join(options)}": Case(
+            model, mesh(degree), **dict.fromkeys(options, True)
+        )
+        for model in ("Gpt", "Llama")
+        for degree in (2, 4)
+        for options in ((), ("loss",), ("sequence",), ("sequence", "loss"))
+    },
+    "flat": Case("Gpt", mesh(2, 2), shard="wrapped", options=FLAT, **ALL),
+    "rows": Case("Llama", mesh(2, 2), shard="wrapped", options=ROWS),
+    "one shard": Case("Gpt", mesh(2, 1), shard="wrapped", **ALL),
+    "2 x 4": Case("Gpt", mesh(4, 2), shard="wrapped", **ALL),
+    "4 x 2": Case("Llama", mesh(2, 4), shard="in_place", **ALL),
+    "replicas 4": Case("Gpt", mesh(2, 1, 2), shard="wrapped", **ALL),
+    "replicas 8": Case("Llama", mesh(2, 2, 2), shard="wrapped", **ALL),
+    "replicas 8 in place": Case("Gpt", mesh(2, 2, 2), shard="in_place", **ALL),
+}
+
+
+def train_cases(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
+    return {
+        name: train(rank, case, recipe if name == README else None) for name, case in cases.items()
+    }
+
+
+def recipe() -> tuple[Any, Any]:
+    """The mesh and the model that the README makes."""
+    [code, _] = snippets("Tensor, sequence and loss parallelism")
+    space: dict[str, Any] = {"model": make(Llama)}
+    exec(code, space)
+    return space["mesh"], space["model"]
+
+
+@cached_outcome
+def outcomes(num_ranks: int, *, slow: bool) -> list[dict[str, Any]]:
+    cases = SLOW if slow else QUICK
+    return run_on_ranks(
+        train_cases,
+        num_ranks,
+        {name: case for name, case in cases.items() if case.num_ranks == num_ranks},
+        timeout=900,
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_training_is_that_of_the_plain_model(name: str) -> None:
+    compare(QUICK[name], [each[name] for each in outcomes(QUICK[name].num_ranks, slow=False)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_training_is_that_of_the_plain_model_on_every_mesh(name: str) -> None:
+    compare(SLOW[name], [each[name] for each in outcomes(SLOW[name].num_ranks, slow=True)])
+
+
+def compare(case: Case, outcomes: list[dict[str, Any]]) -> None:
+    """Losses, norms before clipping, parameters, and the optimizer's state."""
+    expected = reference(case)
+    parts = {each["part"]: torch.tensor(each["losses"]) for each in outcomes}
+    assert set(parts) == set(range(case.parts))
+    mean = torch.stack(list(parts.values())).mean(0)
+    limits = {"atol": 0, "of_largest": TOLERANCE, "smallest": 1e-3}
+    assert_close({"losses": mean}, {"losses": torch.tensor(expected["losses"])}, **limits)
+    for found in outcomes:
+        norms = {"norms": torch.tensor(found["norms"])}
+        assert_close(norms, {"norms": torch.tensor(expected["norms"])}, **limits)
+        assert_close(found["state"], expected["state"], what="state", **limits)
+        for key, states in expected["optimizer"].items() if case.shard else ():
+            assert_close(
+                found["optimizer"][key], states, what=f"optimizer state of {key}", **limits
+            )

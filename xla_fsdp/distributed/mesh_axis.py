@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.groups import check_mesh
+from xla_fsdp.distributed.collectives import check_mesh
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.xla import ops
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.groups import along
+from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import KnownGroup, known_group, known_shard, refuse_shown

@@ -317,7 +317,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             coalesce_all_gather_ops=coalesce_all_gather_ops,
         )
         fsdp1 = TorchOptions(**torch_options)
-        config = translate(fsdp1, config)
+        config = translate(fsdp1, config) if torch_options else config
         config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
         if scan_stacked and not scan_layers:
@@ -339,7 +339,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 scan_containers(module, scan_layers, stacked=scan_stacked)
             managed = ManagedModules([module], ignored)
             communication = communicate(managed, config, collectives)
-            origins = materialize(managed, param_init_fn)
+            origins = materialize(managed, param_init_fn) if managed.on_meta else {}
             if fsdp1.sync_module_states:
                 broadcast_values(managed, communication)
             [state] = build_unit(managed, config, communication, origins=origins)

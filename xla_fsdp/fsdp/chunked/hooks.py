@@ -40,6 +40,27 @@ class ChunkedModule:
     _fsdp_unsharded = ""  # what a unit of it holds otherwise
     _fsdp_without_reshard = ""  # what reshard_after_forward=False does
 
+    def _fsdp_forward_override(self, unit: FSDPState) -> ForwardOverride | None:
+        """Return what runs this module, the only one of ``unit``, in chunks; None if it runs as any
+        other, with a warning where it was meant not to."""
+        if self.pieces == 1:
+            return None
+        name = type(self).__name__
+        if why := self._fsdp_why_unsharded() or why_whole(unit.group):
+            warnings.warn(
+                f"{name} will hold {self._fsdp_unsharded}: {why}. With pieces=1 that is what it is "
+                f"meant to do",
+                stacklevel=5,
+            )
+            return None
+        if unit.settings.keeps_larger:
+            warnings.warn(
+                f"{name} gathers a piece of its weight at a time, from all ranks: a number for "
+                f"reshard_after_forward is ignored; False {self._fsdp_without_reshard}",
+                stacklevel=5,
+            )
+        return ChunkedForward()
+
     def _fsdp_why_unsharded(self) -> str:
         """Return what about the module keeps it from running in chunks; empty if nothing does."""
         raise NotImplementedError
@@ -64,28 +85,6 @@ def pieces_problems(pieces: Any) -> list[str]:
     if pieces is None or (isinstance(pieces, int) and pieces >= 1):
         return []
     return [f"pieces is {pieces!r}; expected a number from 1, or None"]
-
-
-def forward_override_for(unit: FSDPState, module: nn.Module) -> ForwardOverride | None:
-    """Return what runs ``module``, the only one of ``unit``, in chunks; None if it runs as any
-    other, with a warning where it was meant not to."""
-    if not isinstance(module, ChunkedModule) or module.pieces == 1:
-        return None
-    name = type(module).__name__
-    if why := module._fsdp_why_unsharded() or why_whole(unit.group):
-        warnings.warn(
-            f"{name} will hold {module._fsdp_unsharded}: {why}. With pieces=1 that is what it is "
-            f"meant to do",
-            stacklevel=5,
-        )
-        return None
-    if unit.settings.keeps_larger:
-        warnings.warn(
-            f"{name} gathers a piece of its weight at a time, from all ranks: a number for "
-            f"reshard_after_forward is ignored; False {module._fsdp_without_reshard}",
-            stacklevel=5,
-        )
-    return ChunkedForward()
 
 
 # A module's forward cannot be handed what it is to compute by: its hooks would see that. The

@@ -23,7 +23,6 @@ from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
 from xla_fsdp.fsdp.engine.param import FSDPParam, is_sharded, known_shard, refuse_shown
-from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
 
 class _OptimizerGuard:
@@ -130,7 +129,8 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
 
 def _warn_about_stacks(optimizer: Optimizer) -> None:
     # Slices of a stack are parameters of their own; elementwise optimizers do not see a difference.
-    stacks = [p for group in optimizer.param_groups for p in group["params"] if is_stack(p)]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stacks = [param for param in params if getattr(param, "is_stack", False)]
     if stacks and not steps_elementwise(optimizer):
         warnings.warn(
             f"{type(optimizer).__name__} is not known to treat every element of a parameter by "

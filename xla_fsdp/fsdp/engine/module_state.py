@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from xla_fsdp.distributed.groups import Communication
+from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_group import ShardedState

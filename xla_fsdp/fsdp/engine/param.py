@@ -511,7 +511,7 @@ class FSDPParam:
         self.state = new
 
 
-# ---------------------------------------------------------------- which parameter has replaced a tensor
+# ---------------------------------------------------------------- what has replaced a tensor
 
 
 class _Gather(Protocol):

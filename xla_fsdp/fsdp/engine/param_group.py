@@ -50,12 +50,10 @@ class Unsharded:
     Args:
         params: one for each original parameter, in the compute dtype.
         post_forward_shards: the larger shards that backward gathers from, where there are any.
-        versions: of the shards that they were gathered from.
     """
 
     params: list[Tensor]
     post_forward_shards: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,7 @@ class FSDPParamGroup:
         self.stepper: Stepper | None = None
         self._mesh = config.mesh
         self._prefetched: Unsharded | None = None
+        self._prefetched_versions: list[int] = []
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_summed: ReducedBuckets = {}  # that replicas are to add
         for param in self.params:
@@ -253,9 +252,9 @@ class FSDPParamGroup:
         """
         joined = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(joined), [], self.versions)
+            return Unsharded(self.gather.unshard(joined))
         larger = self.gather.gather_larger(joined)
-        return Unsharded(self.gather.unshard_larger(larger), larger, self.versions)
+        return Unsharded(self.gather.unshard_larger(larger), larger)
 
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
@@ -287,11 +286,12 @@ class FSDPParamGroup:
         if not self.has_prefetched:
             with torch.no_grad():
                 self._prefetched = self.unshard(before, again=again, to_post_forward_shards=larger)
+            self._prefetched_versions = self.versions
 
     @property
     def has_prefetched(self) -> bool:
         """Whether prefetched parameters are there, of the shards as they are."""
-        return self._prefetched is not None and self._prefetched.versions == self.versions
+        return self._prefetched is not None and self._prefetched_versions == self.versions
 
     def take_prefetched(self) -> Unsharded | None:
         """Return the prefetched parameters, unless they are outdated, and forget them."""

@@ -507,7 +507,7 @@ class FSDPState:
         if self.settings.is_root:
             unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
         saved = SavedParams(unsharded, self.unsharded_for_saved)
-        self.group.to_unsharded(unsharded, ShardedState.FORWARD)
+        self.group.to_unsharded(unsharded, ShardedState.FORWARD, versions=call.versions)
         for_backward = larger if call.reshards else unsharded
         self._forward = ForwardPass(call, for_backward, saved)
         return self._forward

@@ -71,6 +71,15 @@ class ManagedModules:
             if param is not None and param not in self.ignored.params
         ]
 
+    @property
+    def on_meta(self) -> bool:
+        """Whether a parameter or buffer, also an ignored one, is on the meta device."""
+        return any(
+            tensor is not None and tensor.is_meta
+            for _, _, module in self._named
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        )
+
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, each once."""
         params = [param for *_, param in self.parameters()]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.collectives import broadcast_
-from xla_fsdp.distributed.groups import all_ranks
+from xla_fsdp.distributed.collectives import all_ranks, broadcast_
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import exchange

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.distributed.groups import Communication
+from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 LANES = 128
 """Width of a TPU vector register row: shards are padded to whole rows (github.com/pytorch/xla
@@ -68,18 +70,18 @@ class ShardLayout:
                 f"got {self.num_shards} and {self.multiple}"
             )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the unsharded tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Number of elements of one shard, padding included."""
         per_rank = -(-self.numel // self.num_shards)
         return -(-per_rank // self.multiple) * self.multiple
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Number of elements of all shards joined."""
         return self.shard_numel * self.num_shards
@@ -98,11 +100,7 @@ class ShardLayout:
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Return where each of several vectors of these ``sizes`` starts once joined end to end."""
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
+    return [0, *accumulate(sizes)][:-1]
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -216,7 +216,8 @@ class _Region:
             outputs = self._forward(*args, **kwargs)
         self._environment.settle()
         # Of the region, the last node knows this list only: it lives as long as the outputs do.
-        return through(partial(_LeaveRegion.apply, self._output_grads), outputs)
+        left = through(partial(_LeaveRegion.apply, self._output_grads), tensors_in(outputs))
+        return replace_tensors(outputs, left)
 
     def _drop(self, tensor: Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))

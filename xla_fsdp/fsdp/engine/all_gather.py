@@ -52,8 +52,8 @@ class AllGather:
 
     # ------------------------------------------------------------ all parameters
 
-    def pack(self, before: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
-        """Return buckets of all shards for ``unshard``, in the dtype of the shards.
+    def pack(self, before: Sequence[Tensor] = (), *, again: bool = False) -> dict[Bucket, Tensor]:
+        """Pack all shards into buckets for ``unshard``, in the dtype of the shards.
 
         They are cast when they are sent: what is cast early takes memory until then.
 
@@ -64,35 +64,40 @@ class AllGather:
         """
         with torch.no_grad():
             shards = [param.shard for param in self._params]
+            buckets = self._buckets_of(shards)
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
                 shards = ops.once_computed(first, [shard.detach() for shard in shards])
             pairs = zip(self._params, shards, strict=True)
             rows = [param.packing.in_rows(shard) for param, shard in pairs]
-            return ops.after_(before, [bucket.pack(rows) for bucket in self._all])
+            packed = ops.after_(before, [bucket.pack(rows) for bucket in buckets])
+            return dict(zip(buckets, packed, strict=True))
 
-    def unshard(self, packed: Sequence[Tensor]) -> list[Tensor]:
+    def unshard(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters, in their compute dtype."""
         return self._unshard(packed, self._collectives.all_gather)
 
-    def gather_larger(self, packed: Sequence[Tensor]) -> list[Tensor]:
+    def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
         """Return this rank's larger shards, packed, in their compute dtype."""
         across = self._smaller_groups.across
         with torch.no_grad():
-            pairs = zip(self._all, packed, strict=True)
-            return [across.all_gather(each.to(bucket.dtype)).clone() for bucket, each in pairs]
+            return [across.all_gather(t.to(each.dtype)).clone() for each, t in packed.items()]
 
     def unshard_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters from packed larger shards."""
-        return self._unshard(larger, self._gather_within)
+        buckets = self._buckets_of([param.leaf for param in self._params])
+        return self._unshard(dict(zip(buckets, larger, strict=True)), self._gather_within)
 
+    @torch.no_grad()
     def _unshard(
-        self, packed: Sequence[Tensor], gather: Callable[[Tensor], Tensor]
+        self, packed: Mapping[Bucket, Tensor], gather: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        sent = dict(zip(self._all, packed, strict=True))
-        with torch.no_grad():
-            gathered = self._unpacked(self._all, lambda each: gather(sent[each].to(each.dtype)))
-            return _unpack(self._params, gathered)
+        num_shards = self._collectives.num_shards
+        gathered: dict[int, Tensor] = {}
+        for bucket, tensor in packed.items():
+            tensors = bucket.unpack(gather(tensor.to(bucket.dtype)), num_shards)
+            gathered.update(zip(bucket.numbers, tensors, strict=True))
+        return _unpack(self._params, gathered)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
         by, width = self._smaller_groups, larger.shape[-1]
@@ -107,10 +112,10 @@ class AllGather:
             raise RuntimeError("the ranks of this unit are not in smaller groups")
         return self._smaller
 
-    @property
-    def _all(self) -> tuple[Bucket, ...]:
-        """The buckets of all parameters."""
-        dtypes = tuple(param.compute_dtype or param.leaf.dtype for param in self._params)
+    def _buckets_of(self, shards: Sequence[Tensor]) -> tuple[Bucket, ...]:
+        """Return the buckets of all parameters, in the dtypes in which they are sent."""
+        pairs = zip(self._params, shards, strict=True)
+        dtypes = tuple(param.compute_dtype or shard.dtype for param, shard in pairs)
         if dtypes not in self._buckets:
             self._buckets[dtypes] = self._plan(self._params, dtypes)
         return self._buckets[dtypes]

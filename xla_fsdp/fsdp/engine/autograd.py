@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -308,11 +307,11 @@ def _version(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- shared by all nodes
 
 
-def through(node: Callable[..., tuple[Tensor, ...]], tree: Any) -> Any:
-    """Return ``tree`` with its device tensors replaced by ``node(*device_tensors)``."""
-    given = tensors_in(tree)
-    moved = iter(node(*filter(on_device, given)))
-    return replace_tensors(tree, [next(moved) if on_device(t) else t for t in given])
+def through(node: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, those on the device replaced by ``node(*device_tensors)``."""
+    lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+    moved = iter(node(*lazy))
+    return [next(moved) if tensor.device.type == "xla" else tensor for tensor in tensors]
 
 
 def on_device(tensor: Tensor) -> bool:

@@ -132,9 +132,9 @@ def named_hosts(
     module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, FSDPModuleLike]]:
     """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
-    for name, inner in module.named_modules(remove_duplicate=remove_duplicate):
-        if is_unit(inner):
-            yield name, inner
+    for name, inner in list(module.named_modules(remove_duplicate=remove_duplicate)):
+        if isinstance(inner, FSDPModuleBase):
+            yield name, cast(FSDPModuleLike, inner)
 
 
 def units_in(module: nn.Module) -> list[FSDPState]:

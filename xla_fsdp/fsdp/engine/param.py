@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, offsets
+from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class ShardPacking:
         self.row_numel = self.row_shape.numel() if first else 0
         self.sent_shape = self._sent_shape()
         self._numels = [shape.numel() for shape in self.shapes]
-        self._starts = offsets(self._numels)
+        self._starts = [0, *accumulate(self._numels)][:-1]
         self._gathered_shape = self._as_gathered(self.sent_shape)
         self._padding = layout.padded_numel - layout.numel
         # Whether shards are rows of one original parameter. Only rows are padded and cut off then:
@@ -633,7 +634,7 @@ def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tens
     wanted = layout.slice_for(rank)
     numels = [tensor.numel() for tensor in tensors]
     pieces = []
-    for tensor, numel, start in zip(tensors, numels, offsets(numels), strict=True):
+    for tensor, numel, start in zip(tensors, numels, [0, *accumulate(numels)][:-1], strict=True):
         begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if begin < end:
             pieces.append(tensor.detach().reshape(-1)[begin:end])

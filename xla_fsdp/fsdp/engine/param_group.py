@@ -309,7 +309,7 @@ class FSDPParamGroup:
     def reduces_plainly(self) -> bool:
         """Whether nothing but the next gradients themselves decides what ``reduce`` makes of
         them."""
-        return not (self.reduction.has_hooks or self.has_unreduced or self.waits_for_replicas)
+        return not (self.has_unreduced or self.waits_for_replicas or self.reduction.has_hooks)
 
     def reduce(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None

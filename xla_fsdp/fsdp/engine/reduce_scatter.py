@@ -315,7 +315,8 @@ class ReduceScatter:
         return self._buckets[key]
 
     def _scatter(self, bucket: Bucket, packed: Mapping[int, Tensor], by: Collectives) -> Tensor:
-        gathered = self.to_reduce_dtype(bucket.pack_gathered(packed))
+        gathered = bucket.pack_gathered(packed)
+        gathered = gathered if self.dtype is None else gathered.to(self.dtype)
         if self.comm_hook is not None and gathered.numel():
             flat = gathered.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
             return bucket.pack_flat([self.comm_hook(flat)])

@@ -36,9 +36,8 @@ from xla_fsdp.fsdp.engine.autograd import (
     PreBackward,
     SavedParams,
     connect,
-    on_device,
-    present,
     reduce_early,
+    through,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
@@ -414,7 +413,7 @@ class FSDPState:
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
                 "connected to the shards that are trained. Call it outside of the block"
             )
-        on_meta = [param.key for param in self.group.params if param.leaf.is_meta]
+        on_meta = [param.key for param in self.group.params if param.slots.shard.is_meta]
         if on_meta:
             raise RuntimeError(
                 f"{', '.join(on_meta)}: on the meta device, without values. Give them memory by "
@@ -459,11 +458,10 @@ class FSDPState:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the inputs, those on the device as results of a ``PostBackward`` node, and what
         the gather that comes next has to wait for."""
-        lazy = [tensor for tensor in inputs if on_device(tensor)]
+        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
-        tied = iter(PostBackward.apply(call, ready, *lazy))
-        return [next(tied) if on_device(tensor) else tensor for tensor in inputs], before
+        return through(partial(PostBackward.apply, call, ready), inputs), before
 
     def _ordered(
         self, inputs: list[Tensor], *, recomputed: bool
@@ -528,12 +526,12 @@ class FSDPState:
         """Return the outputs in the dtype that the unit returns, those on the device as results of
         a ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
-        lazy = [tensor for tensor in given if on_device(tensor)]
+        lazy = [tensor for tensor in given if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
-        tied = iter(PreBackward.apply(call, ready, len(for_backward), *for_backward, *lazy))
-        found = [next(tied) if on_device(tensor) else tensor for tensor in given]
+        node = partial(PreBackward.apply, call, ready, len(for_backward), *for_backward)
+        found = through(node, given)
         return replace_tensors(outputs, [self.cast_output(tensor) for tensor in found])
 
     def _recompute(
@@ -635,7 +633,7 @@ class FSDPState:
         self._end_idle_forward()
         closed = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
         if closed and self.group.params and (settings.unshard_in_backward or not call.reshards):
-            before = self._before(present(grads))
+            before = self._before([grad for grad in grads if grad is not None])
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
@@ -692,7 +690,7 @@ class FSDPState:
         """Return the gradients of the inputs, on their way to the unit before."""
         self.context.watch()
         ready = self._tie_grads(grads)
-        self.context.pending.extend(present(ready))
+        self.context.pending.extend(grad for grad in ready if grad is not None)
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -753,7 +751,7 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier(present(grads)))
+        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -34,6 +34,7 @@ from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     ModuleAttr,
     OriginalParam,
+    ShardParameter,
     is_sharded,
     known_shard,
     make_shard,
@@ -327,10 +328,11 @@ class _Sharder:
             return  # groups may hold different parts of a model
         for tensor, member in zip(tensors, members, strict=True):
             if tensor.device.type == "cpu":
-                ops.runtime().expect_on_all_ranks(
+                fact = (
                     f"sharding of {member.names[0]} with checksum {_checksum(tensor):08x} (equal "
                     f"on all ranks if they seed and build under one_rank_at_a_time())"
                 )
+                ops.runtime().expect_on_all_ranks(fact)
 
     def _compute_dtype(self, member: OriginalParam) -> torch.dtype | None:
         statistics = _statistics_dtype(member.owners[0].module, self.config)
@@ -381,7 +383,7 @@ def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
 
 def _unsharded_shape(tensor: Tensor) -> torch.Size:
     # A parameter that was tied after wrapping is already another unit's shard.
-    known = known_shard(tensor) if is_sharded(tensor) else None
+    known = known_shard(tensor) if isinstance(tensor, ShardParameter) else None
     return tensor.shape if known is None else known.members[0].shape
 
 

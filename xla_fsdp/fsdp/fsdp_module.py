@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.fsdp.engine.module_state import close_failed_passes
 from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
@@ -63,7 +62,7 @@ class FSDPModule(ShardedModule):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``."""
-        close_failed_passes(cast(Any, self))
+        self._fsdp_attachment.unit.context.abandon()  # whoever looks at parameters sees shards
         yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -18,7 +18,6 @@ from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
     ModuleState,
     attach,
-    close_failed_passes,
     is_unit,
     mark_state_dicts,
 )
@@ -90,7 +89,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``; wrapper and wrapped module have the same name."""
-        close_failed_passes(self)
+        self._fsdp_attachment.unit.context.abandon()  # whoever looks at parameters sees shards
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return

@@ -69,11 +69,6 @@ class FSDPConfig(UpstreamOptions):
         _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
         _check_mesh(self.mesh, self.sharding_groups)
 
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether unsharded parameters are freed after forward; groups of one rank keep them."""
-        return self.reshard_after_forward is True or self.reshard_after_forward > 1
-
     def as_keywords(self) -> dict[str, Any]:
         """Return the upstream options as keywords of a wrapper's constructor."""
         return {each.name: getattr(self, each.name) for each in fields(UpstreamOptions)}
@@ -97,11 +92,6 @@ class FSDPConfig(UpstreamOptions):
     def gradient_dtype(self) -> torch.dtype | None:
         """Dtype in which gradients are reduced; None for the one they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
-
-    @property
-    def wanted_buffer_dtype(self) -> torch.dtype | None:
-        """Dtype to which floating-point buffers are cast; None for no cast."""
-        return self.buffer_dtype or (self.compute_dtype if self.cast_buffers else None)
 
     def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
         """Dtype to which floating-point inputs of a unit are cast; None for no cast."""

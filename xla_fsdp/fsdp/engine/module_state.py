@@ -215,14 +215,10 @@ def refuse_dynamo() -> None:
 # ---------------------------------------------------------------- state dicts
 
 
-def close_failed_passes(host: FSDPModuleLike) -> None:
-    """Let the modules hold shards again if a backward pass has raised."""
-    host._fsdp_unit.context.abandon()
-
-
 def _show_shards(module: nn.Module, *_: Any) -> None:
-    close_failed_passes(cast(FSDPModuleLike, module))
-    cast(FSDPModuleLike, module)._fsdp_unit.reshard()
+    unit = cast(FSDPModuleLike, module)._fsdp_unit
+    unit.context.abandon()
+    unit.reshard()
 
 
 def _translate(module: nn.Module, *load: Any) -> None:

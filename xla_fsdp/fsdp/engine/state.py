@@ -311,7 +311,9 @@ class FSDPState:
         self.device = device
         self.parts = parts
         self.settings = FSDPSettings(
-            reshard_after_forward=config.frees_after_forward,
+            # In groups of one rank, which is a number, parameters are kept.
+            reshard_after_forward=config.reshard_after_forward is True
+            or config.reshard_after_forward > 1,
             keeps_larger=group.smaller is not None,
             keeps_on_root=config.disable_reshard_on_root,
         )

@@ -23,7 +23,7 @@ from xla_fsdp.distributed.collectives import (
     broadcast_,
     communication_for,
 )
-from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.placement import TensorPlacement, placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
@@ -138,13 +138,15 @@ def free_unsharded(config: FSDPConfig) -> None:
 
 def _refuse_other_parts(managed: ManagedModules, config: FSDPConfig) -> None:
     """Refuse to share a parameter of which tensor parallelism gave these ranks other parts."""
-    groups = config.sharding_groups or (
-        config.mesh.groups() if config.mesh else [list(range(ops.world_size()))]
-    )
-    [own] = [group for group in groups if ops.rank() in group]
     for _, name, owner, attribute, _ in managed.parameters():
         placement = placement_in(owner, attribute)
-        if placement is not None and not placement.is_same_on(own):
+        if placement is None:
+            continue
+        groups = config.sharding_groups or (
+            config.mesh.groups() if config.mesh else [list(range(ops.world_size()))]
+        )
+        [own] = [group for group in groups if ops.rank() in group]
+        if not placement.is_same_on(own):
             raise ValueError(
                 f"{name} is parallelized over axis {placement.axis!r} of a mesh, and FSDP over "
                 f"ranks {own} would shard it over that axis again; give FSDP the other axes, as in "
@@ -224,7 +226,9 @@ def move_buffers(
         if config.compute_dtype not in (None, statistics) and statistics is not None:
             owner.register_forward_pre_hook(partial(_cast_input, statistics), with_kwargs=True)
             owner.register_forward_hook(partial(_cast_output, config.compute_dtype))
-        wanted = statistics or config.wanted_buffer_dtype
+        wanted = statistics or config.buffer_dtype
+        if wanted is None and config.cast_buffers:
+            wanted = config.compute_dtype
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:  # that gets its memory from the user
                 continue
@@ -358,10 +362,13 @@ def _checksum(tensor: Tensor) -> int:
 
 def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
     """Return distinct floating-point parameters with all their names and owners, in order."""
-    found: dict[int, tuple[Tensor, list[str], list[int], list[ModuleAttr]]] = {}
+    found: dict[int, tuple[Tensor, TensorPlacement | None, list[str], list[int], list[ModuleAttr]]]
+    found = {}
     for root, name, module, attribute, param in managed.parameters():
         if param.is_floating_point():
-            _, names, roots, owners = found.setdefault(id(param), (param, [], [], []))
+            if id(param) not in found:
+                found[id(param)] = (param, placement_in(module, attribute), [], [], [])
+            *_, names, roots, owners = found[id(param)]
             names.append(name)
             roots.append(root)
             if (owner := ModuleAttr(module, attribute)) not in owners:
@@ -374,10 +381,10 @@ def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
                 _unsharded_shape(tensor),
                 tuple(owners),
                 tuple(roots),
-                placement_in(owners[0].module, owners[0].attribute),
+                placement,
             ),
         )
-        for tensor, names, roots, owners in found.values()
+        for tensor, placement, names, roots, owners in found.values()
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,11 +50,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Program:
-    """A serialized HLO module, what its parameters are for, and pairs (parameter, result) that
-    share memory."""
+    """A serialized HLO module; of each of its parameters, what else is known; and pairs (parameter,
+    result) that share memory."""
 
     hlo: bytes
-    roles: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     aliases: tuple[tuple[int, int], ...] = ()
 
 
@@ -62,11 +63,46 @@ class Program:
 
 def gpt_programs(name: str) -> list[Program]:
     """What a step of one of the GPTs in ``gpt`` runs. In a process of its own."""
-    traced = trace_step(lambda: getattr(gpt, name)(SHAPE), find_topology(TOPOLOGY).coords)
-    return [
-        Program(each.hlo, tuple(given.role for given in each.inputs), tuple(each.aliases))
-        for each in traced.programs
-    ]
+    with _noted_inputs() as noted:
+        traced = trace_step(lambda: getattr(gpt, name)(SHAPE), find_topology(TOPOLOGY).coords)
+    programs = []
+    for each, inputs in zip(traced.programs, noted, strict=True):
+        roles = [given.role for given in each.inputs]
+        labels = tuple(map(" ".join, zip(roles, _labels(inputs), strict=True)))
+        programs.append(Program(each.hlo, labels, tuple(each.aliases)))
+    return programs
+
+
+@contextlib.contextmanager
+def _noted_inputs() -> Iterator[list[list[Tensor]]]:
+    """The inputs of every program that somebody asks torch_xla for inside."""
+    import torch_xla
+
+    ask = torch_xla._XLAC._get_tensors_xla_device_data_node
+    noted: list[list[Tensor]] = []
+
+    def note(tensors: list[Tensor]) -> tuple[list[int], list[Tensor]]:
+        found = ask(tensors)
+        noted.append(found[1])
+        return found
+
+    torch_xla._XLAC._get_tensors_xla_device_data_node = note
+    try:
+        yield noted
+    finally:
+        torch_xla._XLAC._get_tensors_xla_device_data_node = ask
+
+
+def _labels(inputs: list[Tensor]) -> tuple[str, ...]:
+    """The values of integers, and of numbers that torch_xla does not make constants, such as an
+    optimizer's options; these are rounded, as some are computed."""
+    return tuple(map(_label, inputs))
+
+
+def _label(tensor: Tensor) -> str:
+    if not tensor.is_floating_point():
+        return hashlib.sha256(str(tensor.tolist()).encode()).hexdigest()
+    return f"{tensor.item():.5g}" if tensor.dim() == 0 else ""
 
 
 # ---------------------------------------------------------------- small models
@@ -320,9 +356,12 @@ def _program(rank: int, case: Case, alone: Alone) -> Program:
             clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     with alone.turn():
-        program = torch_xla._XLAC._get_xla_tensors_hlo_proto(_pending())
+        pending = _pending()
+        program = torch_xla._XLAC._get_xla_tensors_hlo_proto(pending)
+        _, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node(pending)
+        labels = _labels(inputs)
     torch_xla.sync()
-    return Program(program)
+    return Program(program, labels)
 
 
 def _data(rank: int, step: int, batch: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@
 A change that is to change nothing leaves all digests as they are. Stored are those of the programs
 of one training step: the benchmark's GPTs of ``gpt`` as one of 16 pretended ranks of v5e:4x4, and
 the small models of ``digest_cases`` on real CPU ranks, of which all ranks' programs make one
-digest. What of a program counts: ``hlo_digest``. Losses are those of ``examples/mnist/train.py``
-with seed 0 on 8 CPU ranks, exactly as printed.
+digest. What of a program counts: ``hlo_digest``; of its inputs, integers and single numbers.
+Losses are those of ``examples/mnist/train.py`` with seed 0 on 8 CPU ranks, exactly as printed.
 Exit code 1: something differs, which is named.
 """
 
@@ -101,7 +101,7 @@ def _digest(programs: Sequence[Any]) -> str:
     """Of several programs, in order."""
     each = [
         hlo_digest.digest(
-            hlo_digest.text_of(program.hlo), dict(enumerate(program.roles)), program.aliases
+            hlo_digest.text_of(program.hlo), dict(enumerate(program.labels)), program.aliases
         )
         for program in programs
     ]

@@ -116,7 +116,7 @@ def _loaded_state(model: Any, rank: int, name: str, *, as_saved: bool) -> dict[s
     """Of a model that was loaded from shards, or from what they merge to."""
     from xla_fsdp import full_state_dict
 
-    if as_saved:
+    if as_saved and CASES[name].shards_fit:
         path = shard_file(CHECKPOINTS / name, rank, CASES[name].num_ranks)
         state = torch.load(path, weights_only=True)["model"]
     else:

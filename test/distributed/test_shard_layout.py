@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, offsets, shard_multiple
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))
@@ -94,11 +94,6 @@ def test_impossible_layouts_are_refused(
 def test_a_rank_outside_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} is not one of the 4 shards"):
         ShardLayout((9,), 4).slice_for(rank)
-
-
-@given(st.lists(st.integers(0, 9), max_size=8))
-def test_offsets_are_the_sums_of_what_comes_before(sizes: list[int]) -> None:
-    assert offsets(sizes) == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 LANES = 128
 """Width of a TPU vector register row: shards are padded to whole rows (github.com/pytorch/xla
@@ -96,11 +95,6 @@ class ShardLayout:
             raise ValueError(f"rank {rank} is not one of the {self.num_shards} shards")
         start = min(rank * self.shard_numel, self.numel)
         return slice(start, min(start + self.shard_numel, self.numel))
-
-
-def offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where each of several vectors of these ``sizes`` starts once joined end to end."""
-    return [0, *accumulate(sizes)][:-1]
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -13,13 +13,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
@@ -288,7 +288,9 @@ def _average_in_place(tensors: Sequence[Tensor], groups: Groups) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         average = ops.all_reduce("sum", flat / size, groups)
         numels = [tensor.numel() for tensor in bucket]
-        for tensor, numel, start in zip(bucket, numels, offsets(numels), strict=True):
+        for tensor, numel, start in zip(
+            bucket, numels, accumulate(numels, initial=0), strict=False
+        ):
             tensor.copy_(ops.cut(average, 0, start, numel).reshape(tensor.shape))
 
 

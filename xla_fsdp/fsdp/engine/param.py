@@ -220,7 +220,7 @@ class ShardPacking:
         self.row_numel = self.row_shape.numel() if first else 0
         self.sent_shape = self._sent_shape()
         self._numels = [shape.numel() for shape in self.shapes]
-        self._starts = [0, *accumulate(self._numels)][:-1]
+        self._starts = list(accumulate(self._numels, initial=0))[:-1]
         self._gathered_shape = self._as_gathered(self.sent_shape)
         self._padding = layout.padded_numel - layout.numel
         # Whether shards are rows of one original parameter. Only rows are padded and cut off then:
@@ -634,7 +634,7 @@ def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tens
     wanted = layout.slice_for(rank)
     numels = [tensor.numel() for tensor in tensors]
     pieces = []
-    for tensor, numel, start in zip(tensors, numels, [0, *accumulate(numels)][:-1], strict=True):
+    for tensor, numel, start in zip(tensors, numels, accumulate(numels, initial=0), strict=False):
         begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if begin < end:
             pieces.append(tensor.detach().reshape(-1)[begin:end])

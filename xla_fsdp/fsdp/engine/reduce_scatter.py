@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from xla_fsdp.distributed.collectives import (
     by_number,
     plan_buckets,
 )
-from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
@@ -151,7 +151,9 @@ class ReduceScatter:
         # By number of a parameter, the numbers of the originals in it.
         self._originals = {
             at: range(start, start + count)
-            for at, (start, count) in enumerate(zip(offsets(counts), counts, strict=True))
+            for at, (start, count) in enumerate(
+                zip(accumulate(counts, initial=0), counts, strict=False)
+            )
         }
         self._buckets: dict[tuple[tuple[int, torch.dtype], ...], tuple[Bucket, ...]] = {}
 

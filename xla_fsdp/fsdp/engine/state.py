@@ -515,12 +515,12 @@ class FSDPState:
     def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return unsharded parameters, and the larger shards that backward is to gather from."""
         group = self.group
+        again, larger = current_pass() != -1, self.settings.keeps_larger_shards
         if group.holds_current:
             return group.copies(), []
         if found := group.take_prefetched():
             return found.params, found.post_forward_shards
-        self.reshard()
-        again, larger = current_pass() != -1, self.settings.keeps_larger_shards
+        group.reshard()
         gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
         return gathered.params, gathered.post_forward_shards
 

@@ -23,7 +23,7 @@ from xla_fsdp.distributed.collectives import (
     broadcast_,
     communication_for,
 )
-from xla_fsdp.distributed.placement import TensorPlacement, placement_in
+from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
@@ -362,29 +362,29 @@ def _checksum(tensor: Tensor) -> int:
 
 def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
     """Return distinct floating-point parameters with all their names and owners, in order."""
-    found: dict[int, tuple[Tensor, TensorPlacement | None, list[str], list[int], list[ModuleAttr]]]
-    found = {}
+    found: dict[int, tuple[Tensor, list[str], list[int], list[tuple[nn.Module, str]]]] = {}
     for root, name, module, attribute, param in managed.parameters():
         if param.is_floating_point():
-            if id(param) not in found:
-                found[id(param)] = (param, placement_in(module, attribute), [], [], [])
-            *_, names, roots, owners = found[id(param)]
+            _, names, roots, owners = found.setdefault(id(param), (param, [], [], []))
             names.append(name)
             roots.append(root)
-            if (owner := ModuleAttr(module, attribute)) not in owners:
-                owners.append(owner)
+            if (module, attribute) not in owners:
+                owners.append((module, attribute))
+    placements = [placement_in(*owners[0]) for *_, owners in found.values()]
     return [
         (
             tensor,
             OriginalParam(
                 tuple(names),
                 _unsharded_shape(tensor),
-                tuple(owners),
+                tuple(ModuleAttr(*owner) for owner in owners),
                 tuple(roots),
                 placement,
             ),
         )
-        for tensor, placement, names, roots, owners in found.values()
+        for (tensor, names, roots, owners), placement in zip(
+            found.values(), placements, strict=True
+        )
     ]
 
 

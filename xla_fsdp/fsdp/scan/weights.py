@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.distributed.shard_layout import offsets
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
@@ -45,7 +45,9 @@ class BlockWeights:
         counts = [len(param.members) for param in group.params]
         self._members = {
             at: range(start, start + count)
-            for at, (start, count) in enumerate(zip(offsets(counts), counts, strict=True))
+            for at, (start, count) in enumerate(
+                zip(accumulate(counts, initial=0), counts, strict=False)
+            )
         }
 
     def members(self, params: Sequence[int]) -> list[int]:
@@ -131,7 +133,7 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
     numels = [member.shape.numel() for member in param.members]
     flat = [
         ops.cut(packed, 1, start, numel)
-        for numel, start in zip(numels, offsets(numels), strict=True)
+        for numel, start in zip(numels, accumulate(numels, initial=0), strict=False)
     ]
     if dim:
         [only] = flat

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource, TensorSpec, global_of
-from xla_fsdp.distributed.shard_layout import ShardLayout, offsets
+from xla_fsdp.distributed.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def full_members(
         starts, lengths = [0], [entry.layout.numel]
     else:
         lengths = [member.local_numel(entry.parts) for member in entry.members]
-        starts = offsets(lengths)
+        starts = list(accumulate(lengths, initial=0))[:-1]
     for member, start, length in zip(entry.members, starts, lengths, strict=True):
 
         def join(member: MemberRecord = member, start: int = start, n: int = length) -> Any:

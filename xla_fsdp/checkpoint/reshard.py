@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ from xla_fsdp.checkpoint.tensor_source import (
     Zeros,
     part_of,
 )
-from xla_fsdp.distributed.shard_layout import offsets
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def shard_of(
     numels = [member.local_numel(parts) for member in record.members]
     ranges: list[ByteSource] = []
     for member, source, start, numel in zip(
-        record.members, sources, offsets(numels), numels, strict=True
+        record.members, sources, accumulate(numels, initial=0), numels, strict=False
     ):
         low, high = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if low < high and source is not None:

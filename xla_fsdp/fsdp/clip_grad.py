@@ -147,7 +147,7 @@ def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     """Return what joins the ranks that hold slices of a parameter; nothing for an unsharded one."""
     group, shard = known_group(param), known_shard(param)
     by = [] if group is None else [over or group.collectives]
-    placement = known_placement(param) if shard is None else shard.members[0].placement
+    placement = known_placement(param) if shard is None else shard.originals[0].placement
     if placement is not None and placement.dim is not None:
         by.append(along(placement.mesh))
     return by

@@ -62,7 +62,7 @@ class FSDPModule(ShardedModule):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``."""
-        self._fsdp_attachment.unit.context.abandon()  # whoever looks at parameters sees shards
+        self._fsdp_module_state.unit.context.abandon()  # whoever looks at parameters sees shards
         yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

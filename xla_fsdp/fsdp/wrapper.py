@@ -18,7 +18,7 @@ from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
     ModuleState,
     attach,
-    is_unit,
+    is_fsdp_module,
     mark_state_dicts,
 )
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
@@ -89,7 +89,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``; wrapper and wrapped module have the same name."""
-        self._fsdp_attachment.unit.context.abandon()  # whoever looks at parameters sees shards
+        self._fsdp_module_state.unit.context.abandon()  # whoever looks at parameters sees shards
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -375,7 +375,7 @@ def _wrap_inside(
                 f"{name} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
             )
     for name, inner in module.named_modules():
-        if is_unit(inner):
+        if is_fsdp_module(inner):
             raise ValueError(
                 f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
                 f"FSDP units inside. Wrap by hand or by policy, not both"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.clip_grad import clip_grad_norm_
-from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
+from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
         return model.module if isinstance(model, XlaFullyShardedDataParallel) else model
 
     def _sharded(self, model: nn.Module) -> nn.Module:
-        if self._shard is None or is_unit(model) or model in self._models:
+        if self._shard is None or is_fsdp_module(model) or model in self._models:
             return model
         return self._shard(model)
 
@@ -240,7 +240,7 @@ def _sharded_root(model: nn.Module) -> XlaFullyShardedDataParallel | None:
     """
     if isinstance(model, XlaFullyShardedDataParallel):
         return model
-    inner = next((name for name, _ in named_hosts(model)), None)
+    inner = next((name for name, _ in named_fsdp_modules(model)), None)
     if inner == "":
         raise ValueError(
             f"{type(model).__name__} is sharded in place by fully_shard, which Accelerate cannot "

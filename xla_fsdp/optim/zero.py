@@ -403,7 +403,7 @@ class ParamSlices:
 
     def shapes(self) -> list[list[int]]:
         """Return the parameters' shapes, in the order of ``params``."""
-        return [list(each.members[0].shape) for each in self._sharded.values()]
+        return [list(each.originals[0].shape) for each in self._sharded.values()]
 
     def reduce_scatter_grads(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return slices of the gradients of ``params``, averaged over the ranks."""
@@ -449,15 +449,15 @@ class ParamSlices:
 
     def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
         layout, _ = slice_layout(param.shape, self.collectives.num_shards)
-        member = OriginalParam((key,), param.shape, ())
+        original = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
-        made = FSDPParam(key, [member], shard, layout, None)
+        made = FSDPParam(key, [original], shard, layout, None)
         shard.data = self._cut(made, param)
         return made
 
     def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
-        _, row_shape = slice_layout(sharded.members[0].shape, self.collectives.num_shards)
+        _, row_shape = slice_layout(sharded.originals[0].shape, self.collectives.num_shards)
         stack = sharded.packing.pack([value.detach()])
         stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
         own = torch.index_select(stack, 0, self._rank_on(value.device))

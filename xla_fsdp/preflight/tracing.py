@@ -286,13 +286,13 @@ def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
         dtype = param.compute_dtype or param.leaf.dtype
         grad_dtype = unit.config.gradient_dtype or dtype
         yield ParameterTraffic(
-            name=param.members[0].names[0],
+            name=param.originals[0].names[0],
             numel=layout.numel,
             padded=layout.padded_numel,
             gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
             reduced_bytes=round(reduced * shard_numel * grad_dtype.itemsize * needs_grad),
             off_torus=off_torus if needs_grad else (),
-            is_tensor_parallel=any(member.is_cut for member in param.members),
+            is_tensor_parallel=any(original.is_cut for original in param.originals),
         )
 
 

@@ -205,7 +205,7 @@ def in_place(build: Callable[[], nn.Module], *, together: tuple[str, ...] = ("to
 
 
 def streams(model: Any) -> bool:
-    return model.tokens._fsdp_attachment.runner is not None
+    return model.tokens._fsdp_module_state.forward_override is not None
 
 
 def to_device(*tensors: Tensor) -> list[Tensor]:
@@ -438,7 +438,7 @@ def by_default(rank: int) -> list[bool]:
     """Whether a table streams whose rows are as long as a TPU's, and one with shorter ones."""
     models = [make(WideSignsNet), make(net())]
     parts = [fsdp(model.tokens, execute_sharding_on_init=False) for model in models]
-    return [part._fsdp_attachment.runner is not None for part in parts]
+    return [part._fsdp_module_state.forward_override is not None for part in parts]
 
 
 def test_a_table_of_long_rows_needs_no_option_to_stream() -> None:
@@ -790,7 +790,7 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for name, module in cut.items():
         same = torch.equal(module(usual(0)).cpu(), make(embedding)(batch(0)))
-        found[name] = [module._fsdp_attachment.runner is not None, same]
+        found[name] = [module._fsdp_module_state.forward_override is not None, same]
     for name, module in cut.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -984,7 +984,7 @@ def trained_llama(rank: int, values: dict[str, Tensor]) -> dict[str, Any]:
     layers = {LlamaDecoderLayer, StreamedEmbedding}
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
     model = fsdp(model, auto_wrap_policy=policy, **BY_ROWS)
-    assert model.get_input_embeddings()._fsdp_attachment.runner is not None
+    assert model.get_input_embeddings()._fsdp_module_state.forward_override is not None
     numbers = usual(rank)
     loss = model(input_ids=numbers, labels=numbers).loss
     loss.backward()

@@ -231,7 +231,7 @@ def streamed(
 
 
 def streams(model: Any) -> bool:
-    return model.head._fsdp_attachment.runner is not None
+    return model.head._fsdp_module_state.forward_override is not None
 
 
 def to_device(*tensors: Tensor) -> list[Tensor]:
@@ -816,7 +816,7 @@ def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
         exec(building, space)
     exec(f"model.lm_head ={wrapping}", space)
     for part in (space["model"].lm_head, space["model"].model.embed_tokens):
-        assert part._fsdp_attachment.runner is not None
+        assert part._fsdp_module_state.forward_override is not None
     space["loss"].backward()
     return {"loss": space["loss"].item(), "grads": whole_grads(space["model"])}
 

@@ -116,7 +116,7 @@ class ChunkedForward:
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module; gather its whole weight where there is no use in chunks."""
-        module = cast(Any, unit.group.params[0].members[0].owners[0].module)
+        module = cast(Any, unit.group.params[0].originals[0].owners[0].module)
         compute = module._fsdp_compute_for(unit, self._loops, *args, **kwargs)
         if compute is None:
             return unit.run(forward, args, kwargs)

@@ -48,7 +48,7 @@ class ChunkedWeights:
     @property
     def num_classes(self) -> int:
         """Number of rows of the weight."""
-        return self._param(WEIGHT).members[0].shape[0]
+        return self._param(WEIGHT).originals[0].shape[0]
 
     @property
     def shard_rows(self) -> int:
@@ -138,7 +138,7 @@ class ChunkedWeights:
         if weight is not None:
             sums[self._numbers[WEIGHT]] = weight.reshape(-1, self.width)[: self.shard_rows]
         if bias is not None:
-            number = self._numbers[BIAS]  # that of its only member, too
+            number = self._numbers[BIAS]  # that of its only original, too
             sums.update(reduction.unpack(reduction.scatter({number: bias}, [number])))
         added = reduction.sum_replicas_of(sums)
         return [
@@ -158,7 +158,7 @@ def why_whole(group: FSDPParamGroup) -> str:
         found = ", ".join(names) or "none"
         return f"its unit should have a weight, and may have a bias, but has: {found}"
     weight = group.params[names[WEIGHT]]
-    if len(weight.members) > 1 or weight.packing.layout.shard_numel % weight.packing.row_numel:
+    if len(weight.originals) > 1 or weight.packing.layout.shard_numel % weight.packing.row_numel:
         return (
             "its shards are no whole rows of the weight; wrap it with flatten_parameters=False "
             "and shard_param_on_dim_0=True"
@@ -169,8 +169,8 @@ def why_whole(group: FSDPParamGroup) -> str:
 
 
 def _numbers(group: FSDPParamGroup) -> dict[str, int]:
-    """Return the numbers of the parameters, by the name of their first member."""
-    return {param.members[0].names[0]: at for at, param in enumerate(group.params)}
+    """Return the numbers of the parameters, by the name of their first original."""
+    return {param.originals[0].names[0]: at for at, param in enumerate(group.params)}
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

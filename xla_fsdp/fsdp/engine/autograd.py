@@ -135,7 +135,7 @@ class Unshard(torch.autograd.Function):
         needs = [
             need
             for param, need in zip(call.unit.group.params, ctx.needs_input_grad[2:], strict=True)
-            for _ in param.members
+            for _ in param.originals
         ]
         mark_constants(ctx, unsharded, needs)
         if any(needs):

@@ -97,7 +97,9 @@ def _is_part(param: Tensor) -> bool:
     known = known_shard(param) if is_sharded(param) else None
     if known is not None and known.packing.layout.num_shards > 1:
         return True
-    placements = [known_placement(param)] if known is None else [m.placement for m in known.members]
+    placements = (
+        [known_placement(param)] if known is None else [m.placement for m in known.originals]
+    )
     return any(each is not None and each.parts > 1 for each in placements)
 
 
@@ -118,7 +120,7 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
     known = (known_shard(p) for group in optimizer.param_groups for p in group["params"])
     flat = next((param for param in known if param is not None and param.is_flat), None)
     if empty and flat is not None:
-        names = ", ".join(member.names[0] for member in flat.members)
+        names = ", ".join(original.names[0] for original in flat.originals)
         raise ValueError(
             f"group {empty[0]} of {type(optimizer).__name__} is empty, and {flat.key} joins "
             f"{names}: with flatten_parameters=True an optimizer only sees whole units, so its "
@@ -142,6 +144,6 @@ def _warn_about_stacks(optimizer: Optimizer) -> None:
 
 
 def _names(param: FSDPParam) -> str:
-    # Which member of a flat shard a tensor was is not known.
-    names = [member.names[0] for member in param.members]
+    # Which original of a flat shard a tensor was is not known.
+    names = [original.names[0] for original in param.originals]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

@@ -128,7 +128,7 @@ class _Load:
         names: dict[object, list[str]] = defaultdict(list)
         for shard in self.shards:
             if not shard.param.is_flat:
-                names[shard.param.slots] += self._keys(shard, shard.param.members[0])
+                names[shard.param.slots] += self._keys(shard, shard.param.originals[0])
         for tied in names.values():
             present = [key for key in tied if key in self.state]
             for key in tied if present else ():
@@ -160,10 +160,10 @@ class _Load:
             if param.is_flat:
                 self.state[self.prefix + shard.key] = self._flat_shard(shard)
                 continue
-            [member] = param.members
-            for key in self._keys(shard, member):
+            [original] = param.originals
+            for key in self._keys(shard, original):
                 if isinstance(value := self.state.get(key), Tensor):
-                    fits = self._fits(key, value, member.whole_shape)
+                    fits = self._fits(key, value, original.whole_shape)
                     self.state[key] = _cut(shard, [value]) if fits else param.shard.detach()
 
     def drop_other_layouts(self) -> None:
@@ -180,13 +180,13 @@ class _Load:
                         f"(consolidate_sharded_state_dicts) and load the result."
                     )
 
-    def _keys(self, shard: NamedShard, member: OriginalParam) -> list[str]:
-        return [self.prefix + name for name in shard.names_of(member)]
+    def _keys(self, shard: NamedShard, original: OriginalParam) -> list[str]:
+        return [self.prefix + name for name in shard.names_of(original)]
 
     def _shard_keys(self, shard: NamedShard) -> list[str]:
         if shard.param.is_flat:
             return [self.prefix + shard.key]
-        return self._keys(shard, shard.param.members[0])
+        return self._keys(shard, shard.param.originals[0])
 
     def _evidence(self) -> tuple[list[str], list[str], list[str]]:
         """Return names in the state dict that can only be full, that can only be shards, and others
@@ -199,14 +199,14 @@ class _Load:
             present = [key for key in self._shard_keys(shard) if key in self.state]
             if param.is_flat:
                 shards += present
-                names = [key for member in param.members for key in self._keys(shard, member)]
+                names = [key for original in param.originals for key in self._keys(shard, original)]
                 full += [key for key in names if key in self.state]
                 continue
             for key in present:
                 value = self.state[key]
                 if not isinstance(value, Tensor):
                     continue
-                is_full = value.shape == param.members[0].whole_shape
+                is_full = value.shape == param.originals[0].whole_shape
                 is_shard = value.shape == param.shard_shape
                 if is_full and is_shard:
                     either += [key] if param.packing.layout.num_shards > 1 else []
@@ -215,32 +215,32 @@ class _Load:
         return full, shards, [key.removeprefix(self.prefix) for key in either]
 
     def _flat_shard(self, shard: NamedShard) -> Tensor:
-        """Return a flat shard of the members that are there and fit, the rest as it is."""
-        param, members = shard.param, shard.param.members
-        found = [self._pop(shard, member) for member in members]
+        """Return a flat shard of the originals that are there and fit, the rest as it is."""
+        param, originals = shard.param, shard.param.originals
+        found = [self._pop(shard, original) for original in originals]
         if all(value is None for value in found):
             return param.shard.detach()
         fits = [value is not None for value in found]
         full = [
-            torch.zeros(member.whole_shape) if value is None else value
-            for value, member in zip(found, members, strict=True)
+            torch.zeros(original.whole_shape) if value is None else value
+            for value, original in zip(found, originals, strict=True)
         ]
         new = _cut(shard, [tensor.to(param.shard.dtype) for tensor in full])
         if all(fits):
             return new
-        pairs = zip(members, fits, strict=True)
-        is_new = _cut(shard, [torch.full(member.whole_shape, fit) for member, fit in pairs])
+        pairs = zip(originals, fits, strict=True)
+        is_new = _cut(shard, [torch.full(original.whole_shape, fit) for original, fit in pairs])
         return torch.where(is_new, new, param.shard.detach().to(new.device))
 
-    def _pop(self, shard: NamedShard, member: OriginalParam) -> Tensor | None:
-        """Take a member of a flat shard out of the state dict, if it is there and fits."""
-        keys = self._keys(shard, member)
+    def _pop(self, shard: NamedShard, original: OriginalParam) -> Tensor | None:
+        """Take an original of a flat shard out of the state dict, if it is there and fits."""
+        keys = self._keys(shard, original)
         values = [self.state.pop(key, None) for key in keys]
         value = next((value for value in values if value is not None), None)
         if value is None:
             self.missing.append(keys[0])
             return None
-        return value if self._fits(keys[0], value, member.whole_shape) else None
+        return value if self._fits(keys[0], value, original.whole_shape) else None
 
     def _fits(self, key: str, value: Any, shape: torch.Size) -> bool:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -254,5 +254,5 @@ class _Load:
 
 
 def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
-    """Return this rank's shard of the full members."""
-    return shard.param.slice_of(own_parts(full, shard.param.members), shard.rank)
+    """Return this rank's shard of the full originals."""
+    return shard.param.slice_of(own_parts(full, shard.param.originals), shard.rank)

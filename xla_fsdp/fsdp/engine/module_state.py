@@ -44,7 +44,7 @@ class ModuleState:
         part: number of the module among those of the unit.
         cast_buffers: original dtype, by name, of the buffers that were cast.
         loading: makes shards of what is loaded.
-        runner: runs the module's forward instead of the unit, where there is one.
+        forward_override: runs the module's forward instead of the unit, where there is one.
     """
 
     unit: FSDPState
@@ -52,29 +52,29 @@ class ModuleState:
     part: int = 0
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     loading: StateLoading = field(default_factory=StateLoading)
-    runner: ForwardOverride | None = None
+    forward_override: ForwardOverride | None = None
 
 
 class FSDPModuleBase:
     """Base class of FSDP modules, mixed into a module's class."""
 
-    _fsdp_attachment: ModuleState
+    _fsdp_module_state: ModuleState
     _fsdp_is_wrapper = False  # a module around the one that it runs
 
     @property
     def _fsdp_unit(self) -> FSDPState:
-        return self._fsdp_attachment.unit
+        return self._fsdp_module_state.unit
 
     def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if (runner := self._fsdp_attachment.runner) is not None:
+        if (forward_override := self._fsdp_module_state.forward_override) is not None:
             refuse_dynamo()
-            return runner.run(self._fsdp_unit, forward, args, kwargs)
+            return forward_override.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_run_alone(forward, args, kwargs)
 
     def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run another method than the forward, which is all that a ``ForwardOverride`` knows."""
         refuse_dynamo()
-        return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_attachment.part)
+        return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_module_state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())
@@ -89,7 +89,7 @@ class FSDPModuleBase:
 class FSDPModuleLike(Protocol):
     """An FSDP module, for type checkers; ``FSDPModuleBase`` by itself is no ``nn.Module``."""
 
-    _fsdp_attachment: ModuleState
+    _fsdp_module_state: ModuleState
 
     @property
     def _fsdp_unit(self) -> FSDPState: ...
@@ -102,8 +102,8 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
 
     Hooks that change names in state dicts must be registered after this.
     """
-    module._fsdp_attachment = attachment  # type: ignore[assignment]
-    for _, inner in named_hosts(module):
+    module._fsdp_module_state = attachment  # type: ignore[assignment]
+    for _, inner in named_fsdp_modules(module):
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
     for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
@@ -118,7 +118,7 @@ def mark_state_dicts(module: nn.Module) -> None:
     module.register_state_dict_post_hook(partial(_mark_shards))
 
 
-def is_unit(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
     """Return whether ``module`` runs as a unit, or as a part of one."""
     return isinstance(module, FSDPModuleBase)
 
@@ -128,7 +128,7 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FSDPModuleBase) and module._fsdp_is_wrapper
 
 
-def named_hosts(
+def named_fsdp_modules(
     module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, FSDPModuleLike]]:
     """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
@@ -139,7 +139,7 @@ def named_hosts(
 
 def units_in(module: nn.Module) -> list[FSDPState]:
     """Return the units in ``module``, each once, outer ones first."""
-    return list(dict.fromkeys(host._fsdp_unit for _, host in named_hosts(module)))
+    return list(dict.fromkeys(host._fsdp_unit for _, host in named_fsdp_modules(module)))
 
 
 def outermost_units(module: nn.Module) -> list[FSDPState]:
@@ -148,7 +148,7 @@ def outermost_units(module: nn.Module) -> list[FSDPState]:
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPState]:
-    if is_unit(module):
+    if is_fsdp_module(module):
         yield module._fsdp_unit
         return
     for child in module.children():
@@ -178,7 +178,7 @@ def _units_with_names(
     """Return every unit with the names of its modules in ``module``, by part."""
     found: list[tuple[FSDPState, tuple[list[str], ...]]] = []
     several: dict[FSDPState, tuple[list[str], ...]] = {}
-    for name, host in named_hosts(module, remove_duplicate=remove_duplicate):
+    for name, host in named_fsdp_modules(module, remove_duplicate=remove_duplicate):
         unit = host._fsdp_unit
         if unit.parts == 1:
             found.append((unit, ([name],)))
@@ -186,7 +186,7 @@ def _units_with_names(
         if unit not in several:
             several[unit] = tuple([] for _ in range(unit.parts))
             found.append((unit, several[unit]))
-        several[unit][host._fsdp_attachment.part].append(name)
+        several[unit][host._fsdp_module_state.part].append(name)
     return found
 
 
@@ -198,7 +198,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if the module has no such method.
     """
-    if is_unit(module):
+    if is_fsdp_module(module):
         module._fsdp_register_method(method_name)
 
 
@@ -225,18 +225,18 @@ def _translate(module: nn.Module, *load: Any) -> None:
     host = cast(FSDPModuleLike, module)
     if host._fsdp_unit.state is ShardedState.SHARDED:  # else it holds unsharded parameters
         shards = list(named_shards(module, remove_duplicate=False))
-        host._fsdp_attachment.loading.translate(shards, _loading_inside(module), *load)
+        host._fsdp_module_state.loading.translate(shards, _loading_inside(module), *load)
 
 
 def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
-    for _, inner in named_hosts(module, remove_duplicate=False):
+    for _, inner in named_fsdp_modules(module, remove_duplicate=False):
         if inner is not module:
-            yield inner._fsdp_attachment.loading
+            yield inner._fsdp_module_state.loading
 
 
 def _finish_loading(module: nn.Module, report: Any) -> None:
     for loading in (
-        cast(FSDPModuleLike, module)._fsdp_attachment.loading,
+        cast(FSDPModuleLike, module)._fsdp_module_state.loading,
         *_loading_inside(module),
     ):
         loading.finish()

@@ -33,8 +33,8 @@ class NamedShard:
 
     @property
     def names(self) -> list[str]:
-        """The canonical name of each member."""
-        return [self.names_of(member)[0] for member in self.param.members]
+        """The canonical name of each original."""
+        return [self.names_of(original)[0] for original in self.param.originals]
 
     @property
     def rank(self) -> int:
@@ -43,18 +43,20 @@ class NamedShard:
 
     def is_of(self, rank: int) -> bool:
         """Whether this process is ``rank`` of the first replica and tensor-parallel part."""
-        return self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.members)
+        return (
+            self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.originals)
+        )
 
     @property
     def is_reachable(self) -> bool:
         """Whether it has a name in the model."""
-        return all(self.names_of(member) for member in self.param.members)
+        return all(self.names_of(original) for original in self.param.originals)
 
-    def names_of(self, member: OriginalParam) -> list[str]:
-        """Return every name of a member, the canonical one first."""
-        parts = member.parts or (0,) * len(member.names)
+    def names_of(self, original: OriginalParam) -> list[str]:
+        """Return every name of an original, the canonical one first."""
+        parts = original.parts or (0,) * len(original.names)
         return [
             join_name(prefix, name)
-            for part, name in zip(parts, member.names, strict=True)
+            for part, name in zip(parts, original.names, strict=True)
             for prefix in self.prefixes[part]
         ]

@@ -308,7 +308,7 @@ class FSDPParam:
 
     Args:
         key: name of the shard in the unit's state dict.
-        members: the original parameters, in the order in which they are joined.
+        originals: the original parameters, in the order in which they are joined.
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device: [n], or
             [rows, ...] where whole rows along a dim are sharded.
         layout: how the joined originals are cut; of a dim other than the first, how the original
@@ -322,7 +322,7 @@ class FSDPParam:
     def __init__(
         self,
         key: str,
-        members: Sequence[OriginalParam],
+        originals: Sequence[OriginalParam],
         shard: nn.Parameter,
         layout: ShardLayout,
         compute_dtype: torch.dtype | None,
@@ -331,15 +331,15 @@ class FSDPParam:
         dim: int = 0,
     ) -> None:
         self.key = key
-        self.members = tuple(members)
-        self.packing = ShardPacking([member.shape for member in members], layout, dim)
+        self.originals = tuple(originals)
+        self.packing = ShardPacking([original.shape for original in originals], layout, dim)
         self.compute_dtype = compute_dtype
         self.state = ParamState.SHARDED
         self.slots = places or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
         self._home = home
         self._full: list[Tensor] = []
-        self._owners = [owner for member in members for owner in member.owners]
+        self._owners = [owner for original in originals for owner in original.owners]
         if home is not None:
             home.register_parameter(key, shard)
         for owner in self._owners:
@@ -389,7 +389,7 @@ class FSDPParam:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the shard is registered on its own, apart from its members."""
+        """Whether the shard is registered on its own, apart from its originals."""
         return self._home is not None
 
     @property
@@ -417,8 +417,8 @@ class FSDPParam:
         """
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
         self._full = list(full)
-        for member, tensor in zip(self.members, full, strict=True):
-            for owner in member.owners:
+        for original, tensor in zip(self.originals, full, strict=True):
+            for owner in original.owners:
                 self.slots.show(owner, tensor, idle=idle)
 
     @property
@@ -482,8 +482,8 @@ class FSDPParam:
         """Point the modules back at the leaf (of a flat shard: take the originals away)."""
         self._move(ParamState.UNSHARDED, ParamState.SHARDED)
         full, self._full = self._full, []
-        for member, tensor in zip(self.members, full, strict=True):
-            for owner in member.owners:
+        for original, tensor in zip(self.originals, full, strict=True):
+            for owner in original.owners:
                 self.slots.hide(owner, tensor)
 
     def check_owners(self) -> None:
@@ -599,9 +599,9 @@ def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:
     return whole if placement is None else placement.slice_of(whole, _own_rank(placement))
 
 
-def own_parts(whole: Sequence[Tensor], members: Sequence[OriginalParam]) -> list[Tensor]:
-    """Return the local parts of several members."""
-    return [own_part(t, member.placement) for t, member in zip(whole, members, strict=True)]
+def own_parts(whole: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
+    """Return the local parts of several originals."""
+    return [own_part(t, original.placement) for t, original in zip(whole, originals, strict=True)]
 
 
 def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
@@ -611,14 +611,14 @@ def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
     return AxisComm(placement.mesh).all_gather(local, placement.dim)
 
 
-def all_joined(local: Sequence[Tensor], members: Iterable[OriginalParam]) -> list[Tensor]:
-    """Gather the global tensors of several members."""
-    return [joined(t, member.placement) for t, member in zip(local, members, strict=True)]
+def all_joined(local: Sequence[Tensor], originals: Iterable[OriginalParam]) -> list[Tensor]:
+    """Gather the global tensors of several originals."""
+    return [joined(t, original.placement) for t, original in zip(local, originals, strict=True)]
 
 
-def is_first(members: Iterable[OriginalParam]) -> bool:
-    """Whether this rank is the first along the axes that cut the members."""
-    placements = (member.placement for member in members)
+def is_first(originals: Iterable[OriginalParam]) -> bool:
+    """Whether this rank is the first along the axes that cut the originals."""
+    placements = (original.placement for original in originals)
     return all(each is None or _own_rank(each) == 0 for each in placements)
 
 
@@ -777,7 +777,7 @@ class ShardParameter(ShardView, nn.Parameter):
 def gather_like(shard: Any, value: Tensor) -> Tensor:
     """Gather the unsharded, global tensor of a ``value`` that is cut like ``shard``."""
     param, group = _known(shard)
-    [full] = all_joined(group.gather.as_stored([param], [value]), param.members)
+    [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
     return full
 
 
@@ -826,7 +826,7 @@ def _known(shard: Any) -> tuple[FSDPParam, KnownGroup]:
 
 def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
     """Return the axis and dim along which tensor parallelism has cut the parameter."""
-    placement = param.members[0].placement
+    placement = param.originals[0].placement
     if placement is None or placement.dim is None:
         return None
     return placement.mesh, placement.dim
@@ -920,7 +920,7 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
         value = gather_like(shard, shard)
         ops.compute([value])
     else:
-        shape = _known(shard)[0].members[0].whole_shape
+        shape = _known(shard)[0].originals[0].whole_shape
         value = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
     unsharded = nn.Parameter(value, requires_grad=shard.requires_grad)
     _opened.shards[id(shard)] = shard, unsharded
@@ -934,7 +934,7 @@ def _close(shard: UninitializedShard) -> None:
     param, group = known_shard(shard), known_group(shard)
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and group is not None:
-            local = own_parts([unsharded.detach()], param.members)
+            local = own_parts([unsharded.detach()], param.originals)
             shard.copy_(param.slice_of(local, group.collectives.rank))
             # At once: the unsharded parameter is freed, and no program of a training step, which
             # must be the same on every rank, begins with slices that are not.

@@ -149,9 +149,9 @@ class FSDPParamGroup:
         return [0 if leaf.is_inference() else leaf._version for leaf in self.leaves]
 
     @property
-    def num_members(self) -> int:
+    def num_originals(self) -> int:
         """Number of original parameters."""
-        return sum(len(param.members) for param in self.params)
+        return sum(len(param.originals) for param in self.params)
 
     # ------------------------------------------------------------ ranks
 
@@ -163,8 +163,8 @@ class FSDPParamGroup:
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of all that hold these parameters."""
-        members = (member for param in self.params for member in param.members)
-        return self.collectives.rank == self.replicas.rank == 0 and is_first(members)
+        originals = (original for param in self.params for original in param.originals)
+        return self.collectives.rank == self.replicas.rank == 0 and is_first(originals)
 
     @property
     def waits_for_replicas(self) -> bool:
@@ -198,8 +198,8 @@ class FSDPParamGroup:
             param.check_owners()
         at = 0
         for param in self.params:
-            param.to_unsharded(unsharded[at : at + len(param.members)], idle=idle)
-            at += len(param.members)
+            param.to_unsharded(unsharded[at : at + len(param.originals)], idle=idle)
+            at += len(param.originals)
         if state is ShardedState.UNSHARDED:
             remember_shown(unsharded)
         self.unsharded, self.sharded_state = unsharded, state

@@ -147,7 +147,7 @@ class ReduceScatter:
         self.divide_by(collectives.num_shards * replicas.num_shards)
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
-        counts = [len(param.members) for param in self._params]
+        counts = [len(param.originals) for param in self._params]
         # By number of a parameter, the numbers of the originals in it.
         self._originals = {
             at: range(start, start + count)
@@ -296,7 +296,7 @@ class ReduceScatter:
         packed = self._params[at].packing.pack(
             [
                 grads[each] if each in grads else example.new_zeros(original.shape)
-                for each, original in zip(originals, self._params[at].members, strict=True)
+                for each, original in zip(originals, self._params[at].originals, strict=True)
             ]
         )
         if self.comm_hook is None:

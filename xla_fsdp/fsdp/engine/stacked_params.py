@@ -77,8 +77,8 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     ops.compute([stack])  # one at a time: the device holds one parameter of all units twice
     for number, param in enumerate(params):
         param.slots.stack(stack, StackPart(number, len(params)))
-        for member in param.members:
-            for owner in member.owners:
+        for original in param.originals:
+            for owner in original.owners:
                 param.slots.refresh(owner)
     remember(params[0], [stack])
     remember_group(stack, group)
@@ -134,7 +134,7 @@ def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
     for param in group.params:
         if param.slots.part is not None:
             shard = slice_of(param, group)
-            state.update((prefix + name, shard) for name in param.members[0].names)
+            state.update((prefix + name, shard) for name in param.originals[0].names)
 
 
 def stack_loaded_shards(
@@ -168,7 +168,7 @@ def _take_in(
     first: list[str] = []  # names under which torch will look for the stack
     for shard in parts:
         part = cast(StackPart, shard.param.slots.part)
-        names = [prefix + name for name in shard.names_of(shard.param.members[0])]
+        names = [prefix + name for name in shard.names_of(shard.param.originals[0])]
         found = [value for name in names if isinstance(value := state.pop(name, None), Tensor)]
         if found:
             given[part.number] = found[0]

@@ -601,8 +601,8 @@ class FSDPState:
         self._end_idle_forward()
 
     def _changed_in_place(self, changed: list[int]) -> ValueError:
-        members = [member for param in self.group.params for member in param.members]
-        names = ", ".join(members[index].names[0] for index in changed)
+        originals = [original for param in self.group.params for original in param.originals]
+        names = ", ".join(originals[index].names[0] for index in changed)
         return ValueError(
             f"{names} was changed in place in the forward of its FSDP unit. The change would be "
             f"lost: full parameters are freed after the forward and gathered again from the "

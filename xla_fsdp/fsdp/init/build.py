@@ -122,9 +122,15 @@ def build_unit(
     unit = FSDPState(group, config, device, len(roots))
     # A head or embedding that can run in chunks says so itself; several modules together cannot.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None
-    runner = None if override is None else override(unit)
+    forward_override = None if override is None else override(unit)
     return [
-        ModuleState(unit, communication, part, {} if part else cast_buffers, runner=runner)
+        ModuleState(
+            unit,
+            communication,
+            part,
+            {} if part else cast_buffers,
+            forward_override=forward_override,
+        )
         for part in range(len(roots))
     ]
 
@@ -193,16 +199,16 @@ def shard_parameters(
     sharder = _Sharder(managed.roots[0], config, communication, device, origins, dims)
     new, adopted = [], []
     # All lookups come first: what is sharded below becomes known, too.
-    found = [(known_shard(tensor), tensor, member) for tensor, member in _members(managed)]
-    for known, tensor, member in found:
+    found = [(known_shard(tensor), tensor, original) for tensor, original in _originals(managed)]
+    for known, tensor, original in found:
         if known is None:
-            new.append((tensor, member))
+            new.append((tensor, original))
         else:
-            adopted.append(sharder.adopt(known, tensor, member))
+            adopted.append(sharder.adopt(known, tensor, original))
     if config.flatten_parameters:
         made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(sharder.alike(new))]
     else:
-        made = [sharder.shard(member.names[0], [(tensor, member)]) for tensor, member in new]
+        made = [sharder.shard(original.names[0], [(tensor, original)]) for tensor, original in new]
     return made + adopted
 
 
@@ -272,43 +278,49 @@ class _Sharder:
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """Make one shard of ``parts`` joined end to end."""
-        tensors, members = [tensor for tensor, _ in parts], [member for _, member in parts]
+        tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]), 0)
-        layout, row_shape = self._layout([member.shape for member in members], dim)
-        self._compare_with_peers(tensors, members)
+        layout, row_shape = self._layout([original.shape for original in originals], dim)
+        self._compare_with_peers(tensors, originals)
         rank = self.communication.shards.rank
         shard = make_shard(tensors, layout, rank, self.device, row_shape, dim)
         home = self.home if self.config.flatten_parameters else None
-        dtype = self._compute_dtype(members[0])
-        param = FSDPParam(key, members, shard, layout, dtype, home, dim=dim)
+        dtype = self._compute_dtype(originals[0])
+        param = FSDPParam(key, originals, shard, layout, dtype, home, dim=dim)
         origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
         remember(param, [*tensors, shard, *origins])
         return param
 
-    def adopt(self, theirs: FSDPParam, tensor: Tensor, member: OriginalParam) -> FSDPParam:
+    def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Share the shard that another unit made of the same parameter."""
-        layout, _ = self._layout([member.shape], self.dims.get(id(tensor), theirs.packing.dim))
-        name = member.names[0]
+        layout, _ = self._layout([original.shape], self.dims.get(id(tensor), theirs.packing.dim))
+        name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
                 f"{name} is tied to a parameter of another FSDP unit, and flatten_parameters=True: "
-                f"a flat shard cannot share one of its members. Put both into one unit, or set "
+                f"a flat shard cannot share one of its originals. Put both into one unit, or set "
                 f"flatten_parameters=False"
             )
         if theirs.slots.part is not None:
             raise ValueError(
-                f"{name} is tied to {theirs.members[0].names[0]} of a stacked block, and no other "
+                f"{name} is tied to {theirs.originals[0].names[0]} of a stacked block, and no other "
                 f"unit can hold a slice of a stack. Scan the blocks without stacked, or untie them"
             )
         if theirs.packing.layout != layout:
             raise ValueError(
-                f"{name} is tied to {theirs.members[0].names[0]} of another FSDP unit, which "
+                f"{name} is tied to {theirs.originals[0].names[0]} of another FSDP unit, which "
                 f"is sharded as {theirs.packing.layout}, not {layout}. Give both units the same "
                 f"options"
             )
-        dtype = self._compute_dtype(member)
+        dtype = self._compute_dtype(original)
         return FSDPParam(
-            name, [member], theirs.leaf, layout, dtype, places=theirs.slots, dim=theirs.packing.dim
+            name,
+            [original],
+            theirs.leaf,
+            layout,
+            dtype,
+            places=theirs.slots,
+            dim=theirs.packing.dim,
         )
 
     def alike(
@@ -324,26 +336,26 @@ class _Sharder:
         return [groups[key] for key in sorted(groups)]
 
     def _compare_with_peers(
-        self, tensors: Sequence[Tensor], members: Sequence[OriginalParam]
+        self, tensors: Sequence[Tensor], originals: Sequence[OriginalParam]
     ) -> None:
         # CPU ranks share one random number generator, so a model that every rank seeds and builds
         # for itself differs between them.
         if not self.communication.covers_all:
             return  # groups may hold different parts of a model
-        for tensor, member in zip(tensors, members, strict=True):
+        for tensor, original in zip(tensors, originals, strict=True):
             if tensor.device.type == "cpu":
                 fact = (
-                    f"sharding of {member.names[0]} with checksum {_checksum(tensor):08x} (equal "
+                    f"sharding of {original.names[0]} with checksum {_checksum(tensor):08x} (equal "
                     f"on all ranks if they seed and build under one_rank_at_a_time())"
                 )
                 ops.runtime().expect_on_all_ranks(fact)
 
-    def _compute_dtype(self, member: OriginalParam) -> torch.dtype | None:
-        statistics = _statistics_dtype(member.owners[0].module, self.config)
+    def _compute_dtype(self, original: OriginalParam) -> torch.dtype | None:
+        statistics = _statistics_dtype(original.owners[0].module, self.config)
         return statistics or self.config.compute_dtype
 
     def _layout(self, shapes: Sequence[torch.Size], dim: int) -> tuple[ShardLayout, Sequence[int]]:
-        """Return how to cut members of these shapes along ``dim``, and the shape of a row."""
+        """Return how to cut originals of these shapes along ``dim``, and the shape of a row."""
         size = (sum(shape.numel() for shape in shapes),)
         num_shards = self.communication.shards.num_shards
         flat = self.config.flatten_parameters
@@ -360,7 +372,7 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy().tobytes())
 
 
-def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
+def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
     """Return distinct floating-point parameters with all their names and owners, in order."""
     found: dict[int, tuple[Tensor, list[str], list[int], list[tuple[nn.Module, str]]]] = {}
     for root, name, module, attribute, param in managed.parameters():
@@ -391,7 +403,7 @@ def _members(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
 def _unsharded_shape(tensor: Tensor) -> torch.Size:
     # A parameter that was tied after wrapping is already another unit's shard.
     known = known_shard(tensor) if isinstance(tensor, ShardParameter) else None
-    return tensor.shape if known is None else known.members[0].shape
+    return tensor.shape if known is None else known.originals[0].shape
 
 
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:

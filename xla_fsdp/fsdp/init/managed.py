@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from xla_fsdp.fsdp.engine.module_state import is_unit
+from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.wrap import Ignored, has_forward
 
 
@@ -14,7 +14,7 @@ def check_wrappable(module: nn.Module) -> None:
     """Raise TypeError or ValueError unless ``module`` can become a unit."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
-    if is_unit(module):
+    if is_fsdp_module(module):
         raise ValueError(
             "this module is sharded with FSDP already. For nested units, shard the inner modules "
             "first and then the module that holds them"
@@ -87,7 +87,7 @@ class ManagedModules:
         return list({id(t): t for t in (*params, *buffers) if t is not None}.values())
 
     def _walk(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        if is_unit(module) or module in self.ignored.modules:
+        if is_fsdp_module(module) or module in self.ignored.modules:
             return
         yield prefix, module
         for name, child in module._modules.items():

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from xla_fsdp.fsdp.engine import guards
-from xla_fsdp.fsdp.engine.module_state import is_unit
+from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.fsdp.engine.stacked_params import stack_params
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
@@ -72,7 +72,7 @@ def scan_blocks(
     if stacked and not are_stacked(units):
         _stack(units)
     for block in found:
-        block._fsdp_attachment.runner = scan
+        block._fsdp_module_state.forward_override = scan
     return scan
 
 
@@ -102,8 +102,8 @@ def scan_containers(
 
 def _holds_blocks(module: nn.Module) -> bool:
     children = list(module.children())
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_unit(module)
-    return is_container and len(children) > 1 and all(is_unit(each) for each in children)
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_fsdp_module(module)
+    return is_container and len(children) > 1 and all(is_fsdp_module(each) for each in children)
 
 
 def _warn_about_ignored(units: Sequence[FSDPState]) -> None:

@@ -237,7 +237,7 @@ def _leaf_grads(
     call: ScanCall, reduced: dict[int, Tensor], unsharded: dict[int, Tensor]
 ) -> list[Tensor | None]:
     """Return gradients of all leaves, from reduced ones of large parameters, and unsharded ones by
-    member of small ones."""
+    original of small ones."""
     weights = call.blocks.weights
     return call.shards.finished(
         weights.sum_replicas({**reduced, **weights.reduce_small(unsharded)})
@@ -246,10 +246,10 @@ def _leaf_grads(
 
 def _by_units(call: ScanCall, unsharded: dict[int, Tensor]) -> list[Tensor | None]:
     """Let the blocks' units reduce gradients, or keep them until they are to be reduced."""
-    members = range(call.blocks.weights.group.num_members)
+    originals = range(call.blocks.weights.group.num_originals)
     return call.shards.joined(
         [
-            unit.reduce_grads([unsharded[m][block] if m in unsharded else None for m in members])
+            unit.reduce_grads([unsharded[m][block] if m in unsharded else None for m in originals])
             for block, unit in enumerate(call.units)
         ]
     )

@@ -158,7 +158,7 @@ class BlockScan:
         """Let the blocks run one by one again."""
         for block in (reference() for reference in self._blocks):
             if block is not None:
-                block._fsdp_attachment.runner = None
+                block._fsdp_module_state.forward_override = None
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's call.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.module_state import is_unit, named_hosts
+from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_inputs import BlockState
@@ -23,7 +23,7 @@ def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
         f"block {at} ({type(each).__name__}) is not sharded; wrap each block first, or give "
         f"scan_layers=True together with auto_wrap_policy"
         for at, each in enumerate(blocks)
-        if not is_unit(each)
+        if not is_fsdp_module(each)
     ]
     if not_sharded:
         return not_sharded
@@ -52,7 +52,7 @@ def _own_problems(blocks: Sequence[Any]) -> list[str]:
 
 
 def _problems_of(at: int, block: Any) -> Iterator[str]:
-    inner = [name for name, host in named_hosts(block) if host is not block]
+    inner = [name for name, host in named_fsdp_modules(block) if host is not block]
     if inner:
         yield (
             f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
@@ -69,7 +69,7 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
     wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None
     if wrapped and getattr(block.forward, "is_checkpointed", False):
         yield (f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)")
-    if block._fsdp_attachment.runner is not None:
+    if block._fsdp_module_state.forward_override is not None:
         yield f"block {at} is scanned already"
 
 
@@ -97,8 +97,8 @@ def _described(block: Any) -> list[tuple[str, Any]]:
     module = getattr(block, "_fsdp_wrapped_module", block)
     described: list[tuple[str, Any]] = [("it is of class", type(module).__name__)]
     for param in unit.group.params:
-        members = ", ".join(f"{'/'.join(m.names)} {list(m.shape)}" for m in param.members)
-        described.append(("its parameter is", members))
+        originals = ", ".join(f"{'/'.join(m.names)} {list(m.shape)}" for m in param.originals)
+        described.append(("its parameter is", originals))
         described.append((f"{param.key} is of dtype", param.leaf.dtype))
         described.append((f"{param.key} is cut as", (param.packing.layout, param.packing.dim)))
     described.append(("its options are", unit.config))

@@ -43,7 +43,7 @@ class Inputs:
 
     # stacks by large parameter, in order, of what is sent or is to be cast for that
     sent: list[Tensor]
-    small: list[Tensor]  # stacks by member of small parameters
+    small: list[Tensor]  # stacks by original of small parameters
     own: list[Tensor]  # stacks of tensors that differ between blocks
     others: list[Tensor]  # arguments but the first
     shared: list[Tensor]  # tensors that blocks share
@@ -79,12 +79,12 @@ class Blocks:
 
     @property
     def prefetched(self) -> list[TensorSpec]:
-        """Of the members of prefetched parameters."""
+        """Of the originals of prefetched parameters."""
         params = [self.weights.group.params[at] for at in self.weights.prefetched]
         return [
-            TensorSpec(tuple(member.shape), param.compute_dtype or param.leaf.dtype)
+            TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
             for param in params
-            for member in param.members
+            for original in param.originals
         ]
 
     @property
@@ -105,7 +105,7 @@ class Blocks:
     def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
         """Return parameters as leaves of a graph of their own; frozen ones need no gradient."""
         pairs = zip(self.weights.group.params, self.template.trained, strict=True)
-        needs = [need for param, need in pairs for _ in param.members]
+        needs = [need for param, need in pairs for _ in param.originals]
         return [each.clone().requires_grad_(need) for each, need in zip(params, needs, strict=True)]
 
 
@@ -124,7 +124,7 @@ class BackwardProgram:
 
     loop: Loop  # of (gradient, prefetched, gradients of others, ...) to the same and ys
     reduced: list[int]  # large parameters whose reduced gradients are the first ys, in order
-    unsharded: list[int]  # members whose unsharded gradients are the other ys
+    unsharded: list[int]  # originals whose unsharded gradients are the other ys
 
 
 def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None) -> ForwardProgram:
@@ -202,8 +202,8 @@ def backward_program(
         sums = [a if b is None else a + b for a, b in zip(so_far, other_grads, strict=True)]
         large = weights.large if reduces else []
         reduced = weights.reduce(large, grads)
-        done = weights.members(large)
-        left = {member: each for member, each in grads.items() if member not in done}
+        done = weights.originals(large)
+        left = {original: each for original, each in grads.items() if original not in done}
         # Which parameters have gradients is only known now.
         result["reduced"], result["unsharded"] = list(reduced), list(left)
         return [grad_x, *following, *next_carried, *sums, *reduced.values(), *left.values()]
@@ -245,7 +245,7 @@ def _differentiate(
         grad: of what it returns.
 
     Returns:
-        Gradients of its input, of parameters by member, and of the other arguments that need them.
+        Gradients of its input, by original, and of the other arguments that need them.
     """
     with torch.enable_grad():
         x = x.clone().requires_grad_()
@@ -258,7 +258,7 @@ def _differentiate(
         found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     grad_x = torch.zeros_like(x) if found[0] is None else found[0]
     by_member = zip(trained, found[1:], strict=False)
-    grads = {member: each for member, each in by_member if each is not None}
+    grads = {original: each for original, each in by_member if each is not None}
     return grad_x, grads, list(found[1 + len(trained) :])
 
 
@@ -293,8 +293,8 @@ def _gathered(
         (now, own_now),
         (weights.small, own.small),
     ):
-        found.update(zip(weights.members(params), tensors, strict=True))
-    return [found[member] for member in range(weights.group.num_members)], following
+        found.update(zip(weights.originals(params), tensors, strict=True))
+    return [found[original] for original in range(weights.group.num_originals)], following
 
 
 def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

@@ -135,7 +135,7 @@ def trace_block(template: Template) -> tuple[Body, Arguments]:
         ValueError: if it changes something in place, or does not return one tensor like its input.
     """
     group = template.unit.group
-    params = [(param, member) for param in group.params for member in param.members]
+    params = [(param, original) for param in group.params for original in param.originals]
     specs = [
         *template.specs,
         *(TensorSpec(tuple(m.shape), p.compute_dtype or p.leaf.dtype) for p, m in params),
@@ -143,7 +143,7 @@ def trace_block(template: Template) -> tuple[Body, Arguments]:
     ]
     names = [
         *template.arguments.names,
-        *(f"parameter {member.names[0]}" for _, member in params),
+        *(f"parameter {original.names[0]}" for _, original in params),
         *(f"buffer {name}" for name in template.state.names),
     ]
     count = len(template.specs)

@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 class BlockWeights:
     """The parameters of one block, which stands for all. They go by their number in the group;
-    the original parameters that they hold (several in a flat one) by that of the *member*.
+    the original parameters that they hold (several in a flat one) by that of the *original*.
 
     Args:
         group: the block's parameters.
@@ -42,17 +42,17 @@ class BlockWeights:
         self.prefetched = self.large[:1]
         # Rings of point-to-point sends, which the compute of an iteration can hide.
         self._rings = group.collectives.in_rings()
-        counts = [len(param.members) for param in group.params]
-        self._members = {
+        counts = [len(param.originals) for param in group.params]
+        self._originals = {
             at: range(start, start + count)
             for at, (start, count) in enumerate(
                 zip(accumulate(counts, initial=0), counts, strict=False)
             )
         }
 
-    def members(self, params: Sequence[int]) -> list[int]:
-        """Return the numbers of the members of these parameters."""
-        return [member for at in params for member in self._members[at]]
+    def originals(self, params: Sequence[int]) -> list[int]:
+        """Return the numbers of the originals of these parameters."""
+        return [original for at in params for original in self._originals[at]]
 
     def gather(
         self,
@@ -60,38 +60,38 @@ class BlockWeights:
         sent: Sequence[Tensor],
         cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
     ) -> list[Tensor]:
-        """Gather the members of these parameters of one block, from what is sent once it is
+        """Gather the originals of these parameters of one block, from what is sent once it is
         cast."""
         pairs = zip(self._params(params), sent, strict=True)
         ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
         return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Reduce-scatter one block's unsharded gradients, by member; return the sums by parameter,
+        """Reduce-scatter one block's unsharded gradients, by original; return sums by parameter,
         without those that have no gradient."""
         reduction = self.group.reduction
         return reduction.unpack(reduction.scatter(grads, params, self._rings))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Gather the members of small parameters, [length, *shape], from stacks of what is sent."""
+        """Gather small parameters, [length, *shape] each, from stacks of what is sent."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
             gathered = self.group.gather.gather_tensors(sent)
             ranks = self.group.collectives.num_shards
             triples = zip(self._params(self.small), gathered, stacks, strict=True)
             return [
-                member
+                original
                 for param, stack, own in triples
-                for member in _unpack(param, _swap(stack, ranks, len(own)))
+                for original in _unpack(param, _swap(stack, ranks, len(own)))
             ]
 
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Reduce-scatter gradients, [length, *shape], by member; return sums, [length, n], by small
-        parameter."""
+        """Reduce-scatter gradients, [length, *shape], by original; return sums, [length, n], by
+        small parameter."""
         packed = {
-            at: _pack(param, [grads.get(member) for member in self._members[at]])
+            at: _pack(param, [grads.get(original) for original in self._originals[at]])
             for at, param in zip(self.small, self._params(self.small), strict=True)
-            if any(member in grads for member in self._members[at])
+            if any(original in grads for original in self._originals[at])
         }
         ranks = self.group.collectives.num_shards
         sent = [_swap(stack, len(stack), ranks).reshape(ranks, -1) for stack in packed.values()]
@@ -115,12 +115,12 @@ def _swap(stack: Tensor, first: int, second: int) -> Tensor:
 
 
 def _pack(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
-    """[length, padded size], from the members' gradients; zeros where there is none."""
+    """[length, padded size], from the originals' gradients; zeros where there is none."""
     example = next(grad for grad in grads if grad is not None)
     length, dim = len(example), param.packing.dim
     full = [
-        example.new_zeros(length, *member.shape) if grad is None else grad
-        for member, grad in zip(param.members, grads, strict=True)
+        example.new_zeros(length, *original.shape) if grad is None else grad
+        for original, grad in zip(param.originals, grads, strict=True)
     ]
     rows = [each.movedim(1 + dim, 1) if dim else each for each in full]
     flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
@@ -128,9 +128,9 @@ def _pack(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
 
 
 def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
-    """The inverse: members, [length, *shape]."""
+    """The inverse: originals, [length, *shape]."""
     length, dim = len(packed), param.packing.dim
-    numels = [member.shape.numel() for member in param.members]
+    numels = [original.shape.numel() for original in param.originals]
     flat = [
         ops.cut(packed, 1, start, numel)
         for numel, start in zip(numels, accumulate(numels, initial=0), strict=False)
@@ -139,8 +139,8 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
         [only] = flat
         return [only.reshape(length, -1, *param.packing.row_shape).movedim(1, 1 + dim)]
     return [
-        each.reshape(length, *member.shape)
-        for each, member in zip(flat, param.members, strict=True)
+        each.reshape(length, *original.shape)
+        for each, original in zip(flat, param.originals, strict=True)
     ]
 
 

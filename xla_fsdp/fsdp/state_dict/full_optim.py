@@ -193,17 +193,17 @@ class ShardNames:
 
     Args:
         shards: every shard of the model once, by key, units together.
-        members: key to the names of the parameters in it, in order.
+        originals: key to the names of the parameters in it, in order.
         canonical: other names of tied parameters to the one used here.
     """
 
     shards: dict[str, NamedShard]
-    members: dict[str, list[str]]
+    originals: dict[str, list[str]]
     canonical: dict[str, str]
 
     def of(self, key: str) -> list[str]:
         """Return names of the parameters in ``key``; an unsharded one goes by its own name."""
-        return self.members.get(key, [key])
+        return self.originals.get(key, [key])
 
 
 # ---------------------------------------------------------------- out
@@ -219,11 +219,11 @@ def _gathered(
         entries = [(shard, state.states.get(shard.key, {}).get(entry_name)) for shard in shards]
         cut = [(s, entry.value) for s, entry in entries if entry and entry.kind is StateKind.SHARD]
         full = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
-        full = all_joined(full, [member for s, _ in cut for member in s.param.members])
+        full = all_joined(full, [original for s, _ in cut for original in s.param.originals])
         # Ranks that are not shown the result run the same program as those that are.
         ops.compute(full)
-        members = [name for shard, _ in cut for name in names.of(shard.key)]
-        for name, tensor in zip(members, full, strict=True):
+        originals = [name for shard, _ in cut for name in names.of(shard.key)]
+        for name, tensor in zip(originals, full, strict=True):
             yield name, entry_name, tensor
 
 
@@ -313,12 +313,12 @@ class _Reader:
             self.problems += _misfit(name, _shape(own.value), key, values[0])
             return values[0]
         shard = self._names.shards[key]
-        members = shard.param.members
-        shapes = [tuple(member.whole_shape) for member in members]
+        originals = shard.param.originals
+        shapes = [tuple(original.whole_shape) for original in originals]
         triples = zip(shapes, self._names.of(key), values, strict=True)
         bad = [line for triple in triples for line in _misfit(name, *triple)]
         self.problems += bad
-        return own.value if bad else shard.param.slice_of(own_parts(values, members), shard.rank)
+        return own.value if bad else shard.param.slice_of(own_parts(values, originals), shard.rank)
 
 
 def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:

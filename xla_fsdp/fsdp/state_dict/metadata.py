@@ -1,7 +1,7 @@
 """Describe a sharded model for the files of shards.
 
-Invariants: every name that a parameter had before wrapping is in the description once, as a member
-or as an alias, also where units share a shard.
+Invariants: every name that a parameter had before wrapping is in the description once, as that of
+an original or as an alias, also where units share a shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_hosts, named_shards
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules, named_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.state_dict.model import cut_outside_units, refuse_cut_outside
 
@@ -54,12 +54,12 @@ def describe(model: nn.Module) -> ShardMetadata:
 
 def _communication(model: nn.Module) -> Communication:
     """Return who shares the parameters, which one set of files says once for all units."""
-    own = cast(FSDPModuleLike, model)._fsdp_attachment.communication
+    own = cast(FSDPModuleLike, model)._fsdp_module_state.communication
     others = [
         f"{name} ({_sharing(each)})"
-        for name, host in named_hosts(model)
+        for name, host in named_fsdp_modules(model)
         if not name or host._fsdp_unit.group.params
-        for each in [host._fsdp_attachment.communication]
+        for each in [host._fsdp_module_state.communication]
         if each.groups != own.groups or _sharing(each) != _sharing(own)
     ]
     if others:
@@ -85,7 +85,7 @@ def _sharing_ranks(
         the number of ranks along a tensor-parallel axis.
     """
     collectives = communication.shards
-    placements = [m.placement for shard in shards for m in shard.param.members]
+    placements = [m.placement for shard in shards for m in shard.param.originals]
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
         return collectives.rank, collectives.num_shards, communication.groups, 1
@@ -130,29 +130,29 @@ def _record(shard: NamedShard) -> ParamRecord:
         members=tuple(
             MemberRecord(
                 name,
-                tuple(member.whole_shape),
-                None if member.placement is None else member.placement.dim,
+                tuple(original.whole_shape),
+                None if original.placement is None else original.placement.dim,
             )
-            for name, member in zip(shard.names, param.members, strict=True)
+            for name, original in zip(shard.names, param.originals, strict=True)
         ),
         by_rows=param.by_rows,
     )
 
 
 def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
-    """Return the other names of the members, to those in the record."""
+    """Return the other names of the originals, to those in the record."""
     return {
         name: canonical.name
-        for member, canonical in zip(shard.param.members, record.members, strict=True)
-        for name in shard.names_of(member)
+        for original, canonical in zip(shard.param.originals, record.members, strict=True)
+        for name in shard.names_of(original)
         if name != canonical.name
     }
 
 
 def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield names and original dtypes of the buffers that units have cast."""
-    for prefix, host in named_hosts(model, remove_duplicate=False):
-        for name, dtype in host._fsdp_attachment.cast_buffers.items():
+    for prefix, host in named_fsdp_modules(model, remove_duplicate=False):
+        for name, dtype in host._fsdp_module_state.cast_buffers.items():
             yield join_name(prefix, name), _dtype_name(dtype)
 
 

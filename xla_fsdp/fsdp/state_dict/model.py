@@ -20,7 +20,7 @@ from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.load_hooks import Form, marked
-from xla_fsdp.fsdp.engine.module_state import named_hosts, reshard_units, units_in
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules, reshard_units, units_in
 from xla_fsdp.fsdp.engine.param import is_sharded, joined
 from xla_fsdp.fsdp.state_dict.summon import SummonOptions, is_shown, summoned
 
@@ -54,8 +54,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     state.update(gathered)
     dtypes = {
         join_name(prefix, name): dtype
-        for prefix, host in named_hosts(model)
-        for name, dtype in host._fsdp_attachment.cast_buffers.items()
+        for prefix, host in named_fsdp_modules(model)
+        for name, dtype in host._fsdp_module_state.cast_buffers.items()
     }
     for name, value in state.items():
         state[name] = _on_host(value, dtypes.get(name))
@@ -100,8 +100,8 @@ def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
         (id(owner.module), owner.attribute)
         for unit in units_in(model)
         for param in unit.group.params
-        for member in param.members
-        for owner in member.owners
+        for original in param.originals
+        for owner in original.owners
     }
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():

@@ -42,7 +42,7 @@ def optim_state_dict(
 
     Args:
         model: the sharded model. Every rank must call this.
-        optimizer: over its parameters; for flattened units, their members' state is taken apart.
+        optimizer: over its parameters; for flattened units, their originals' state is taken apart.
         rank0_only: as in ``full_state_dict``.
 
     Raises:
@@ -128,18 +128,18 @@ def _names(model: nn.Module) -> ShardNames:
     aliases: dict[object, list[str]] = defaultdict(list)
     for shard in named_shards(model):
         if not shard.param.is_flat:
-            aliases[shard.param.slots] += shard.names_of(shard.param.members[0])
+            aliases[shard.param.slots] += shard.names_of(shard.param.originals[0])
 
     def canonical_name(shard: NamedShard) -> str:
         is_slice = shard.param.slots.part is not None
         return shard.names[0] if is_slice else first[id(shard.param.leaf)]
 
     shards = _shards(model)
-    members = {
+    originals = {
         shard.key: shard.names if shard.param.is_flat else [canonical_name(shard)]
         for shard in shards
     }
     canonical = {
         alias: canonical_name(shard) for shard in shards for alias in aliases[shard.param.slots]
     }
-    return ShardNames({shard.key: shard for shard in shards}, members, canonical)
+    return ShardNames({shard.key: shard for shard in shards}, originals, canonical)

@@ -67,23 +67,25 @@ def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
 @torch.no_grad()
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
     """Return the unsharded parameters of each unit; none on a rank that is not shown them."""
-    # By the shard, which units may share, and the number of the member in it.
+    # By the shard, which units may share, and the number of the original in it.
     shared: dict[tuple[object, int], nn.Parameter] = {}
     result = []
     for unit in units:
         params = unit.group.params
         values = unit.group.gather.as_stored(params, unit.group.shards)
         if options.global_params:
-            values = all_joined(values, [member for each in params for member in each.members])
+            values = all_joined(
+                values, [original for each in params for original in each.originals]
+            )
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
         # One unit at a time, and the same program on every rank: what a rank does with the result
         # (copies it, cuts its own slice out, nothing) is its own affair from here on.
         ops.compute([*values, *present(grads)])
         if not is_shown(units, options):
             continue
-        members = [(param, index) for param in params for index in range(len(param.members))]
+        originals = [(param, index) for param in params for index in range(len(param.originals))]
         own = []
-        for (param, index), value, grad in zip(members, values, grads, strict=True):
+        for (param, index), value, grad in zip(originals, values, grads, strict=True):
             key = (param.slots, index)
             if key not in shared:
                 shared[key] = _leaf(value, grad, param.leaf, options.offload_to_cpu)
@@ -98,7 +100,7 @@ def _gathered_grads(unit: FSDPState) -> list[Tensor | None]:
     zeros = [
         torch.zeros_like(p.shard) if g is None else g for p, g in zip(params, grads, strict=True)
     ]
-    present = [grad is not None for grad, p in zip(grads, params, strict=True) for _ in p.members]
+    present = [grad is not None for grad, p in zip(grads, params, strict=True) for _ in p.originals]
     pairs = zip(unit.group.gather.as_stored(params, zeros), present, strict=True)
     return [value if is_there else None for value, is_there in pairs]
 
@@ -114,21 +116,21 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 def _write_back(unit: FSDPState, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
     rank, at = unit.group.collectives.rank, 0
     for param in unit.group.params:
-        members = full[at : at + len(param.members)]
-        _refuse_replaced(param, members)
-        at += len(param.members)
-        param.shard.copy_(param.slice_of(members, rank))
+        originals = full[at : at + len(param.originals)]
+        _refuse_replaced(param, originals)
+        at += len(param.originals)
+        param.shard.copy_(param.slice_of(originals, rank))
         if with_grads:
-            grads = [leaf.grad for leaf in members]
+            grads = [leaf.grad for leaf in originals]
             param.grad = _grad_slice(param, grads, rank)
 
 
 def _refuse_replaced(param: FSDPParam, full: Sequence[nn.Parameter]) -> None:
-    for member, leaf in zip(param.members, full, strict=True):
-        for owner in member.owners:
+    for original, leaf in zip(param.originals, full, strict=True):
+        for owner in original.owners:
             if owner.module._parameters.get(owner.attribute) is not leaf:
                 raise ValueError(
-                    f"{member.names[0]} was replaced inside summon_full_params, and the new "
+                    f"{original.names[0]} was replaced inside summon_full_params, and the new "
                     f"parameter would be lost. Change the values of the old one in place: "
                     f"param.copy_(new) under torch.no_grad()"
                 )
@@ -139,7 +141,7 @@ def _grad_slice(param: FSDPParam, grads: Sequence[Tensor | None], rank: int) -> 
     if not present:
         return None
     full = [
-        present[0].new_zeros(member.shape) if grad is None else grad
-        for member, grad in zip(param.members, grads, strict=True)
+        present[0].new_zeros(original.shape) if grad is None else grad
+        for original, grad in zip(param.originals, grads, strict=True)
     ]
     return param.slice_of(full, rank).to(param.leaf.device)

@@ -736,7 +736,6 @@ def as_any_unit(rank: int, name: str, model: Any) -> Any:
 @scenarios.add
 def not_streamed(rank: int) -> dict[str, list[Any]]:
     """Whether each has something that streams it, how it runs, and what it warns of."""
-    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
 
     models = {name: streamed(build, **options) for name, (build, options) in WHOLE.items()}
     found = {
@@ -746,7 +745,7 @@ def not_streamed(rank: int) -> dict[str, list[Any]]:
     for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            forward_override_for(model.tokens._fsdp_unit, model.tokens.module)
+            model.tokens.module._fsdp_forward_override(model.tokens._fsdp_unit)
         found[name].append([str(each.message) for each in seen])
     return found
 
@@ -773,7 +772,6 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     from torch.distributed.tensor import Replicate, Shard
 
     from xla_fsdp import fully_shard, init_mesh
-    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
     from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
 
     def embedding() -> nn.Module:
@@ -794,7 +792,7 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     for name, module in cut.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            forward_override_for(module._fsdp_unit, module)
+            module._fsdp_forward_override(module._fsdp_unit)
         found[name].extend(str(each.message) for each in seen)
     return found
 

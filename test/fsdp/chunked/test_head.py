@@ -564,8 +564,6 @@ def test_copies_stream_by_themselves() -> None:
 def not_streamed(rank: int) -> dict[str, Any]:
     """Warnings of heads that run as any unit, and their differences from the plain model."""
 
-    from xla_fsdp.fsdp.chunked.hooks import forward_override_for
-
     class Scaled(LinearCrossEntropy):
         def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
             return super().forward(input * 1.0, target)
@@ -593,7 +591,7 @@ def not_streamed(rank: int) -> dict[str, Any]:
     for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            forward_override_for(model.head._fsdp_unit, model.head.module)
+            model.head.module._fsdp_forward_override(model.head._fsdp_unit)
         found[name].append([str(each.message) for each in seen])
     return found
 

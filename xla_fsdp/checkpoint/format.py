@@ -523,8 +523,8 @@ def _check_groups(metadata: ShardMetadata) -> None:
     global_rank = metadata.global_rank
     if global_rank is not None and all(g[metadata.rank] != global_rank for g in metadata.groups):
         raise CheckpointError(
-            f"global_rank {global_rank} is not at place {metadata.rank} (the rank) of one of the groups "
-            f"{metadata.groups}"
+            f"global_rank {global_rank} is not at place {metadata.rank} (the rank) of one of the "
+            f"groups {metadata.groups}"
         )
 
 

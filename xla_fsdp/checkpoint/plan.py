@@ -225,8 +225,8 @@ def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
 def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
     """Return original dtypes by original names.
 
-    The names in ``buffer_info`` lack a wrapper's prefix that those in the state dict have, so
-    torch_xla's own merge misses them and leaves such buffers in the wrong dtype.
+    The names in ``buffer_info`` contain ``_fpw_module.``, which torch_xla's ``state_dict()``
+    removes, so torch_xla's own merge does not find them and leaves such buffers in the wrong dtype.
     """
     infos = typed(metadata.get("buffer_info", {}), dict, "buffer_info")
     return {

@@ -4,10 +4,10 @@
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run --save_path hf/ --dtype bf16
     python -m xla_fsdp.consolidate_sharded_ckpts inspect --ckpt_prefix run --verify
 
-Also installed as ``consolidate_sharded_ckpts`` and reachable from a checkout as
-``python tools/consolidate_ckpts.py``. ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are
-those of torch_xla's command of the same name. Exit code 0 if all is well; 2 if anything is wrong,
-with one line for each problem on stderr and nothing written.
+Also installed as ``consolidate_sharded_ckpts``, and in a checkout ``tools/consolidate_ckpts.py``.
+``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are those of torch_xla's command of the
+same name. The exit code is 0, or 2 if there are problems: then nothing is written, and stderr has
+one line for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRAM = "consolidate_sharded_ckpts"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments (default: the process's) and return its exit code."""
+    """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
     args = _parser().parse_args(argv)
     try:
         _refuse_impossible(args)
@@ -225,7 +225,7 @@ def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
 
 @contextmanager
 def _progress_bar(what: str, size: int) -> Iterator[Progress]:
-    """Draw a bar on a terminal, if there is tqdm."""
+    """Draw a progress bar if stderr is a terminal and tqdm is installed."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
         yield lambda _: None
@@ -235,7 +235,6 @@ def _progress_bar(what: str, size: int) -> Iterator[Progress]:
 
 
 def _tqdm() -> Any:
-    """Return tqdm's class; None where only torch is installed, all that this command needs."""
     try:
         from tqdm import tqdm
     except ImportError:

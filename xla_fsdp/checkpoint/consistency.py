@@ -159,19 +159,19 @@ def _optimizer_problems(
     plan: MergePlan, record: OptimizerRecord, shard: Shard, reference: Shard
 ) -> Iterator[str]:
     known = set()
-    for key, state in record.states.items():
-        for what in state.sharded + state.whole:
-            known.add(name := state_name(key, what))
+    for key, states in record.states.items():
+        for state in states.sharded + states.whole:
+            known.add(name := state_name(key, state))
             found, model = shard.optimizer.get(name), reference.optimizer.get(name)
-            where = f"optimizer state {what} of {key}"
+            where = f"optimizer state {state} of {key}"
             if found is None:
                 yield f"has no {where}, which shard_metadata lists"
-            elif what in state.sharded and found.shape != plan.sharded[key].shard_shape:
+            elif state in states.sharded and found.shape != plan.sharded[key].shard_shape:
                 expected = plan.sharded[key].shard_shape
                 yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
             elif model is not None and _kind(found) != _kind(model):
                 yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
-            elif model is not None and what in state.whole:
+            elif model is not None and state in states.whole:
                 yield from _whole_state_problems(plan, key, where, (found, model), reference)
     strange = [name for name in shard.optimizer if name not in known]
     if strange:
@@ -294,11 +294,12 @@ def _contents(shard: Shard) -> Iterator[str]:
     for key, entry in plan.sharded.items():
         for member in entry.members:
             where = f" in {key}" if member.name != key else ""
-            yield f"sharded  {member.name}  {dtype_name(entry.dtype)} {_shape(member.shape)}{where}"
+            shape = list(member.shape)
+            yield f"sharded  {member.name}  {dtype_name(entry.dtype)} {shape}{where}"
     for key, name in plan.unsharded.items():
         value = shard.state_dict[key]
         if isinstance(value, TensorSource):
-            yield f"whole    {name}  {dtype_name(value.dtype)} {_shape(value.shape)}"
+            yield f"whole    {name}  {dtype_name(value.dtype)} {list(value.shape)}"
         else:
             yield f"whole    {name}  a {type(value).__name__}"
     for alias, canonical in plan.ties.items():
@@ -314,7 +315,3 @@ def _optimizer_contents(plan: MergePlan) -> Iterator[str]:
     for key, state in plan.optimizer.states.items():
         names = [*state.sharded, *(f"{name} (whole)" for name in state.whole), *state.values]
         yield f"state    {key}: {', '.join(names)}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

@@ -121,7 +121,7 @@ def consolidate_sharded_model_checkpoints(
     """Merge the shard files of all ranks, and save the result as ``{"model": state_dict}``.
 
     Args:
-        ckpt_prefix: what the paths of all shard files start with.
+        ckpt_prefix: start of the paths of all shard files, or a directory.
         ckpt_suffix: pattern for the rest of their paths.
         save_path: of the merged file; ``ckpt_prefix + "_consolidated.pth"`` if empty.
         save_model: whether to save at all.

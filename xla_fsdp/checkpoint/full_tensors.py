@@ -183,19 +183,19 @@ def _unsharded(value: Any, dtype: torch.dtype | None, once: Once) -> Any:
 
 
 class Once:
-    """Makes one source for the same memory, so that tied names stay tied."""
+    """Creates each source once for the same memory, so that tied names share it."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, TensorSource] = {}
 
     def get(
-        self, sources: Sequence[TensorSource], what: Hashable, make: Callable[[], TensorSource]
+        self, sources: Sequence[TensorSource], variant: Hashable, make: Callable[[], TensorSource]
     ) -> TensorSource:
-        """Return ``make()``, or its earlier result for the same sources and ``what``."""
+        """Return ``make()``, or its earlier result for the same memory and ``variant``."""
         identities = tuple(source.identity for source in sources)
         if None in identities:
             return make()
-        key = (what, identities)
+        key = (variant, identities)
         if key not in self._results:
             self._results[key] = make()
         return self._results[key]
@@ -205,16 +205,16 @@ def _full_optimizer(
     plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard]
 ) -> OptimizerState:
     states: dict[str, dict[str, StateEntry]] = {}
-    for key, state in record.states.items():
+    for key, states_of_key in record.states.items():
         by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
-        for what in state.sharded:
-            sources = [shard.optimizer[state_name(key, what)] for shard in shards]
+        for state in states_of_key.sharded:
+            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
             for name, source in full_members(plan.sharded[key], sources):
-                by_name[name][what] = StateEntry(StateKind.SHARD, source)
-        for what, entry in shards[0].states(key, state).items():
+                by_name[name][state] = StateEntry(StateKind.SHARD, source)
+        for state, entry in shards[0].states(key, states_of_key).items():
             if entry.kind is not StateKind.SHARD:
                 for own in by_name.values():
-                    own[what] = entry
+                    own[state] = entry
         states |= by_name
     groups = tuple(
         GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)

@@ -97,7 +97,8 @@ class SafetensorsOutput(Output):
 
     def begin(self, temporary: str) -> list[CopyTask]:
         header = self.header()
-        _reserve(temporary, header.file_size)
+        with open(temporary, "xb") as file:
+            file.truncate(header.file_size)  # zeros, which take no room on most file systems yet
         return [
             CopyTask(self.tensors[name], temporary, entry.start)
             for name, entry in header.entries.items()
@@ -266,15 +267,6 @@ def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
         for output, temporary in begun:
             lines = [line.replace(temporary, output.path) for line in lines]
         raise CheckpointError(lines) from error
-
-
-def _reserve(path: str, size: int) -> None:
-    """Create a file of ``size`` zero bytes."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        os.ftruncate(descriptor, size)
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------- jobs

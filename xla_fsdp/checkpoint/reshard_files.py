@@ -141,11 +141,11 @@ def _content(plan: MergePlan, shards: Sequence[Shard], world_size: int) -> _Cont
         model.update(full_members(entry, [shard.state_dict[key] for shard in shards]))
     unsharded = {model_name(name): first.state_dict[key] for key, name in plan.unsharded.items()}
     states: dict[tuple[str, str], dict[str, TensorSource]] = {}
-    for key, state in (metadata.optimizer.states if metadata.optimizer else {}).items():
-        for what in state.sharded:
-            sources = [shard.optimizer[state_name(key, what)] for shard in shards]
-            states[key, what] = dict(full_members(plan.sharded[key], sources))
-        names = [state_name(key, what) for what in state.whole]
+    for key, record in (metadata.optimizer.states if metadata.optimizer else {}).items():
+        for state in record.sharded:
+            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
+            states[key, state] = dict(full_members(plan.sharded[key], sources))
+        names = [state_name(key, state) for state in record.whole]
         unsharded |= {name: first.optimizer[name] for name in names}
     return _Content(metadata, model, states, {**unsharded, **first.others}, first.notes)
 
@@ -155,8 +155,8 @@ def _shards(content: _Content, rank: int, world_size: int) -> Iterator[tuple[str
     records = {record.key: record for record in content.metadata.params}
     for key, record in records.items():
         yield model_name(key), _shard_of(record, content.model, rank, world_size)
-    for (key, what), full in content.states.items():
-        yield state_name(key, what), _shard_of(records[key], full, rank, world_size)
+    for (key, state), full in content.states.items():
+        yield state_name(key, state), _shard_of(records[key], full, rank, world_size)
 
 
 def _shard_of(

@@ -23,6 +23,7 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     dtype_name,
     prefixed,
+    raise_if,
     refuse_repeated,
     shown,
 )
@@ -112,8 +113,7 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
         for name, spec in tensors.items()
         if spec.dtype not in _NAMES
     ]
-    if problems:
-        raise CheckpointError(problems)
+    raise_if(problems)
     # The widest dtype first, so that every tensor is aligned; otherwise in the given order.
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
     start = data_start = len(_encoded(dict(metadata), ordered))
@@ -211,7 +211,8 @@ def _parsed(source: ByteSource) -> Header:
     lines = _json_dict(_text(read_bytes(source, 8, length)), "header")
     metadata = _metadata(lines.pop("__metadata__", {}))
     entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
-    header = Header(_in_file_order(entries), metadata, 8 + length)
+    in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
+    header = Header(dict(in_file_order), metadata, 8 + length)
     _check_filled(header, source.nbytes)
     return header
 
@@ -273,10 +274,6 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def _in_file_order(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    return dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
 
 
 def _check_filled(header: Header, file_size: int) -> None:

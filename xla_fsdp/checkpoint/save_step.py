@@ -233,8 +233,8 @@ class Save:
         self._storage, self._ranks, self._file = storage, ranks, file
         self._step, self._keep_last = step, keep_last
         self._attempt = Attempt(step)
-        self._leads = False
-        self._shared = True
+        self._leads = False  # whether this rank marks and deletes in its directory
+        self._shared = True  # whether all ranks see the same files
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._error: Exception | None = None
@@ -318,11 +318,11 @@ class Save:
             storage = self._storage if self._writes else None
             self._written = write(storage, self._attempt.file(self._file.name(self._file.shard)))
             if self._shared and self._leads:
-                self._mark_when_all_are_there()
+                self._mark_when_all_files_exist()
         except Exception as error:  # raised by wait()
             self._error = error
 
-    def _mark_when_all_are_there(self) -> None:
+    def _mark_when_all_files_exist(self) -> None:
         # So that the step is complete even if the job ends before ``wait``. No communication is
         # needed, as a file gets its name only when it is complete.
         expected = [self._file.name(shard) for shard in range(self._file.num_shards)]

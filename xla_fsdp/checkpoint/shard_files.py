@@ -177,7 +177,7 @@ def open_safetensors(file: ByteSource, name: str) -> Shard:
 
 
 def _checksum(metadata: Mapping[str, Any], name: str) -> str | None:
-    """Return what the metadata, which nobody has checked yet, says of a tensor."""
+    """Return a tensor's checksum from metadata, which may be malformed; None if it has none."""
     known = metadata.get("fingerprints")
     text = known.get(name) if isinstance(known, Mapping) else None
     return text if isinstance(text, str) and is_checksum(text) else None

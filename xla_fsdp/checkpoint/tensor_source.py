@@ -109,7 +109,7 @@ class TensorSource:
 
 
 def source_of(tensor: Tensor) -> TensorSource:
-    """Return a source of a tensor in memory; later changes of the tensor are visible in it."""
+    """Return a source of a tensor in memory, which is copied from its device on the first read."""
     spec = TensorSpec.of(tensor)
     address = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.numel() else 0
     identity = (address, spec, tensor.stride()) if address else None
@@ -168,7 +168,7 @@ def convert_tensors(
 
 
 class LocalFile:
-    """A local file, which is opened for every read, so that no limit of open files is reached.
+    """A local file; it is opened for every read, so that the files of all ranks can be in use.
 
     Raises:
         CheckpointError: if it is no regular file, cannot be opened, or is too short for a read.

@@ -63,7 +63,7 @@ def read_torch_file(path: str) -> Any:
     """
     file = LocalFile(path)
     try:
-        is_zip = _is_zip(file)
+        is_zip = read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
         records = {record.start: record for record in _records(path, file)} if is_zip else {}
         with FakeTensorMode():
             content = _load(path)
@@ -96,10 +96,6 @@ def _why_not_loaded(error: Exception) -> str:
             f"Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
         )
     return "truncated, or not a file written by torch.save or xm.save"
-
-
-def _is_zip(file: LocalFile) -> bool:
-    return read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
 
 
 def _check_old(content: Any, file_size: int) -> None:

@@ -1,9 +1,8 @@
-"""Merge the shard files of all ranks into one model file, from a checkout of this repository.
+"""Run ``python -m xla_fsdp.consolidate_sharded_ckpts`` from a checkout.
 
     python tools/consolidate_ckpts.py --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
 
-Needs torch and numpy only; neither torch_xla nor xla_fsdp has to be installed. Flags and exit codes
-are those of ``python -m xla_fsdp.consolidate_sharded_ckpts``.
+Needs torch and numpy only; neither torch_xla nor xla_fsdp has to be installed.
 """
 
 from __future__ import annotations

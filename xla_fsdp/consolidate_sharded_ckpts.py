@@ -4,10 +4,10 @@
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run --save_path hf/ --dtype bf16
     python -m xla_fsdp.consolidate_sharded_ckpts inspect --ckpt_prefix run --verify
 
-Also installed as ``consolidate_sharded_ckpts`` and reachable from a checkout as
-``python tools/consolidate_ckpts.py``. ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are
-those of torch_xla's command of the same name. Exit code 0 if all is well; 2 if anything is wrong,
-with one line for each problem on stderr and nothing written.
+Also installed as ``consolidate_sharded_ckpts``, and in a checkout ``tools/consolidate_ckpts.py``.
+``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are those of torch_xla's command of the
+same name. The exit code is 0, or 2 if there are problems: then nothing is written, and stderr has
+one line for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRAM = "consolidate_sharded_ckpts"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments (default: the process's) and return its exit code."""
+    """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
     args = _parser().parse_args(argv)
     try:
         _refuse_impossible(args)
@@ -66,10 +66,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compute all checksums of the shard files again, also of what is not needed, and "
-        "read what was written again from disk and compare",
+        help="verify the checksums of all tensors in the shard files, and read the written files "
+        "again to compare",
     )
-    parser.add_argument("--threads", type=int, help="that copy at the same time")
+    parser.add_argument("--threads", type=int, help="number of threads that copy")
     return parser
 
 
@@ -77,9 +77,8 @@ def _add_inputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt_prefix",
         required=True,
-        help="what the paths of all shard files start with, or a directory: one that "
-        "save_checkpoint wrote (its newest complete step is taken), one of its steps, or one of "
-        "torch.distributed.checkpoint",
+        help="start of the paths of all shard files, or a directory: of save_checkpoint (its "
+        "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--ckpt_suffix",
@@ -94,10 +93,10 @@ def _add_outputs(parser: ArgumentParser) -> None:
         "--save_path",
         default="",
         help="path of the merged file (default: ckpt_prefix + '_consolidated.pth'); a name that "
-        "ends in .safetensors, or a directory as Hugging Face loads it, make what they say",
+        "ends in .safetensors makes a safetensors file, a directory one that Hugging Face loads",
     )
     parser.add_argument(
-        "--format", choices=FORMATS, help="what to write, whatever save_path is called"
+        "--format", choices=FORMATS, help="of the output (default: as save_path implies)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.add_argument(
@@ -109,7 +108,7 @@ def _add_outputs(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="names that begin with OLD begin with NEW instead; NEW may be empty; repeatable",
+        help="replace the prefix OLD of names by NEW, which may be empty; repeatable",
     )
     parser.add_argument(
         "--copy_ties",
@@ -119,10 +118,10 @@ def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--to_world_size",
         type=int,
-        help="write shard files for this many ranks instead, into a directory",
+        help="do not merge, but write shard files for this many ranks into a directory",
     )
     parser.add_argument("--step", type=int, help="number for that step (default: the old one)")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be written")
+    parser.add_argument("--dry_run", action="store_true", help="only list the files to write")
 
 
 def _inspect(args: Namespace) -> int:
@@ -225,7 +224,7 @@ def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
 
 @contextmanager
 def _progress_bar(what: str, size: int) -> Iterator[Progress]:
-    """Draw a bar on a terminal, if there is tqdm."""
+    """Draw a progress bar if stderr is a terminal and tqdm is installed."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
         yield lambda _: None
@@ -235,7 +234,6 @@ def _progress_bar(what: str, size: int) -> Iterator[Progress]:
 
 
 def _tqdm() -> Any:
-    """Return tqdm's class; None where only torch is installed, all that this command needs."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Checkpoint files, and what can be done with them. Works without torch_xla."""
+"""Merge, convert, check and reshard checkpoint files. Imports no torch_xla."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Checksums of tensors (CRC-32), which find bytes that changed on disk.
+"""CRC-32 checksums of tensors, to detect bytes that changed on disk.
 
-A checksum is written as ``"crc32:"`` and eight hex digits, over a tensor's raw little-endian bytes
-(of a shard: padding included). CRC-32 finds every flipped bit and all damage of up to 32 bits in a
-row; it is no protection against someone who changes a file on purpose. zlib computes it at several
-GB/s, faster than most disks.
+A checksum is the text ``"crc32:"`` and eight hex digits. It covers a tensor's raw little-endian
+bytes (of a shard: including its padding). CRC-32 detects every single flipped bit and every damaged
+run of up to 32 bits, but no deliberate change. zlib computes it at several GB/s.
 """
 
 from __future__ import annotations
@@ -14,35 +13,38 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 PREFIX = "crc32:"
-# Of no bytes; a header also holds it before a tensor's checksum is known, since it is as long.
+# The checksum of no bytes. It also reserves room in a header for a checksum not yet known.
 EMPTY = f"{PREFIX}00000000"
 
-_POLYNOMIAL = 0xEDB88320  # CRC-32's, with the lowest power in the highest bit, as zlib has it
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, in zlib's bit order: the lowest power is the highest bit
 _ONE = 1 << 31
 _PATTERN = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
 
 
 def is_checksum(text: str) -> bool:
-    """Return whether this is how a checksum is written."""
+    """Return whether ``text`` has the form of a checksum."""
     return _PATTERN.fullmatch(text) is not None
 
 
 def written(crc: int) -> str:
-    """Write a CRC-32 as a checksum."""
+    """Return the checksum text of a CRC-32."""
     return f"{PREFIX}{crc:08x}"
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return the checksum of these bytes."""
     return written(zlib.crc32(data))
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of joined bytes, from (CRC-32, number of bytes) of each part, in order."""
-    joined = 0
+    """Return the CRC-32 of concatenated parts.
+
+    Args:
+        parts: CRC-32 and number of bytes of each, in order.
+    """
+    combined = 0
     for crc, length in parts:
-        joined = _product(_power(length), joined) ^ crc
-    return joined
+        combined = _product(_power(length), combined) ^ crc
+    return combined
 
 
 # CRC-32 is a remainder of polynomials over bits: appending n bytes multiplies by x^(8 n).

@@ -1,7 +1,8 @@
-"""What shards hold, whether they are all of one model's, and whether they are as they were saved.
+"""Check that shards are complete and belong together, verify checksums, and list their contents.
 
-Invariants: nothing raises for bad shards; every problem is one line that names its source; shards
-without problems can be merged. Nothing but headers is read, unless bytes have to be compared.
+Invariants: bad shards raise nothing; each problem is one line that names its source; shards without
+problems can be merged. Only headers are read, but tied tensors and unsharded optimizer state are
+compared byte for byte.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, read_bytes
 
-COMPARED = 1 << 24  # bytes of two tensors that are compared at a time
+COMPARED = 1 << 24  # bytes read at a time to compare two tensors
 
 
 def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[str]:
     """Return everything that is wrong with these shards, one line each.
 
     Args:
-        shards: in any order; all ranks of one model are expected.
-        optimizer: whether to look at optimizer state, too.
+        shards: of all ranks of one model, in any order.
+        optimizer: whether to check optimizer state too.
     """
     problems: list[str] = []
     known: list[tuple[Shard, Identity]] = []
@@ -36,8 +37,8 @@ def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[st
         except CheckpointError as error:
             problems += [f"{shard.source}: {problem}" for problem in error.problems]
     mixed = _mixed_problems(known)
-    if mixed or not known:
-        return problems + mixed  # without knowing which belong together, the rest is noise
+    if mixed or not known:  # further checks would compare shards of different checkpoints
+        return problems + mixed
     return problems + _rank_problems(known) + _content_problems(known, optimizer)
 
 
@@ -95,7 +96,7 @@ def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) 
 
 
 def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
-    """Compare shards of the same rank in several groups, by their checksums."""
+    """Compare the checksums of shards of the same rank in different sharding groups."""
     if known[0][0].metadata.get("groups") is None:
         return
     first: dict[int, Shard] = {}
@@ -103,8 +104,8 @@ def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
         other = first.setdefault(identity.rank, shard)
         expected = {name: tensor.checksum for name, tensor in other.tensors()}
         for name, tensor in shard.tensors() if other is not shard else ():
-            known_both = None not in (tensor.checksum, expected.get(name))
-            if known_both and tensor.checksum != expected[name]:
+            both = (tensor.checksum, expected.get(name))
+            if None not in both and both[0] != both[1]:
                 yield f"{shard.source}: {name} differs from that in its replica {other.source}"
 
 
@@ -112,7 +113,7 @@ def _shard_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator
     different = _first_difference(shared_part(reference.metadata), shared_part(shard.metadata))
     if different:
         yield f"shard_metadata differs from that of {reference.source} at {different}"
-        return  # its tensors follow another plan
+        return  # the plan does not fit its tensors
     expected, found = reference.state_dict.keys(), shard.state_dict.keys()
     yield from (
         f"model has no {key}, which {reference.source} has" for key in expected if key not in found
@@ -158,19 +159,19 @@ def _optimizer_problems(
     plan: MergePlan, record: OptimizerRecord, shard: Shard, reference: Shard
 ) -> Iterator[str]:
     known = set()
-    for key, state in record.states.items():
-        for what in state.sharded + state.whole:
-            known.add(name := state_name(key, what))
+    for key, states in record.states.items():
+        for state in states.sharded + states.whole:
+            known.add(name := state_name(key, state))
             found, model = shard.optimizer.get(name), reference.optimizer.get(name)
-            where = f"optimizer state {what} of {key}"
+            where = f"optimizer state {state} of {key}"
             if found is None:
                 yield f"has no {where}, which shard_metadata lists"
-            elif what in state.sharded and found.shape != plan.sharded[key].shard_shape:
+            elif state in states.sharded and found.shape != plan.sharded[key].shard_shape:
                 expected = plan.sharded[key].shard_shape
                 yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
             elif model is not None and _kind(found) != _kind(model):
                 yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
-            elif model is not None and what in state.whole:
+            elif model is not None and state in states.whole:
                 yield from _whole_state_problems(plan, key, where, (found, model), reference)
     strange = [name for name in shard.optimizer if name not in known]
     if strange:
@@ -180,7 +181,8 @@ def _optimizer_problems(
 def _whole_state_problems(
     plan: MergePlan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
 ) -> Iterator[str]:
-    # Such a state becomes that of the full parameter, so there has to be one value of it.
+    # The merged parameter gets this state unchanged, so it must be equal on all ranks, and fit each
+    # of the parameters that were flattened together.
     found, model = pair
     hint = "Leave optimizer state out (--model_only)."
     if found is not model and not _same_bits(found, model):
@@ -191,7 +193,7 @@ def _whole_state_problems(
 
 
 def _same_bits(first: Any, second: Any) -> bool:
-    """Compare bytes, so that not-a-number equals itself."""
+    """Return whether two tensors have equal bytes, so that a NaN equals itself."""
     if not isinstance(first, TensorSource):
         return True
     if first.identity is not None and first.identity == second.identity:
@@ -208,7 +210,7 @@ def _kind(value: Any) -> str:
 
 
 def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
-    """Return where two plain values differ first, and how; None if they are equal."""
+    """Return where two nested values differ first, and how; None if they are equal."""
     if expected == found:
         return None
     pairs: Iterable[tuple[Any, Any, Any]]
@@ -224,11 +226,11 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
     return next((text for text in inner if text), f"{path}: the number of entries")
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- descriptions
 
 
 def size_line(shard: Shard, *, optimizer: bool) -> str:
-    """Say how much there is in full, by one rank's shard; tied tensors count once."""
+    """Describe the size of the unsharded model; tied tensors count once."""
     plan = make_plan(shard.metadata, shard.state_dict, optimizer=optimizer)
     sizes: dict[Hashable, list[int]] = {}
     for key, entry in plan.sharded.items():
@@ -246,13 +248,13 @@ def size_line(shard: Shard, *, optimizer: bool) -> str:
 
 
 def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
-    """List ranks, names, shapes and optimizer state of shards that may have problems."""
+    """Yield lines with ranks, names, shapes and optimizer state; unreadable shards are skipped."""
     readable = []
     for shard in shards:
         try:
             identity = identify(shard.metadata)
         except CheckpointError:
-            continue  # find_problems says why
+            continue
         readable.append(shard)
         size = sum(tensor.spec.nbytes for _, tensor in shard.tensors())
         yield (
@@ -266,10 +268,10 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
 def verify_shards(
     shards: Sequence[Shard], threads: int, progress: Progress
 ) -> tuple[list[str], int, int]:
-    """Compute all checksums again.
+    """Read all tensors that have a checksum, and verify it.
 
     Returns:
-        One line for each tensor that is damaged; how many have a checksum, and how many none.
+        One line for each damaged tensor; the number of tensors with a checksum, and without.
     """
     known = [
         (f"{shard.source}: {name}", tensor)
@@ -292,11 +294,12 @@ def _contents(shard: Shard) -> Iterator[str]:
     for key, entry in plan.sharded.items():
         for member in entry.members:
             where = f" in {key}" if member.name != key else ""
-            yield f"sharded  {member.name}  {dtype_name(entry.dtype)} {_shape(member.shape)}{where}"
+            shape = list(member.shape)
+            yield f"sharded  {member.name}  {dtype_name(entry.dtype)} {shape}{where}"
     for key, name in plan.unsharded.items():
         value = shard.state_dict[key]
         if isinstance(value, TensorSource):
-            yield f"whole    {name}  {dtype_name(value.dtype)} {_shape(value.shape)}"
+            yield f"whole    {name}  {dtype_name(value.dtype)} {list(value.shape)}"
         else:
             yield f"whole    {name}  a {type(value).__name__}"
     for alias, canonical in plan.ties.items():
@@ -312,7 +315,3 @@ def _optimizer_contents(plan: MergePlan) -> Iterator[str]:
     for key, state in plan.optimizer.states.items():
         names = [*state.sharded, *(f"{name} (whole)" for name in state.whole), *state.values]
         yield f"state    {key}: {', '.join(names)}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

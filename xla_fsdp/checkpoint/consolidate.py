@@ -1,12 +1,12 @@
-"""Merging the shard files of all ranks into ordinary model files. No XLA device is needed.
+"""Merge the shard files of all ranks into ordinary model files, without an XLA device.
 
-The two functions with torch_xla's names have torch_xla's arguments and results, a state dict in
-memory; ``merge_files`` never has the model in memory and takes what the two do not: optimizer
-state, other kinds of files, names and dtypes.
+The two functions with torch_xla's names have its arguments and return a state dict in memory.
+``merge_files`` works in bounded memory and also handles optimizer state, other kinds of files,
+names and dtypes.
 
-Invariants: everything is checked before anything is written, and all problems are reported at once,
-as one ``CheckpointError``; an existing file is replaced only on request; damage is found while
-tensors are read, and nothing has got its final name then.
+Invariants: everything is checked before anything is written, and one ``CheckpointError`` reports
+all problems; an existing file is replaced only on request; no file has its final name before the
+checksums of all tensors it was made of are verified.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ OUTPUT_MARK = "_consolidated"
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What is merged, and into what.
+    """Options of ``merge_files``.
 
     Args:
         optimizer: whether to merge optimizer state too, if the shards hold any.
-        dtype: of the model's floating-point tensors; None for those they are saved in.
-        rules: for names.
-        kind: what is written; None for what ``save_path`` asks for.
-        layout: of files.
-        write: how they are written.
+        dtype: of the merged model's floating-point tensors; None to leave theirs.
+        rules: that rename tensors.
+        kind: of output; None to take the one that ``save_path`` implies.
+        layout: of the output in files.
+        write: how files are written.
     """
 
     optimizer: bool = True
@@ -121,7 +121,7 @@ def consolidate_sharded_model_checkpoints(
     """Merge the shard files of all ranks, and save the result as ``{"model": state_dict}``.
 
     Args:
-        ckpt_prefix: what the paths of all shard files start with.
+        ckpt_prefix: start of the paths of all shard files, or a directory.
         ckpt_suffix: pattern for the rest of their paths.
         save_path: of the merged file; ``ckpt_prefix + "_consolidated.pth"`` if empty.
         save_model: whether to save at all.
@@ -156,8 +156,8 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
     Args:
         shards: from ``read_shards``.
-        save_path: of a file or directory, whose name says which kind of files to make.
-        options: what is merged, and into what.
+        save_path: of a file or directory; its name implies the kind of output.
+        options: of the merge.
 
     Raises:
         CheckpointError: with every problem found; nothing has been written then.
@@ -166,7 +166,7 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
 
 def output_path(ckpt_prefix: str, save_path: str) -> str:
-    """Return where the merged model goes."""
+    """Return ``save_path``, or the default path of the merged file if that is empty."""
     return save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth"
 
 
@@ -179,41 +179,43 @@ def read_shards(
     optimizer: bool = True,
     kind: Kind | None = None,
 ) -> list[Shard]:
-    """Return the shards of all ranks, in rank order, checked. ``output`` is None to save nothing.
+    """Open and check the shards of all ranks; return one for each rank, in rank order.
+
+    Args:
+        ckpt_prefix: as for ``find_files``.
+        ckpt_suffix: as for ``find_files``.
+        output: path of the merged model; None to save nothing.
+        overwrite: whether an existing file at ``output`` may be replaced.
+        optimizer: whether to check optimizer state too.
+        kind: of output; None to take the one that ``output`` implies.
 
     Raises:
-        CheckpointError: with every problem of the files and of the output.
+        CheckpointError: with every problem of the shard files and of the output path.
     """
     shards, problems = look_at_shards(ckpt_prefix, ckpt_suffix, output, optimizer=optimizer)
     if output is not None:
-        problems += find_path_problems(output, shards, kind or kind_of(output), overwrite=overwrite)
+        kind = kind or kind_of(output)
+        problems += _find_path_problems(output, shards, kind, overwrite=overwrite)
     raise_if(problems)
-    return one_per_rank(shards)
+    return _one_per_rank(shards)
 
 
 def look_at_shards(
     ckpt_prefix: str, ckpt_suffix: str, output: str | None, *, optimizer: bool
 ) -> tuple[list[Shard], list[str]]:
-    """Return all shards that can be opened, and all problems of the files."""
+    """Return all shards that can be opened, and one line for every problem of the files."""
     try:
         paths = find_files(ckpt_prefix, ckpt_suffix)
     except CheckpointError as error:
         return [], error.problems
-    shards, problems = open_shards(paths, output or output_path(ckpt_prefix, ""))
+    shards, problems = _open_shards(paths, output or output_path(ckpt_prefix, ""))
     if not shards and not problems:
         problems = [nothing_found(ckpt_prefix, ckpt_suffix)]
     return shards, problems + find_problems(shards, optimizer=optimizer)
 
 
-def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
-    """Return the shards in these files, and one line for each file that is none.
-
-    An earlier output among the files is passed over.
-
-    Args:
-        paths: files to open.
-        output: where the merged model is going to be: passed over, unless it is a shard.
-    """
+def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
+    # The pattern of shard files may match earlier outputs too: these are ignored.
     shards: list[Shard] = []
     problems: list[str] = []
     for path in paths:
@@ -227,12 +229,14 @@ def open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[st
 
 
 def open_shard(path: str) -> Shard:
-    """Open one rank's shard; its tensors are read from the file when they are used.
+    """Open one rank's shard; its tensors are read from the file on demand.
+
+    Args:
+        path: of a torch file, a safetensors file, or a directory of torch.distributed.checkpoint.
 
     Raises:
-        CheckpointError: lines that name the file: it cannot be read, is neither a safetensors nor a
-            torch file (nor a directory of torch.distributed.checkpoint), would have to run code, or
-            lacks the model or the metadata.
+        CheckpointError: with lines that name the file: it cannot be read, has another format, would
+            run code, or lacks the model or the metadata.
     """
     if os.path.exists(os.path.join(path, DCP_METADATA)):
         from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
@@ -243,8 +247,8 @@ def open_shard(path: str) -> Shard:
     return open_torch(path)
 
 
-def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
-    """Return shards in rank order; of those that several sharding groups saved, the first."""
+def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
+    # Sharding groups save replicas of each shard; the first one is taken.
     by_rank: dict[int, Shard] = {}
     for shard in shards:
         by_rank.setdefault(identify(shard.metadata).rank, shard)
@@ -254,14 +258,14 @@ def one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
 def merge_shards(
     shards: Sequence[Shard], *, optimizer: bool
 ) -> tuple[FullCheckpoint, list[ChecksumVerifier]]:
-    """Return the full checkpoint of checked shards in rank order, and verifiers of what is read."""
+    """Return the full checkpoint of checked shards in rank order, and verifiers of its tensors."""
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
     return full_checkpoint(plan, same), verifiers
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
-    """Return what ``merge_files`` would do.
+    """Return the job that writes the merged shards.
 
     Raises:
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
@@ -285,7 +289,7 @@ def _dcp_job(full: FullCheckpoint, path: str, verifiers: Sequence[ChecksumVerifi
 
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
-    """Read the full state dict into memory of its own; tied names share it."""
+    """Read the full state dict into CPU memory; tied names share one tensor."""
     loaded: dict[int, Tensor] = {}
 
     def load(value: Any) -> Any:
@@ -299,7 +303,7 @@ def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
 
 
 def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of sources; tied tensors, which are one object, become one source."""
+    """Return the state dict with sources of tensors; one tensor object becomes one source."""
     known: dict[int, TensorSource] = {}
 
     def source(value: Any) -> Any:
@@ -312,16 +316,16 @@ def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: source(value) for key, value in state_dict.items()}
 
 
-def find_path_problems(
+def _find_path_problems(
     output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
 ) -> list[str]:
-    """Return why nothing could be written at a path, as far as that can be told without a plan."""
+    # An early check, before the merge is planned: names and sizes of files are not known yet.
     if os.path.realpath(output) in {os.path.realpath(shard.source) for shard in shards}:
         return [f"{output}: is one of the shard files; choose another save_path"]
     if kind is Kind.DCP:
         job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
         return job.find_problems(overwrite=overwrite)
-    if kind is Kind.DIRECTORY:  # whose files are not known yet
+    if kind is Kind.DIRECTORY:
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)
     file = BytesOutput(output, b"")

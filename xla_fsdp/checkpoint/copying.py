@@ -1,8 +1,7 @@
-"""Copying tensors from where they are into files: in parallel, a chunk at a time.
+"""Copy tensors into files and compute their CRC-32: in parallel, a chunk at a time.
 
-Invariants: memory is bounded by threads times ``CHUNK`` (twice that where a dtype changes); the
-first error ends all threads and is raised; after a copy the CRC-32 of
-all that was read is known without another pass.
+Invariants: memory is bounded by threads times ``CHUNK`` (twice that where the dtype changes); the
+first error ends all threads and is raised; a copy returns CRC-32s without reading twice.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from xla_fsdp.checkpoint.checksum import combine, written
 from xla_fsdp.checkpoint.storage import failing
 from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
 
-CHUNK = 1 << 24  # bytes; larger ones are not faster, smaller ones cost more Python calls
+CHUNK = 1 << 24  # bytes: larger chunks are not faster, smaller ones cost more Python calls
 
 Progress = Callable[[int], None]
 
 
 def default_threads() -> int:
-    """Return how many threads read, checksum and write at once on this machine's cores."""
+    """Return the number of threads that copy, where the user gives none."""
     return min(8, 2 * (os.cpu_count() or 1))
 
 
@@ -49,12 +48,12 @@ class Chunk:
 def copy(
     tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
 ) -> list[int]:
-    """Copy tensors into files that exist and are as long as needed.
+    """Copy tensors into files that exist and have their final length.
 
     Args:
-        tasks: in any number of files.
+        tasks: tensors to copy, into any number of files.
         threads: that read and write at the same time.
-        progress: called with the bytes of every chunk that is done, from several threads.
+        progress: called with the number of bytes of every copied chunk, from several threads.
 
     Returns:
         The CRC-32 of each tensor.
@@ -71,7 +70,7 @@ def copy(
 def read_crcs(
     sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
 ) -> list[int]:
-    """Return the CRC-32 of each source. Arguments as for ``copy``."""
+    """Return the CRC-32 of each source."""
     return _read_all(sources, lambda chunk, buffer: None, threads, progress)
 
 
@@ -91,7 +90,8 @@ def _read_all(
     own = threading.local()
 
     def work(chunk: Chunk) -> int:
-        if not hasattr(own, "buffer"):  # one of each thread: making them takes as long as copying
+        # One buffer per thread: to allocate one takes as long as to copy it.
+        if not hasattr(own, "buffer"):
             own.buffer = memoryview(bytearray(longest))
         buffer = own.buffer[: chunk.length]
         sources[chunk.index].read_into(chunk.start, buffer)
@@ -120,34 +120,34 @@ def _write(path: str, start: int, buffer: memoryview) -> None:
 
 
 class ChecksumVerifier:
-    """A tensor's byte source that remembers the CRC-32 of what was read of it."""
+    """A byte source of one tensor that records the CRC-32 of every read."""
 
     def __init__(self, name: str, source: TensorSource) -> None:
         self.name = name
         self.nbytes = source.spec.nbytes
         self._source = source
-        self._read: dict[tuple[int, int], int] = {}  # CRC-32 by first byte and the one behind
+        self._read: dict[tuple[int, int], int] = {}  # (start, stop) of a read to its CRC-32
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         self._source.data.read_into(start, buffer)
         self._read[start, start + len(buffer)] = zlib.crc32(buffer)
 
     def problem(self, *, unread: bool) -> str | None:
-        """Say what is wrong with the bytes, if anything is.
+        """Return a line if the tensor is damaged, else None.
 
         Args:
-            unread: whether to look at a tensor of which nothing was read, too (padding alone, or
-                another rank's copy of what is the same on all).
+            unread: whether to check the tensor even if nothing was read of it (it is all padding,
+                or another rank's copy of an unsharded tensor).
         """
         if not self._read and not unread:
             return None
         return damage(self.name, self._source, self._crc())
 
     def _crc(self) -> int:
-        """Combine what was read, and read the rest (the padding of a shard)."""
+        """Return the CRC-32 of the tensor; read the bytes that were not read yet (padding)."""
         parts, at = [], 0
         for (start, stop), crc in sorted(self._read.items()):
-            if start < at:  # it was read in chunks of several sizes
+            if start < at:  # two reads overlap, so their CRC-32s cannot be combined
                 return self._crc_of(0, self.nbytes)
             if start > at:
                 parts.append((self._crc_of(at, start), start - at))
@@ -164,7 +164,7 @@ class ChecksumVerifier:
 
 
 def damage(name: str, source: TensorSource, crc: int) -> str | None:
-    """Say that a tensor with this CRC-32 is damaged, if its file says another."""
+    """Return a line if a tensor's CRC-32 is not the one its file states, else None."""
     if written(crc) == source.checksum:
         return None
     return (
@@ -176,10 +176,10 @@ def damage(name: str, source: TensorSource, crc: int) -> str | None:
 def verifying(
     name: str, tensors: Mapping[str, TensorSource]
 ) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
-    """Return the same tensors, and verifiers of those that have a checksum.
+    """Return the same tensors, reading through verifiers where they have a checksum.
 
     Args:
-        name: of the file that they are in.
+        name: of their file, for messages.
         tensors: by name.
     """
     verifiers, same = [], {}
@@ -193,10 +193,10 @@ def verifying(
 
 
 def find_damage(verifiers: Iterable[ChecksumVerifier], *, unread: bool = False) -> list[str]:
-    """Return one line for every tensor of which something else was read than was saved.
+    """Return one line for every damaged tensor.
 
     Args:
         verifiers: from ``verifying``.
-        unread: whether to read those now that nobody needed.
+        unread: whether to check tensors too of which nothing was read.
     """
     return [problem for each in verifiers if (problem := each.problem(unread=unread))]

@@ -1,14 +1,13 @@
-"""Directories of ``torch.distributed.checkpoint`` (DCP), such as FSDP2 writes: written and read.
+"""Read and write directories of ``torch.distributed.checkpoint`` (DCP), without a process group.
 
-Names are those of FSDP2's ``get_state_dict``, saved under ``model`` and ``optim``, so ``dcp.load``
-and ``set_state_dict`` take what is written here on any number of ranks; every name of a tied tensor
-has its own copy, as there. What is read is the checkpoint of one rank: merge it into other files,
-or reshard it. No process group is needed.
+Written names are those of FSDP2's ``get_state_dict`` under ``model`` and ``optim``, so ``dcp.load``
+and ``set_state_dict`` load them on any number of ranks; every name of a tied tensor has its own
+copy. A directory is read as the shard of the only rank, to be merged or resharded.
 
-Invariants: DCP's ``.metadata`` is a pickle, which DCP loads without a check: only what DCP itself
-puts there is accepted, and no path leads out of the directory; values are loaded with
-``weights_only``. Tensors are read when they are used, whole, one at a time; no more than ``ITEM``
-bytes per thread (a row of dim 0, if that is longer) are in memory while writing.
+Invariants: loading runs no code: of the pickle ``.metadata`` only DCP's own classes are accepted,
+no path leads out of the directory, and values are loaded with ``weights_only``. A tensor is read
+on demand, but as a unit; writing takes at most ``ITEM`` bytes per thread (or one row of dim 0, if
+that is larger).
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ from xla_fsdp.checkpoint.tensor_source import (
 )
 from xla_fsdp.distributed.shard_layout import LANES
 
-ITEM = 1 << 26
+ITEM = 1 << 26  # bytes of a tensor that a thread has in memory while writing
 
 
 @dataclass(frozen=True)
 class DcpJob(Job):
-    """Writing a full checkpoint into a new directory, in one that exists."""
+    """Writes a full checkpoint into a new directory, whose parent exists."""
 
     full: FullCheckpoint
     directory: str
@@ -115,7 +114,7 @@ class DcpJob(Job):
         yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
 
     def write(self, options: WriteOptions) -> None:
-        # What was written is not read again, even to verify it: DCP's files have no checksums.
+        # Written files are not verified even with ``options.verify``: DCP's have no checksums.
         path = self.directory.rstrip(os.sep)
         with AtomicFiles(overwrite=options.overwrite) as files:
             temporary = files.add(path)
@@ -126,6 +125,7 @@ class DcpJob(Job):
 
 
 def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
+    # By id of the meta tensor that DCP plans with; the tensor is held so that its id stays unique.
     sources: dict[int, tuple[TensorSource, Tensor]] = {}
 
     def empty(source: TensorSource) -> Tensor:
@@ -141,10 +141,10 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
     planner = _SavePlanner(sources, options.progress)
     try:
         with warnings.catch_warnings():
-            # That there is no process group, and a deprecation inside of DCP itself.
+            # DCP warns that there is no process group, and of a deprecation in its own code.
             warnings.simplefilter("ignore", UserWarning)
             dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
-    except dcp.CheckpointException as error:  # which is no Exception
+    except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
         first, _ = next(iter(error.failures.values()))
         if isinstance(first, CheckpointError):
             raise first from error
@@ -161,11 +161,9 @@ class _Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of these rows."""
         return (self.count, *self.source.shape[1:]) if self.source.shape else ()
 
     def load(self) -> Tensor:
-        """Read these rows into memory of their own."""
         row = math.prod(self.source.shape[1:])
         stop = (self.first + self.count) * row
         spec = TensorSpec(self.source.dtype, self.shape)
@@ -173,7 +171,7 @@ class _Rows:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Cuts tensors into items, and reads each when DCP is about to write it."""
+    """Divides tensors into items of about ``ITEM`` bytes; reads each when DCP writes it."""
 
     def __init__(
         self, sources: Mapping[int, tuple[TensorSource, Tensor]], progress: Progress
@@ -184,14 +182,12 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self._rows: dict[MetadataIndex, _Rows] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Return what there is to write."""
         plan = super().create_local_plan()
         items = [part for item in plan.items for part in self._parts(item)]
         self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor to write now."""
         rows = self._rows.get(write_item.index)
         if rows is None:
             return super().resolve_data(write_item)
@@ -228,7 +224,7 @@ def _cut(source: TensorSource) -> Iterator[_Rows]:
 # ---------------------------------------------------------------- reading
 
 
-_CLASSES = {
+_CLASSES = {  # in DCP's metadata, beside dtypes
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
@@ -251,7 +247,7 @@ _CLASSES = {
 
 
 def import_dcp(directory: str) -> Shard:
-    """Return what is in a DCP directory, as the shard of one rank.
+    """Return a DCP directory as the shard of a single rank.
 
     Args:
         directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
@@ -272,8 +268,7 @@ def import_dcp(directory: str) -> Shard:
     return _shard(directory, model, optimizer)
 
 
-# ("model", name, ""), or ("optim", parameter, state)
-Name = tuple[str, str, str]
+Name = tuple[str, str, str]  # ("model", name, "") or ("optim", parameter, state)
 
 
 def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
@@ -289,14 +284,14 @@ def _name(path: tuple[Any, ...]) -> Name | None:
     if path[:2] == ("optim", "state") and len(path) == 4:
         return "optim", str(path[2]), str(path[3])
     if path[0] == "optim" and len(path) == 2 and str(path[1]).startswith("state."):
-        # As with flatten_optimizer_state_dict=True: states have no dots in their names.
+        # Of flatten_optimizer_state_dict=True: the name of a state has no dots, a parameter's may.
         parameter, _, state = str(path[1]).removeprefix("state.").rpartition(".")
         return "optim", parameter, state
     return None if len(path) > 1 else ("model", str(path[0]), "")
 
 
 class _Optimizer:
-    """Groups and values of the optimizer: what is no tensor in a DCP directory."""
+    """The optimizer in a DCP directory: sources of its tensors, and its groups and values."""
 
     def __init__(self, reader: _Reader, entries: Mapping[Name, TensorSource]) -> None:
         self.tensors = {
@@ -316,7 +311,7 @@ class _Optimizer:
                 self.values[name[1]][name[2]] = reader.value(entry)
 
     def state(self, records: Mapping[str, ParamRecord]) -> OptimizerState | None:
-        """Return the state with what has a parameter's shape as its only rank's shard.
+        """Return the optimizer's state; tensors of their parameter's shape have kind ``SHARD``.
 
         Args:
             records: of the parameters, by name.
@@ -367,7 +362,7 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with metadata that was checked."""
+    """DCP's reader with checked metadata."""
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
@@ -377,21 +372,20 @@ class _Reader(dcp.FileSystemReader):
         self._last: tuple[str, Tensor] | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self.metadata  # without reading the pickle again for every tensor
+        return self.metadata  # DCP would load the unchecked pickle, for every tensor anew
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
-        """Return the keys that lead to an entry in what was saved."""
+        """Return the nested keys of an entry in the saved state dict."""
         known = self.metadata.planner_data
         path = known.get(entry) if isinstance(known, Mapping) else None
         return path if isinstance(path, tuple) and path else tuple(entry.split(".", 1))
 
     def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
-        """Return a tensor that is read when it is used."""
         spec = TensorSpec(where.properties.dtype, tuple(where.size))
         return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
 
     def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
-        """Read a whole tensor; the last one is remembered, since it is used in chunks."""
+        """Read a tensor; the last one stays in memory, as it is copied chunk by chunk."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
@@ -401,17 +395,16 @@ class _Reader(dcp.FileSystemReader):
             return self._last[1]
 
     def value(self, entry: str) -> Any:
-        """Read what is no tensor."""
         state_dict: dict[str, Any] = {entry: None}
         self._load(state_dict)
         return state_dict[entry]
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         try:
-            with warnings.catch_warnings():  # that there is no process group
+            with warnings.catch_warnings():  # DCP warns that there is no process group
                 warnings.simplefilter("ignore", UserWarning)
                 dcp.load(state_dict, storage_reader=self, planner=_LoadPlanner(), no_dist=True)
-        # Whatever a damaged file makes torch raise; DCP wraps most of it, in a BaseException.
+        # A damaged file can make torch raise anything; DCP wraps most of it in a BaseException.
         except (Exception, dcp.CheckpointException) as error:
             name = next(iter(state_dict))
             raise CheckpointError(
@@ -420,20 +413,17 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads values without running code."""
+    """Loads values with ``weights_only``, so that no code runs."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one value."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The bytes of one tensor of a directory."""
-
     reader: _Reader
     entry: str
     spec: TensorSpec
@@ -448,14 +438,13 @@ class _Entry:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes nothing but what DCP's metadata consists of.
+    """Unpickles only the classes of DCP's metadata.
 
-    Python's own unpickler in Python: the one in C makes room for as many objects as a single
-    instruction of a damaged file says, up to 64 GB.
+    Based on the unpickler written in Python: the one written in C allocates room for as many
+    objects as one instruction of a damaged file states, up to 64 GB.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, if it may be made."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _CLASSES:
@@ -476,8 +465,7 @@ def _checked_metadata(directory: str) -> Metadata:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    # Whatever a damaged pickle makes Python raise.
-    except Exception as error:
+    except Exception as error:  # a damaged pickle can make Python raise anything
         raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
     raise_if([f"{path}: {problem}" for problem in problems])
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -485,7 +473,7 @@ def _checked_metadata(directory: str) -> Metadata:
 
 
 def _problems(metadata: Any, directory: str) -> Iterator[str]:
-    """Find what would lead out of the directory, or make us believe absurd sizes."""
+    """Yield a line for paths out of the directory, missing bytes, and sizes beyond the files'."""
     if not isinstance(metadata, Metadata):
         yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
         return

@@ -1,6 +1,6 @@
-"""The checkpoint error, and checks of values that come out of a file.
+"""``CheckpointError``, checks of values read from files, and formatting for messages.
 
-``where`` is the path of a value inside the metadata, such as ``params.2.members.0.shape``.
+An argument ``where`` is the path of a value in the metadata, such as ``params.2.members.0.shape``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import torch
 
 T = TypeVar("T")
 
-# Characters of a message: a file may hold names of any length.
-MAX_LINE = 2000
+MAX_LINE = 2000  # characters of a printed message: a file may hold names of any length
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, merged or written. One problem per line of the message.
+    """A checkpoint cannot be read, merged or written.
 
-    ``problems`` holds the same lines as a list.
+    The message has one line for each problem; the attribute ``problems`` is the list of them.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -35,28 +34,20 @@ def raise_if(problems: Sequence[str]) -> None:
 
 
 def prefixed(error: CheckpointError, name: str) -> CheckpointError:
-    """Return the error with every line beginning with a file's name, once."""
+    """Return the error with ``"{name}: "`` before every line that does not begin with it."""
     lines = (problem.removeprefix(f"{name}: ") for problem in error.problems)
     return CheckpointError([f"{name}: {line}" for line in lines])
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:
-    """Return ``value``, which must be a ``kind`` (a bool is no int).
-
-    Raises:
-        CheckpointError: if it is not.
-    """
+    """Return ``value``; raise ``CheckpointError`` unless it is a ``kind`` (a bool is no int)."""
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise CheckpointError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
 
 
 def item(data: dict[Any, Any], key: str, kind: type[T], where: str) -> T:
-    """Return ``data[key]``, which must be there and be a ``kind``.
-
-    Raises:
-        CheckpointError: if it is not.
-    """
+    """Return ``data[key]``; raise ``CheckpointError`` if it is missing or not a ``kind``."""
     path = f"{where}.{key}" if where else key
     if key not in data:
         raise CheckpointError(f"{path} is missing")
@@ -64,7 +55,6 @@ def item(data: dict[Any, Any], key: str, kind: type[T], where: str) -> T:
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raise ``CheckpointError`` unless ``rank`` is one of ``world_size`` ranks."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise CheckpointError(
             f"rank {rank} of world_size {world_size} is impossible; expected 0 <= rank < world_size"
@@ -77,11 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str, where: str = "dtype") -> torch.dtype:
-    """Return ``torch.float32`` for ``"float32"``.
-
-    Raises:
-        CheckpointError: if torch has no such dtype.
-    """
+    """Return ``torch.float32`` for ``"float32"``; raise ``CheckpointError`` for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where} {name!r} is not a torch dtype")
@@ -89,7 +75,7 @@ def dtype_named(name: str, where: str = "dtype") -> torch.dtype:
 
 
 def refuse_repeated(what: str, names: Iterable[str]) -> None:
-    """Raise ``CheckpointError`` if a name is there more than once."""
+    """Raise ``CheckpointError`` if a name occurs more than once."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -98,10 +84,10 @@ def refuse_repeated(what: str, names: Iterable[str]) -> None:
 
 
 def find_bad_names(names: Iterable[str]) -> list[str]:
-    """Return one line for each name that no module tree can give a tensor.
+    """Return one line for each name that no parameter or buffer of a module can have.
 
-    Such as ``../../x`` or ``a..b``: every part between dots is the name of a module or a parameter,
-    so none is empty. Programs that make paths of names are safe from these.
+    Every part between dots names a module or a tensor, so none is empty: ``a..b`` and ``../../x``
+    are refused. This also protects programs that make file paths of names.
     """
     return [
         f"{name[:80]!r} is not the name of a tensor of a model"
@@ -111,18 +97,18 @@ def find_bad_names(names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Iterable[str], count: int, limit: int = 8) -> str:
-    """Return the first of ``count`` names for a message, and how many more there are."""
+    """Return the first ``limit`` of ``count`` names, and how many more there are."""
     more = f" and {count - limit} more" if count > limit else ""
     return ", ".join(islice(names, limit)) + more
 
 
 def shown(value: Any) -> str:
-    """Return a value of a file's for a message: on one line, and short whatever it is."""
+    """Return the ``repr`` of a value read from a file, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def one_line(text: str) -> str:
-    """Make a message whose parts come out of files fit for one line of a terminal."""
+    """Return a message as one line that is safe to print: cut, with control characters escaped."""
     short = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)

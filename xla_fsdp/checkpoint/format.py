@@ -1,13 +1,13 @@
-"""What checkpoint files say about themselves: names, shapes, versions. No I/O.
+"""The metadata in checkpoint files: names, shapes, optimizer records, versions. No I/O.
 
-Invariants: an object of these classes is consistent, however it was made; ``to_dict`` gives only
-what JSON has, so that ``torch.load(weights_only=True)`` reads it back, too.
+A shard file's metadata is a ``ShardMetadata``: a ``ParamRecord`` for each sharded entry of the
+state dict, with a ``MemberRecord`` for each original parameter in it (one, unless parameters were
+flattened together), and an ``OptimizerRecord``. Tensor parallelism divides a model into *parts*,
+each of which is sharded over ranks of its own: with n shards of each part, rank r has shard r % n
+of part r // n.
 
-A shard file's metadata is a ``ShardMetadata``: a ``ParamRecord`` for each entry of the state dict
-that holds a shard, with a ``MemberRecord`` for each original parameter in it (one, unless
-parameters were flattened together), and an ``OptimizerRecord``. Tensor parallelism makes several
-*parts* of a model, each of which ranks of its own share: in files of p parts and n shards of each,
-rank r has shard r % n of part r // n.
+Invariants: every object is validated when it is made; ``to_dict`` returns JSON values only, which
+``torch.load(weights_only=True)`` accepts too.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from xla_fsdp.distributed.shard_layout import ShardLayout
 
 FORMAT = "xla_fsdp"
 VERSION = 3
-# Version 2 added groups, global_rank, optimizer and fingerprints, version 3 tensor_parts and
-# tensor_dim; all else is as in version 1.
+# Version 2 added groups, global_rank, optimizer and fingerprints; version 3 added tensor_parts and
+# tensor_dim.
 READABLE_VERSIONS = (1, 2, 3)
 
 MARKER_FORMAT = "xla_fsdp checkpoint"
 MARKER_VERSION = 1
 
-# How deep hyperparameters may be nested: a file's author must not make us run out of stack.
-MAX_DEPTH = 20
+MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
 
-# What a rank's file holds beside shards: in a .safetensors header under this key, with tensors
-# under this prefix.
+# Values saved beside the model: JSON under this key of a .safetensors header, and tensors with this
+# prefix in their names.
 VALUES_KEY = "xla_fsdp.values"
 VALUE_PREFIX = "values/"
 SUFFIXES = ("safetensors", "pth")
@@ -53,14 +52,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def model_name(key: str) -> str:
-    """Return the name in a file of the state dict's ``key``."""
+    """Return the name in a file of the tensor under ``key`` in the state dict."""
     return f"model/{key}"
 
 
 def state_name(key: str, state: str) -> str:
-    """Return the name in a file of one optimizer state of ``key``.
+    """Return the name in a file of one optimizer state of the parameter ``key``.
 
-    A slash in ``key`` or ``state`` is written as ``%2F``, so that two names never meet.
+    A slash in ``key`` or ``state`` becomes ``%2F``, so that no two states get the same name.
     """
     return f"optim/{_escaped(key)}/{_escaped(state)}"
 
@@ -73,17 +72,17 @@ def _escaped(name: str) -> str:
 
 
 class StateKind(Enum):
-    """What one optimizer state of one parameter is."""
+    """The kind of one optimizer state of one parameter."""
 
-    SHARD = "shard"  # a tensor of the shard's shape, cut like the parameter
-    DEVICE = "device"  # any other tensor, on the parameter's device
-    HOST = "host"  # any other tensor, in host memory
-    VALUE = "value"  # a number or another value that JSON has
+    SHARD = "shard"  # a tensor sharded as the parameter is
+    DEVICE = "device"  # another tensor, on the parameter's device
+    HOST = "host"  # another tensor, in host memory
+    VALUE = "value"  # a JSON value, such as a number
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One optimizer state of one parameter: a tensor, a ``TensorSource`` or a plain value."""
+    """One optimizer state of one parameter: a tensor, a ``TensorSource`` or a JSON value."""
 
     kind: StateKind
     value: Any
@@ -99,19 +98,19 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state: of a running job, of what a rank loads, or of a full checkpoint.
+    """An optimizer's state in a running job, as loaded by one rank, or in a full checkpoint.
 
     Args:
         groups: in the optimizer's order.
-        states: by key of the parameter, then by name (``exp_avg``). Parameters without state, as
-            all are before the first step, are left out.
+        states: by key of the parameter, then by name (``exp_avg``); without parameters that have no
+            state, as before the first step.
     """
 
     groups: tuple[GroupRecord, ...]
     states: dict[str, dict[str, StateEntry]]
 
     def record(self) -> OptimizerRecord:
-        """Return what a file's metadata says about it."""
+        """Return the record of this state for a file's metadata."""
         states = {key: StateRecord.of(entries) for key, entries in self.states.items()}
         return OptimizerRecord(self.groups, states)
 
@@ -125,14 +124,13 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """The states of one key in a file: names of tensors, and plain values as they are.
+    """The optimizer states of one key in a file: names of tensors, and JSON values.
 
     Args:
-        sharded: tensors of the shard's shape, cut as the parameter is.
-        whole: any other tensors, such as a step counter.
-        values: what is written here and not as a tensor.
-        host: those of ``whole`` that the optimizer keeps in host memory, beside a parameter on a
-            device.
+        sharded: names of tensors sharded as the parameter is.
+        whole: names of all other tensors, such as a step counter.
+        values: JSON values by name, which are saved here and not as tensors.
+        host: names in ``whole`` of tensors that were in host memory, not on the parameter's device.
     """
 
     sharded: tuple[str, ...] = ()
@@ -142,8 +140,6 @@ class StateRecord:
 
     @classmethod
     def of(cls, entries: Mapping[str, StateEntry]) -> StateRecord:
-        """Return the record of these states, by name."""
-
         def names(*kinds: StateKind) -> tuple[str, ...]:
             return tuple(name for name, entry in entries.items() if entry.kind in kinds)
 
@@ -155,7 +151,7 @@ class StateRecord:
         )
 
     def entries(self, tensor: Callable[[str], Any]) -> dict[str, StateEntry]:
-        """Return the states, whose tensors ``tensor`` gives by name. The inverse of ``of``."""
+        """Return the states by name; ``tensor`` returns the tensor of a name. Inverse of ``of``."""
         kinds = dict.fromkeys(self.sharded, StateKind.SHARD)
         kinds |= {n: StateKind.HOST if n in self.host else StateKind.DEVICE for n in self.whole}
         states = {name: StateEntry(kind, tensor(name)) for name, kind in kinds.items()}
@@ -182,11 +178,7 @@ class OptimizerRecord:
                     raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values.
-
-        Raises:
-            CheckpointError: if a hyperparameter or a value is not a JSON value.
-        """
+        """Return JSON values; raise ``CheckpointError`` for hyperparameters that are none."""
         return {
             "groups": [
                 {
@@ -208,7 +200,7 @@ class OptimizerRecord:
 
     @classmethod
     def from_dict(cls, data: Any) -> OptimizerRecord:
-        """Read what ``to_dict`` returned; ``CheckpointError`` if it is not as written there."""
+        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
         groups = enumerate(item(typed(data, dict, "optimizer"), "groups", list, "optimizer"))
         states = item(data, "states", dict, "optimizer").items()
         return cls(
@@ -223,7 +215,7 @@ class OptimizerRecord:
 
 
 def json_value(value: Any, where: str, depth: int = 0) -> Any:
-    """Return ``value`` with tuples as lists, if it is a JSON value; else ``CheckpointError``."""
+    """Return ``value`` with tuples as lists; raise ``CheckpointError`` if it is no JSON value."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{where} is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | int | float | str):
@@ -270,9 +262,8 @@ class MemberRecord:
 
     Args:
         name: its fully qualified name in the model before wrapping.
-        shape: of the full parameter.
-        tensor_dim: the dim along which every part of the model has a slice of it; None if each
-            part has all of it.
+        shape: global, unsharded.
+        tensor_dim: the dim that tensor parallelism cuts; None if every part has the same tensor.
     """
 
     name: str
@@ -289,15 +280,14 @@ class MemberRecord:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
+        """Number of elements of the global parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, parts: int) -> tuple[int, ...]:
-        """Return the shape of what each of so many parts has."""
+        """Return the shape in each of ``parts`` tensor-parallel parts."""
         return tuple(local_shape(self.shape, self.tensor_dim, parts))
 
     def local_numel(self, parts: int) -> int:
-        """Return the number of elements of that."""
         return math.prod(self.local_shape(parts))
 
 
@@ -309,9 +299,9 @@ class ParamRecord:
         key: its name in the state dict.
         dtype: of the shard, such as ``"float32"``.
         multiple: the shard's length is a multiple of this, as in ``ShardLayout``.
-        members: the original parameters joined in it, in order; at least one.
-        by_rows: whether a shard has the shape of whole rows of its one member's dim 0, instead of
-            being a vector.
+        members: the original parameters flattened into it, in order; at least one.
+        by_rows: whether a shard is a tensor of rows along dim 0 of its one parameter, and not a
+            vector.
     """
 
     key: str
@@ -330,12 +320,12 @@ class ParamRecord:
             self._check_rows()
 
     def layout(self, world_size: int, parts: int = 1) -> ShardLayout:
-        """Return how the joined members are cut for ``world_size`` ranks, those of all parts."""
+        """Return the layout of elements; ``world_size`` counts the ranks of all parts."""
         numel = sum(member.local_numel(parts) for member in self.members)
         return ShardLayout((numel,), world_size // parts, self.multiple)
 
     def to_dict(self, version: int) -> dict[str, Any]:
-        """Return plain values, as that version of the format has them."""
+        """Return JSON values in that version of the format."""
         return {
             "key": self.key,
             "dtype": self.dtype,
@@ -350,7 +340,7 @@ class ParamRecord:
 
     @classmethod
     def from_dict(cls, data: Any, where: str, version: int) -> ParamRecord:
-        """Read what ``to_dict`` returned; ``CheckpointError`` if it is not as written there."""
+        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
         members = enumerate(item(typed(data, dict, where), "members", list, where))
         return cls(
             key=item(data, "key", str, where),
@@ -385,24 +375,24 @@ def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """Everything needed, beside the state dicts, to merge the shards of a model.
+    """All that is needed, beside the state dicts, to merge the shards of a model.
 
     Args:
-        rank: of the saving process among those that share the model, its parts one after the other.
-        world_size: how many they are.
+        rank: of the saving process in its sharding group, where part 0's ranks come first, then
+            part 1's.
+        world_size: number of ranks in a sharding group.
         params: one record for each sharded entry of the state dict.
-        ties: alias to canonical name, which is the one that has a record. An alias of a parameter
-            that is not flattened is a key of the state dict too, with the same shard.
-        buffers: original dtype of each buffer that is saved in another one.
+        ties: alias to canonical name. Only the canonical name has a record. An alias of a parameter
+            that is not flattened is also a key of the state dict, with the same shard.
+        buffers: original dtype of each buffer that is saved in another dtype.
         version: of this format.
-        groups: the sharding groups, if the ranks are divided into several: each group shares a
-            whole model, so shards of the same ``rank`` in different groups are equal. None if all
-            ranks share one.
+        groups: the global ranks of each sharding group, if there are several; the groups hold
+            replicas of the model. None if all ranks are one group.
         global_rank: of the saving process among all groups; None if there is one group.
-        optimizer: what is saved of the optimizer; None for nothing.
-        fingerprints: checksums of tensors in the file, by their names in it (``model_name``,
-            ``state_name``); those that are not listed cannot be verified.
-        tensor_parts: how many parts tensor parallelism has made of the model.
+        optimizer: record of the saved optimizer state; None if none is saved.
+        fingerprints: checksums of tensors by their names in the file (``model_name``,
+            ``state_name``); other tensors cannot be verified.
+        tensor_parts: number of tensor-parallel parts of the model.
     """
 
     rank: int
@@ -441,7 +431,7 @@ class ShardMetadata:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, to be saved under the key ``shard_metadata``."""
+        """Return JSON values, to be saved under the key ``shard_metadata``."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -462,18 +452,18 @@ class ShardMetadata:
 
     @classmethod
     def from_dict(cls, data: Any) -> ShardMetadata:
-        """Read what ``to_dict`` returned.
+        """Read the result of ``to_dict``.
 
         Raises:
             CheckpointError: if anything is missing, of the wrong type, out of range or
-                contradictory, or the version is not one this library reads.
+                contradictory, or the version is not in ``READABLE_VERSIONS``.
         """
         if typed(data, dict, "shard_metadata").get("format") != FORMAT:
             raise CheckpointError(f"format is {data.get('format')!r}, expected {FORMAT!r}")
-        # The version decides what the other keys mean: nothing else is looked at before it.
+        # First, as the version decides which other keys exist and what they mean.
         version = item(data, "version", int, "")
         _check_version(version)
-        later = _second_version(data) if version > 1 else {}
+        later = _keys_of_version_2(data) if version > 1 else {}
         if version > 2:
             later["tensor_parts"] = item(data, "tensor_parts", int, "")
         return cls(
@@ -490,8 +480,7 @@ class ShardMetadata:
         )
 
 
-def _second_version(data: dict[str, Any]) -> dict[str, Any]:
-    """Return what version 2 has more than version 1."""
+def _keys_of_version_2(data: dict[str, Any]) -> dict[str, Any]:
     groups, global_rank, optimizer = (
         item(data, key, object, "") for key in ("groups", "global_rank", "optimizer")
     )
@@ -531,16 +520,15 @@ def _check_groups(metadata: ShardMetadata) -> None:
         raise CheckpointError(
             f"groups: {metadata.groups} must all have {metadata.world_size} ranks, the world_size"
         )
-    at = metadata.global_rank
-    if at is not None and not any(group[metadata.rank] == at for group in metadata.groups):
+    global_rank = metadata.global_rank
+    if global_rank is not None and all(g[metadata.rank] != global_rank for g in metadata.groups):
         raise CheckpointError(
-            f"global_rank {at} is not at place {metadata.rank} (the rank) of one of the groups "
-            f"{metadata.groups}"
+            f"global_rank {global_rank} is not at place {metadata.rank} (the rank) of one of the "
+            f"groups {metadata.groups}"
         )
 
 
 def _check_parts(metadata: ShardMetadata) -> None:
-    """Refuse parts that are not shared by equally many ranks, or have unequal slices."""
     parts = metadata.tensor_parts
     if parts < 1 or metadata.world_size % parts:
         raise CheckpointError(
@@ -562,7 +550,6 @@ def _check_parts(metadata: ShardMetadata) -> None:
 
 
 def _check_states(metadata: ShardMetadata) -> None:
-    """Refuse sharded states of what is no shard."""
     if metadata.optimizer is None:
         return
     keys = {record.key for record in metadata.params}
@@ -578,12 +565,12 @@ def _check_states(metadata: ShardMetadata) -> None:
 
 @dataclass(frozen=True)
 class Marker:
-    """The file ``complete.json``, which says that a step is complete.
+    """The content of ``complete.json``, which marks a step as complete.
 
     Args:
         step: that was saved.
-        world_size: number of ranks that share the model.
-        files: name of every rank's file to its number of bytes.
+        world_size: number of ranks in a sharding group.
+        files: name of every rank's file to its size in bytes.
     """
 
     step: int
@@ -591,17 +578,16 @@ class Marker:
     files: dict[str, int]
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
         head = {"format": MARKER_FORMAT, "version": MARKER_VERSION}
         content = {"step": self.step, "world_size": self.world_size, "files": self.files}
         return json.dumps({**head, **content}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Marker:
-        """Read what ``to_bytes`` returned; ``name`` is the file's, for messages.
+        """Read the result of ``to_bytes``; ``name`` is that of the file, for messages.
 
         Raises:
-            CheckpointError: if it is not a marker, or of a later version.
+            CheckpointError: if it is malformed, or of another version.
         """
         try:
             content = typed(json.loads(data), dict, "marker")
@@ -622,5 +608,4 @@ class Marker:
 
 
 def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
-    """Return the name of one rank's file."""
     return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"

@@ -1,9 +1,8 @@
-"""Full tensors out of the shards of all ranks: which elements lie where, without reading any.
+"""Assemble full (unsharded, global) tensors from the shards of all ranks, without reading any.
 
-Everything that merges, converts or reshards reads the sources made here, by the names of the model
-before it was wrapped.
+Names are those of the model before it was wrapped.
 
-Invariants: names that were the same memory in the shards are the same object here.
+Invariants: names that share memory in the shards share one ``TensorSource`` object here.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ from xla_fsdp.distributed.shard_layout import ShardLayout
 
 @dataclass(frozen=True)
 class ShardedEntry:
-    """One sharded entry of the state dicts, cut along its dim 0.
+    """One sharded entry of the state dicts, sharded along dim 0.
 
     Args:
-        members: the parameters joined in it, in order; exactly one if ``row_shape`` is not empty.
-        layout: of the elements, or of the rows, over the ranks that share one part of the model.
-        row_shape: what follows dim 0 in a shard's shape; ``()`` if it is a vector of elements.
+        members: the parameters flattened into it, in order; exactly one if ``row_shape`` is not
+            empty.
+        layout: of elements, or of rows, over the ranks of one tensor-parallel part.
+        row_shape: a shard's shape without dim 0; ``()`` if the shard is a vector of elements.
         dtype: of every rank's shard.
-        parts: of the model.
+        parts: number of tensor-parallel parts of the model.
     """
 
     members: tuple[MemberRecord, ...]
@@ -50,28 +50,28 @@ class ShardedEntry:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape every rank's shard must have."""
+        """The shape of every rank's shard."""
         return (self.layout.shard_numel, *self.row_shape)
 
     @property
     def row_numel(self) -> int:
-        """Elements of what the layout counts: one, or those of a row."""
+        """Number of elements of one row of the layout; 1 if it counts elements."""
         return math.prod(self.row_shape)
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """How the state dicts of ``world_size`` ranks become one; either file format makes such plans.
+    """How to merge the state dicts of ``world_size`` ranks, whichever format they are in.
 
     Args:
         world_size: number of ranks.
-        sharded: state dict key to what is sharded under it.
+        sharded: state dict key to its sharded entry.
         unsharded: state dict key of every other entry (buffers, parameters that are not sharded)
-            to its name in the result. These are alike on all ranks, and rank 0's is taken.
-        dtypes: state dict key to original dtype, for unsharded tensors that are saved in another.
-        ties: alias to canonical name, both as in the result; an alias found in the state dicts
-            is in neither ``sharded`` nor ``unsharded``.
-        optimizer: what the shards hold of the optimizer, by state dict key.
+            to its name in the result. These are equal on all ranks, and rank 0's is taken.
+        dtypes: state dict key to original dtype, for unsharded tensors saved in another dtype.
+        ties: alias to canonical name, both as in the result. Aliases that are keys of the state
+            dicts are in neither ``sharded`` nor ``unsharded``.
+        optimizer: optimizer state in the shards, by state dict key.
     """
 
     world_size: int
@@ -82,7 +82,7 @@ class MergePlan:
     optimizer: OptimizerRecord | None = None
 
     def names_of(self, key: str) -> list[str]:
-        """Return the full names of what is saved under a key."""
+        """Return the names in the result of the parameters or buffer under a state dict key."""
         if key in self.sharded:
             return [member.name for member in self.sharded[key].members]
         return [self.unsharded[key]]
@@ -90,13 +90,13 @@ class MergePlan:
 
 @dataclass(frozen=True)
 class FullCheckpoint:
-    """A model and its optimizer as before sharding.
+    """A model and its optimizer before sharding.
 
     Args:
-        model: a source for every tensor, any other value as it is; in the order of rank 0's state
-            dict, aliases last.
+        model: by name: sources of tensors, and other values; in the order of rank 0's state dict,
+            aliases last.
         ties: alias to canonical name.
-        optimizer: by names of the model; None if the shards hold none.
+        optimizer: by names of the model; None if the shards hold no optimizer state.
     """
 
     model: dict[str, Any]
@@ -108,7 +108,7 @@ def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
     """Return the full model and optimizer.
 
     Args:
-        plan: made for these shards, which were checked against it.
+        plan: of these shards, which ``find_problems`` has checked.
         shards: of every rank, in rank order.
     """
     return FullCheckpoint(
@@ -121,12 +121,12 @@ def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
 def full_members(
     entry: ShardedEntry, shards: Sequence[TensorSource], once: Once | None = None
 ) -> Iterator[tuple[str, TensorSource]]:
-    """Yield name and full tensor of every member of an entry.
+    """Yield the name and the full tensor of every parameter of an entry.
 
     Args:
-        entry: which.
-        shards: of all ranks, of the entry's shape.
-        once: to return the same source again for the same memory.
+        entry: of the state dicts.
+        shards: of all ranks, in rank order, each of shape ``entry.shard_shape``.
+        once: to yield the same object again for the same memory.
     """
     if entry.row_shape:
         starts, lengths = [0], [entry.layout.numel]
@@ -144,7 +144,7 @@ def full_members(
 def _parts(
     entry: ShardedEntry, member: MemberRecord, shards: Sequence[TensorSource], start: int, stop: int
 ) -> list[TensorSource]:
-    """Return what each part of the model has of a member; if all have it, the first part's."""
+    """Return a parameter's local tensor of each tensor-parallel part; if replicated, the first."""
     parts, size = entry.parts if member.tensor_dim is not None else 1, entry.layout.num_shards
     spec = TensorSpec(shards[0].dtype, member.local_shape(entry.parts))
     of_parts = [shards[part * size : (part + 1) * size] for part in range(parts)]
@@ -154,7 +154,7 @@ def _parts(
 def _ranges(
     entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
 ) -> Iterator[Any]:
-    """Yield where elements (or rows) ``start`` to ``stop`` of the full tensor are."""
+    """Yield the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
     shard_numel = max(entry.layout.shard_numel, 1)
     row = entry.row_numel
     for rank in range(start // shard_numel, -(-stop // shard_numel)):
@@ -183,19 +183,19 @@ def _unsharded(value: Any, dtype: torch.dtype | None, once: Once) -> Any:
 
 
 class Once:
-    """Returns the same source again for the same memory, so that tied names stay tied."""
+    """Creates each source once for the same memory, so that tied names share it."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, TensorSource] = {}
 
     def get(
-        self, sources: Sequence[TensorSource], what: Hashable, make: Callable[[], TensorSource]
+        self, sources: Sequence[TensorSource], variant: Hashable, make: Callable[[], TensorSource]
     ) -> TensorSource:
-        """Return ``make()``, or what it gave before for these sources and the same ``what``."""
+        """Return ``make()``, or its earlier result for the same memory and ``variant``."""
         identities = tuple(source.identity for source in sources)
         if None in identities:
             return make()
-        key = (what, identities)
+        key = (variant, identities)
         if key not in self._results:
             self._results[key] = make()
         return self._results[key]
@@ -205,16 +205,16 @@ def _full_optimizer(
     plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard]
 ) -> OptimizerState:
     states: dict[str, dict[str, StateEntry]] = {}
-    for key, state in record.states.items():
+    for key, states_of_key in record.states.items():
         by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
-        for what in state.sharded:
-            sources = [shard.optimizer[state_name(key, what)] for shard in shards]
+        for state in states_of_key.sharded:
+            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
             for name, source in full_members(plan.sharded[key], sources):
-                by_name[name][what] = StateEntry(StateKind.SHARD, source)
-        for what, entry in shards[0].states(key, state).items():
+                by_name[name][state] = StateEntry(StateKind.SHARD, source)
+        for state, entry in shards[0].states(key, states_of_key).items():
             if entry.kind is not StateKind.SHARD:
                 for own in by_name.values():
-                    own[what] = entry
+                    own[state] = entry
         states |= by_name
     groups = tuple(
         GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)

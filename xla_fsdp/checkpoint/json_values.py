@@ -1,7 +1,7 @@
-"""What users save beside a model (schedulers, counters, data positions) as JSON and tensors.
+"""Convert values saved beside a model (schedulers, counters) to JSON and tensors, and back.
 
-Invariants: unpacking runs no code and gives equal values of the same types (subclasses of ``tuple``
-become ``tuple``); what cannot be packed is refused with its name, all of it at once.
+Invariants: unpacking runs no code, and gives equal values of the same types, but subclasses of
+``tuple`` become ``tuple``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 
-TAG = "!"  # the key of a JSON dict that means what JSON has not, such as a tuple
+TAG = "!"  # marks a JSON dict that encodes a type JSON lacks, such as {"!": "tuple", "of": [...]}
 PLAIN = (bool, int, float, str, type(None))
 SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS = {"dict": dict, "Counter": Counter}
@@ -26,22 +26,22 @@ MAX_DEPTH = 100  # far below the depth at which Python's own JSON gives up
 
 @dataclass(frozen=True)
 class Packed:
-    """A JSON value, and the tensors that it refers to by position."""
+    """A JSON value, and the tensors that it refers to by index."""
 
     json: Any
     tensors: list[Tensor]
 
 
 def pack(value: Any, name: str) -> Packed:
-    """Turn ``value`` into JSON and tensors.
+    """Convert ``value`` to JSON and tensors.
 
     Args:
         value: None, bool, int, float, str, tensor, numpy array or number, or a list, tuple, set,
-            dict or Counter of such.
+            frozenset, dict or Counter of these types.
         name: of the value, for messages.
 
     Raises:
-        CheckpointError: naming everything in it that is none of these.
+        CheckpointError: with one line for every part of ``value`` that has another type.
     """
     packer = _Packer()
     json = packer.pack(value, name, 0)
@@ -50,10 +50,10 @@ def pack(value: Any, name: str) -> Packed:
 
 
 def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
-    """Turn what ``pack`` returned into the value again.
+    """Return the value that was packed.
 
     Raises:
-        CheckpointError: if ``json`` is not what ``pack`` makes.
+        CheckpointError: if ``pack`` cannot have made ``json`` and ``tensors``.
     """
     try:
         return _unpacked(json, tensors)
@@ -62,8 +62,6 @@ def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class _Packer:
-    """Packs one value; collects its tensors, and why parts of it cannot be packed."""
-
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.problems: list[str] = []
@@ -107,13 +105,13 @@ class _Packer:
     def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
         pairs = []
         for key, part in value.items():
-            known = isinstance(key, str)
-            packed = key if known else self.pack(key, f"{where}: key {key!r}", depth + 1)
+            is_text = isinstance(key, str)
+            packed = key if is_text else self.pack(key, f"{where}: key {key!r}", depth + 1)
             pairs.append([packed, self.pack(part, f"{where}.{key}", depth + 1)])
-        counts = isinstance(value, Counter)
-        if not counts and TAG not in value and all(isinstance(key, str) for key in value):
+        is_counter = isinstance(value, Counter)
+        if not is_counter and TAG not in value and all(isinstance(key, str) for key in value):
             return dict(pairs)
-        return {TAG: "Counter" if counts else "dict", "of": pairs}
+        return {TAG: "Counter" if is_counter else "dict", "of": pairs}
 
 
 def _unpacked(json: Any, tensors: Sequence[Tensor]) -> Any:

@@ -1,9 +1,9 @@
-"""Loading one complete step: what one rank of a new job needs, and nothing else.
+"""Load one rank's part of a complete step, for any number of ranks.
 
-Invariants: a rank reads one file's header and those of the files that hold elements it needs, and
-of these files only these elements; a file that has another length than the marker says, or other
-tensors than the rank's first, is refused; a tensor that is read as it was written is held against
-its checksum; everything that is wrong is raised at once, before anybody has changed a model.
+Invariants: of ``.safetensors`` files, a rank reads only the headers of its first file and of those
+that hold elements it needs, and only these elements; a file is refused if its length differs from
+the marker's, or its tensors from the first file's; a tensor that is loaded unchanged is verified
+against its checksum; one error reports all problems, before any model is changed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from xla_fsdp.checkpoint.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec, bytes_of
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
-REMOTE_REQUESTS = 16  # at a time: one to an object store takes some 50 ms, whatever its size
+REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """What a rank takes from a step, in host memory.
+    """One rank's part of a step, in host memory.
 
     Args:
         model: by key of the state dict; shards are vectors.
-        optimizer: tensors of kind ``SHARD`` are vectors; None if it was not asked for.
-        values: what was saved beside the tensors, by topic.
-        same_ranks: whether as many ranks share the model as when it was saved, in as many
-            tensor-parallel parts: each rank then has the shard that it had.
+        optimizer: tensors of kind ``SHARD`` are vectors; None if not requested.
+        values: saved beside the tensors, by topic.
+        same_ranks: whether the numbers of ranks and of tensor-parallel parts are those of the job
+            that saved, so that each rank has the same shard again.
     """
 
     model: dict[str, Tensor]
@@ -63,13 +63,13 @@ class LoadedStep:
 def load_step(
     storage: Storage, attempt: Attempt, target: LoadTarget, *, strict: bool = True
 ) -> LoadedStep:
-    """Read what ``target`` needs of a complete attempt.
+    """Read the part of a complete attempt that a rank needs.
 
     Args:
         storage: of the calling rank.
-        attempt: a complete one.
-        target: what the rank holds.
-        strict: whether names that only one side has are errors.
+        attempt: to load, which is complete.
+        target: describes the rank's part of the model and the optimizer.
+        strict: whether a name that is only in the checkpoint or only in ``target`` is an error.
 
     Raises:
         CheckpointError: with every problem found.
@@ -107,7 +107,6 @@ def _open(
 
 
 def _check(plan: MergePlan, shards: Iterable[Shard]) -> None:
-    """Refuse shards without the tensors that the plan speaks of; nothing of them is read."""
     raise_if([f"{each.source}: {problem}" for each in shards for problem in _problems(plan, each)])
 
 
@@ -169,12 +168,12 @@ def _load(wanted: tuple[str, TensorSource]) -> Tensor:
 
 
 class RankFiles:
-    """The ``.safetensors`` files of all ranks of one job, opened when they are first read.
+    """The ``.safetensors`` files of all ranks of one job, opened on first use.
 
     Args:
-        storage: where they are.
-        sizes: name to number of bytes of every rank's file, in rank order.
-        first: the rank whose file is opened at once: the others must hold the same tensors.
+        storage: that holds them.
+        sizes: name to size in bytes of every rank's file, in rank order.
+        first: rank whose file is opened at once; the others must have the same tensors.
 
     Raises:
         CheckpointError: if that file cannot be opened.
@@ -189,14 +188,13 @@ class RankFiles:
         self.tensors(first)
 
     def shards(self) -> list[Shard]:
-        """Return every rank's shard; the files other than the first stay closed."""
+        """Return every rank's shard, without opening further files."""
         names = list(self._tensors[self._first])
         model = {n.removeprefix(MODEL_PREFIX): n for n in names if n.startswith(MODEL_PREFIX)}
         others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
         return [self._shard(rank, model, others) for rank in range(len(self._names))]
 
     def values(self, rank: int) -> Any:
-        """Read what a rank saved beside its tensors."""
         tensors, shard = self.tensors(rank), self._opened[rank]
         try:
             packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
@@ -209,7 +207,7 @@ class RankFiles:
         return unpack(packed, [tensors[name].load() for name in names])
 
     def tensors(self, rank: int) -> dict[str, TensorSource]:
-        """Return the tensors of a rank's file, which is opened if it was not yet."""
+        """Return the tensors of a rank's file, which is opened on the first call."""
         with self._lock:
             if rank not in self._tensors:
                 name = self._names[rank]
@@ -219,7 +217,8 @@ class RankFiles:
             return self._tensors[rank]
 
     def tensor(self, rank: int, name: str) -> TensorSource:
-        """Return a tensor of a rank's file, which is taken to be as in the first one."""
+        """Return a tensor of a rank's file, assuming the dtype and shape it has in the first file;
+        the file is opened, and the assumption checked, when the tensor is read."""
         first = self._tensors[self._first][name]
         data = _TensorOfRank(self, rank, name, first.spec)
         return TensorSource(
@@ -227,7 +226,7 @@ class RankFiles:
         )
 
     def source(self, rank: int) -> str:
-        """Return the name of a rank's file, for messages."""
+        """Return the path of a rank's file, for messages."""
         return path_of(self._storage, self._names[rank])
 
     def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
@@ -240,7 +239,7 @@ class RankFiles:
 
 
 class _TensorsOfRank(Mapping[str, TensorSource]):
-    """Tensors of a rank's file, made when they are asked for: of most ranks, none ever is."""
+    """Tensors of a rank's file by key, created on access: a rank reads few of the other files."""
 
     def __init__(self, files: RankFiles, rank: int, names: Mapping[str, str]) -> None:
         self._files, self._rank, self._names = files, rank, names
@@ -256,8 +255,6 @@ class _TensorsOfRank(Mapping[str, TensorSource]):
 
 
 class _TensorOfRank:
-    """The bytes of one tensor in a rank's file, which is opened when they are read."""
-
     def __init__(self, files: RankFiles, rank: int, name: str, spec: TensorSpec) -> None:
         self.nbytes = spec.nbytes
         self._files, self._rank, self._name, self._spec = files, rank, name, spec
@@ -273,7 +270,7 @@ class _TensorOfRank:
 
 
 class TorchRankFiles:
-    """As ``RankFiles``, for ``.pth`` files, which must be on this machine; all are opened."""
+    """The ``.pth`` files of all ranks of one job, in a local directory. ``shards`` opens all."""
 
     def __init__(self, storage: Storage, sizes: Mapping[str, int]) -> None:
         self._paths = [path_of(storage, name) for name in sizes]
@@ -285,11 +282,9 @@ class TorchRankFiles:
             checked_source(storage, name, size)
 
     def shards(self) -> list[Shard]:
-        """Return every rank's shard."""
         return [open_torch(path) for path in self._paths]
 
     def values(self, rank: int) -> Any:
-        """Read what a rank saved beside its tensors."""
         path = self._paths[rank]
         saved = typed(read_torch_file(path), dict, path).get("values")
         if not isinstance(saved, dict):
@@ -302,16 +297,12 @@ class TorchRankFiles:
 
 
 def path_of(storage: Storage, name: str) -> str:
-    """Return a file's name for messages."""
+    """Return the path of a file, for messages."""
     return f"{storage.where.rstrip('/')}/{name}"
 
 
 def checked_source(storage: Storage, name: str, size: int) -> ByteSource:
-    """Return a file that is known to exist and to have ``size`` bytes.
-
-    Raises:
-        CheckpointError: if that is not so.
-    """
+    """Return a file; raise ``CheckpointError`` unless it exists and has ``size`` bytes."""
     try:
         source = storage.source(name)
     except CheckpointError as error:

@@ -1,14 +1,14 @@
-"""What a full checkpoint is written as: names, dtypes, files, and what goes into which.
+"""Divide a full checkpoint into files, and rename and cast its tensors.
 
-One torch file; one safetensors file ``x.safetensors``, with the optimizer beside it in
-``x.optimizer.safetensors``; or a directory as Hugging Face's ``from_pretrained`` reads it:
-``model.safetensors``, or parts of it with ``model.safetensors.index.json``, and
-``optimizer.safetensors`` likewise.
+The kinds of output are one torch file; one safetensors file ``x.safetensors``, with the optimizer
+in ``x.optimizer.safetensors``; or a directory that Hugging Face's ``from_pretrained`` reads:
+``model.safetensors``, or parts of it and ``model.safetensors.index.json``, and the same for
+``optimizer.safetensors``.
 
-Invariants: a safetensors file holds a tied tensor once, under its canonical name, and says in its
-metadata what else it is called (``alias: canonical``, as the safetensors library writes it), unless
-copies are asked for; optimizer state goes by FSDP2's names, ``state.<parameter>.<state>``. Renaming
-gives model and optimizer the same names, and never makes one name of two.
+Invariants: unless copies are requested, a safetensors file holds a tied tensor once, under its
+canonical name, and lists ``alias: canonical`` in its metadata, as the safetensors library does.
+Optimizer states have FSDP2's names, ``state.<parameter>.<state>``. Renaming applies to model and
+optimizer, and never gives two tensors one name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -56,7 +55,7 @@ DTYPES = {
 
 
 class Kind(Enum):
-    """What a full checkpoint is written as."""
+    """The kinds of output for a full checkpoint."""
 
     TORCH = "one torch file"
     SAFETENSORS = "one safetensors file"
@@ -69,8 +68,8 @@ class Layout:
     """How full checkpoints are divided into files.
 
     Args:
-        max_shard_size: in bytes, of each safetensors file in a directory; a tensor that is larger
-            gets a file of its own.
+        max_shard_size: in bytes, of each safetensors file in a directory; a larger tensor gets a
+            file of its own.
         copy_ties: whether every name of a tied tensor gets its own copy in safetensors files.
     """
 
@@ -79,10 +78,10 @@ class Layout:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that ``"5GB"``, ``"200 MiB"`` or ``"1000"`` means.
+    """Return the number of bytes in a text such as ``"5GB"``, ``"200 MiB"`` or ``"1000"``.
 
     Raises:
-        CheckpointError: if it is not of this form, or zero.
+        CheckpointError: if the text has another form or means less than one byte.
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -92,18 +91,21 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: str) -> Kind:
-    """Return what a path asks for: ``x.safetensors``; a directory, if there is one or it ends in a
-    slash; else a torch file, whatever its name."""
+    """Return the kind of output that a path implies.
+
+    That is a safetensors file for ``x.safetensors``, a directory for one that exists or a path that
+    ends in a slash, and a torch file for any other path.
+    """
     if path.endswith(SAFETENSORS):
         return Kind.SAFETENSORS
     return Kind.DIRECTORY if path.endswith(os.sep) or os.path.isdir(path) else Kind.TORCH
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
-    """Return the files for ``full`` at ``path``, in the order in which they should appear.
+    """Return the files for ``full`` at ``path``, in the order in which to give them their names.
 
     Raises:
-        CheckpointError: if the kind of file cannot hold something of it.
+        CheckpointError: if the kind of file cannot hold all values.
     """
     if kind is Kind.TORCH:
         return [TorchOutput(path, _torch_content(full))]
@@ -116,10 +118,10 @@ def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -
         ]
     )
     if kind is Kind.SAFETENSORS:
-        base, parts = path.removesuffix(SAFETENSORS), Layout(1 << 62, layout.copy_ties)
-        return list(_all_parts(full, base, f"{base}.optimizer", parts))
-    names = [os.path.join(path, name) for name in ("model", "optimizer")]
-    return list(_all_parts(full, names[0], names[1], layout))
+        base, unlimited = path.removesuffix(SAFETENSORS), Layout(1 << 62, layout.copy_ties)
+        return list(_all_files(full, base, f"{base}.optimizer", unlimited))
+    model, optimizer = os.path.join(path, "model"), os.path.join(path, "optimizer")
+    return list(_all_files(full, model, optimizer, layout))
 
 
 def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
@@ -130,8 +132,10 @@ def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
 
 
 def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
-    """Return an optimizer's state dict as FSDP2's ``get_optimizer_state_dict`` does: with names of
-    parameters in place of numbers."""
+    """Return an optimizer's state dict with names of parameters in place of their indices.
+
+    FSDP2's ``get_optimizer_state_dict`` has the same form.
+    """
     return {
         "state": {
             name: {what: entry.value for what, entry in state.items()}
@@ -143,13 +147,12 @@ def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
     }
 
 
-def _all_parts(
+def _all_files(
     full: FullCheckpoint, model: str, optimizer: str, layout: Layout
 ) -> Iterator[Output]:
-    # Copies too are read again from their source, so they cost no memory.
     stored = {n: t for n, t in full.model.items() if layout.copy_ties or n not in full.ties}
     aliases = {} if layout.copy_ties else _aliases(full)
-    yield from _parts(model, stored, aliases, layout.max_shard_size)
+    yield from _files(model, stored, aliases, layout.max_shard_size)
     if full.optimizer is not None:
         tensors = {
             f"state.{name}.{what}": tensor
@@ -157,16 +160,17 @@ def _all_parts(
             for what, tensor in tensors.items()
         }
         own = {OPTIMIZER: json.dumps(_described(full.optimizer))}
-        yield from _parts(optimizer, tensors, own, layout.max_shard_size)
+        yield from _files(optimizer, tensors, own, layout.max_shard_size)
 
 
 def _aliases(full: FullCheckpoint) -> dict[str, str]:
-    own = ("format", CHECKSUMS, OPTIMIZER)  # keys of the metadata, which no alias may take
-    return {alias: name for alias, name in full.ties.items() if alias not in own}
+    # An alias may not overwrite another entry of the header's metadata.
+    reserved = ("format", CHECKSUMS, OPTIMIZER)
+    return {alias: name for alias, name in full.ties.items() if alias not in reserved}
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
-    """Return all but the tensors, of which the names are given."""
+    """Return groups and values as JSON, and the names of the states that are tensors."""
     record = optimizer.record()
     return {
         "param_groups": optimizer_content(optimizer)["param_groups"],
@@ -180,22 +184,22 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
     }
 
 
-def _parts(
+def _files(
     base: str, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str], limit: int
 ) -> Iterator[Output]:
-    """Return one file, or several and their index, as ``huggingface_hub`` names them."""
+    """Yield one file, or several and their index, with the names of ``huggingface_hub``."""
     groups = list(_grouped(tensors, limit))
-    paths = [_part_path(base, i, len(groups)) for i in range(len(groups))]
+    paths = [_path(base, i, len(groups)) for i in range(len(groups))]
     for path, group in zip(paths, groups, strict=True):
         yield SafetensorsOutput(path, group, partial(_metadata, metadata))
     if len(groups) > 1:
-        places = {
+        file_names = {
             name: os.path.basename(path)
             for path, group in zip(paths, groups, strict=True)
             for name in group
         }
         total = sum(source.spec.nbytes for source in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": file_names}
         yield BytesOutput(f"{base}{SAFETENSORS}.index.json", json.dumps(index, indent=1).encode())
 
 
@@ -211,34 +215,31 @@ def _grouped(tensors: Mapping[str, TensorSource], limit: int) -> Iterator[dict[s
     yield group
 
 
-def _part_path(base: str, index: int, count: int) -> str:
-    return (
-        f"{base}{SAFETENSORS}"
-        if count == 1
-        else f"{base}-{index + 1:05d}-of-{count:05d}{SAFETENSORS}"
-    )
+def _path(base: str, index: int, count: int) -> str:
+    part = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
+    return f"{base}{part}{SAFETENSORS}"
 
 
 def _metadata(own: Mapping[str, str], checksums: Checksums) -> dict[str, str]:
     return {**own, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
 
 
-# ---------------------------------------------------------------- other names and dtypes
+# ---------------------------------------------------------------- renaming and casting
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Names that begin with ``old`` begin with ``new`` instead."""
+    """Replaces the prefix ``old`` of names by ``new``."""
 
     old: str
     new: str
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule that ``"OLD=NEW"`` means; NEW may be empty.
+    """Return the rule that is written as ``"OLD=NEW"``; NEW may be empty.
 
     Raises:
-        CheckpointError: if it is not of this form.
+        CheckpointError: if the text has another form.
     """
     old, equals, new = text.partition("=")
     if not equals or not old:
@@ -247,7 +248,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
-    """Return the same checkpoint under other names; of the rules, the first that fits is used.
+    """Return the checkpoint with new names; the first rule whose prefix a name has applies.
 
     Raises:
         CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
@@ -272,8 +273,11 @@ def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
 
 
 def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
-    """Cast the model's floating-point tensors; the optimizer's stay as they are."""
-    known: dict[int, TensorSource] = {}  # a tied tensor stays one object
+    """Return the checkpoint with the model's floating-point tensors cast, but not the optimizer's.
+
+    Tied tensors remain one object.
+    """
+    known: dict[int, TensorSource] = {}  # by id of the source before the cast
 
     def cast(value: Any) -> Any:
         if not isinstance(value, TensorSource) or not value.dtype.is_floating_point:

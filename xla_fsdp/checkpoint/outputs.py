@@ -1,8 +1,8 @@
-"""Files made of tensor sources, written in parallel, all of them or none.
+"""Write files from tensor sources, in parallel: either all files get their names, or none.
 
-Invariants: no tensor is ever whole in memory; everything read is held against its checksum, and
-what is written gets one (in a safetensors file in the header; in a torch file as the record's
-CRC-32); nothing gets its name before all of this is done.
+Invariants: tensors are copied in chunks and verified against their checksums; written tensors get
+checksums (in a safetensors header, or as the CRC-32 of a torch file's record); all this is done
+before the first file gets its final name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WriteOptions:
 
     Args:
         overwrite: whether existing files may be replaced.
-        verify: whether to read everything again from disk and compare, and to look for damage also
-            in what is not needed of the shards.
-        threads: that copy at the same time; None for as many as suit this machine.
-        progress: called with a number of bytes, each time that many more are copied.
+        verify: whether to read all written files again and compare, and to verify tensors of the
+            shards too that the output does not need.
+        threads: that copy at the same time; None for ``default_threads()``.
+        progress: called with the number of bytes of every copied chunk.
     """
 
     overwrite: bool = False
@@ -60,14 +60,14 @@ class Output(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """About how long the file gets."""
+        """The approximate size of the file."""
 
     @abstractmethod
     def begin(self, temporary: str) -> list[CopyTask]:
-        """Make the file, with room for its tensors; return what to copy into it."""
+        """Create the file with room for its tensors; return what to copy into it."""
 
     def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:  # noqa: B027
-        """Write what depends on the tensors: their CRC-32, by their offsets in the file."""
+        """Write checksums into the complete file, from the tensors' CRC-32 by file offset."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class SafetensorsOutput(Output):
     Args:
         path: of the file.
         tensors: by name.
-        metadata: of the header, from the tensors' checksums; as long for any checksums.
+        metadata: returns the header's metadata, given the tensors' checksums; its length must not
+            depend on their values.
     """
 
     path: str
@@ -85,7 +86,7 @@ class SafetensorsOutput(Output):
     metadata: Callable[[Checksums], Mapping[str, str]]
 
     def header(self, checksums: Checksums | None = None) -> Header:
-        """Return the file's header; without checksums, one of the same length."""
+        """Return the file's header; without checksums, one with zeros in their place."""
         known = dict.fromkeys(self.tensors, EMPTY) if checksums is None else checksums
         specs = {name: source.spec for name, source in self.tensors.items()}
         return plan_file(specs, self.metadata(known))
@@ -96,7 +97,8 @@ class SafetensorsOutput(Output):
 
     def begin(self, temporary: str) -> list[CopyTask]:
         header = self.header()
-        _reserve(temporary, header.file_size)
+        with open(temporary, "xb") as file:
+            file.truncate(header.file_size)  # zeros, which take no room on most file systems yet
         return [
             CopyTask(self.tensors[name], temporary, entry.start)
             for name, entry in header.entries.items()
@@ -114,7 +116,7 @@ class SafetensorsOutput(Output):
 
 @dataclass(frozen=True)
 class TorchOutput(Output):
-    """A file of ``torch.save``: plain values, with ``TensorSource`` in place of tensors."""
+    """A file of ``torch.save``; its content has a ``TensorSource`` in place of each tensor."""
 
     path: str
     content: Any
@@ -137,8 +139,6 @@ class TorchOutput(Output):
 
 @dataclass(frozen=True)
 class BytesOutput(Output):
-    """A small file whose content is known."""
-
     path: str
     content: bytes
 
@@ -160,13 +160,13 @@ def write_outputs(
     """Write all files, then give them their names, in this order.
 
     Args:
-        outputs: whose directories exist, or can be made in one that does.
-        options: how.
-        verifiers: of tensors among what the outputs are made of.
+        outputs: files to write; missing directories are created.
+        options: how to write them.
+        verifiers: of the tensors that the outputs read.
 
     Raises:
-        CheckpointError: if anything cannot be read or written, is damaged, or exists already;
-            nothing has been changed then.
+        CheckpointError: if a file cannot be read or written, is damaged, or exists already. No
+            file has its final name then.
     """
     with AtomicFiles(overwrite=options.overwrite) as files:
         begun = [(output, files.add(output.path)) for output in outputs]
@@ -185,12 +185,12 @@ def write_outputs(
 def find_output_problems(
     outputs: Sequence[Output], *, overwrite: bool, make_directories: bool
 ) -> list[str]:
-    """Return why these files could not be written, one line each. Nothing is changed.
+    """Return one line for each reason why these files cannot be written; change nothing.
 
     Args:
-        outputs: all that will be written together.
+        outputs: all files that will be written together.
         overwrite: whether existing files may be replaced.
-        make_directories: whether directories that are not there are made.
+        make_directories: whether missing directories will be created.
     """
     problems = []
     needed: dict[str, int] = {}
@@ -218,7 +218,7 @@ def find_output_problems(
 def _copy(
     tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[ChecksumVerifier]
 ) -> dict[str, dict[int, int]]:
-    """Copy everything; return the CRC-32 of each tensor by file and offset."""
+    """Copy all tensors; return the CRC-32 of each by path and offset."""
     threads = options.threads or default_threads()
     crcs = copy(tasks, threads=threads, progress=options.progress)
     raise_if(find_damage(verifiers, unread=options.verify))
@@ -231,10 +231,10 @@ def _copy(
 
 
 def _verify(tasks: Sequence[CopyTask], crcs: Sequence[int], threads: int) -> None:
-    """Read all that was written again, and compare."""
+    """Read all written tensors again, and compare their CRC-32."""
     for path in dict.fromkeys(task.path for task in tasks):
         sync(path)
-        _forget(path)
+        _drop_page_cache(path)
     sources = [Part(LocalFile(t.path), t.start, t.source.spec.nbytes) for t in tasks]
     found = read_crcs(sources, threads=threads)
     raise_if(
@@ -247,8 +247,8 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[int], threads: int) -> Non
     )
 
 
-def _forget(path: str) -> None:
-    # What is read next then comes from the disk, where the system allows to ask for that.
+def _drop_page_cache(path: str) -> None:
+    # So that the next read comes from the disk. macOS has no such call.
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -259,7 +259,7 @@ def _forget(path: str) -> None:
 
 @contextmanager
 def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
-    """Put the files' final names, which users know, in place of temporary ones in errors."""
+    """Replace temporary paths in error messages by the final ones, which users know."""
     try:
         yield
     except CheckpointError as error:
@@ -269,43 +269,34 @@ def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
         raise CheckpointError(lines) from error
 
 
-def _reserve(path: str, size: int) -> None:
-    """Make a new file of this size, all zeros."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        os.ftruncate(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
 # ---------------------------------------------------------------- jobs
 
 
 class Job(ABC):
-    """Something to write, which can be described and checked before: neither changes anything."""
+    """A planned output, which can be checked and described without changing anything."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """About how much."""
+        """The approximate number of bytes to write."""
 
     @abstractmethod
     def find_problems(self, *, overwrite: bool) -> list[str]:
-        """Return why it could not be written, one line each."""
+        """Return one line for each reason why it cannot be written."""
 
     @abstractmethod
     def describe(self) -> Iterator[str]:
-        """Say what would be written, in lines for people."""
+        """Yield lines that tell the user what would be written."""
 
     @abstractmethod
     def write(self, options: WriteOptions) -> None:
-        """Write it; ``CheckpointError`` if that fails or something read is damaged."""
+        """Write it; raise ``CheckpointError`` if that fails or a tensor is damaged."""
 
     def run(self, options: WriteOptions) -> None:
         """Check and write.
 
         Raises:
-            CheckpointError: with every problem found; nothing has been changed then.
+            CheckpointError: with every problem found; no file has its final name then.
         """
         raise_if(self.find_problems(overwrite=options.overwrite))
         self.write(options)
@@ -313,12 +304,12 @@ class Job(ABC):
 
 @dataclass(frozen=True)
 class FilesJob(Job):
-    """Files.
+    """Writes a list of files.
 
     Args:
         outputs: in the order in which they get their names.
-        verifiers: of what they are made of.
-        make_directories: whether directories that are not there are made.
+        verifiers: of the tensors that the outputs read.
+        make_directories: whether to create missing directories.
     """
 
     outputs: Sequence[Output]

@@ -1,11 +1,11 @@
-"""Plans for merging shards, from their metadata and state dicts, whichever format they are in.
+"""Plan how to merge shards, from the metadata and state dict of one of them.
 
-Shards are in our format (``format``) or in that of ``torch_xla.distributed.fsdp``, which is only
-read here. Its wrappers put their attribute names into every key: ``_fsdp_wrapped_module.`` for a
-unit, ``_fpw_module.`` for the flattening below it.
+The shards are in the format of ``xla_fsdp.checkpoint.format`` or in that of
+``torch_xla.distributed.fsdp``, whose wrappers put their attribute names into every key:
+``_fsdp_wrapped_module.`` for an FSDP unit, ``_fpw_module.`` for flattening.
 
-Invariants: names in a plan are those of the model before it was wrapped; metadata that is of
-neither format, or contradicts its state dict, raises ``CheckpointError``.
+Invariants: names in a plan are those of the model before it was wrapped; metadata that has neither
+format, or contradicts its state dict, raises ``CheckpointError``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARD_PREFIX = "_fsdp_shard"
 
 
 class Identity(NamedTuple):
-    """Which shard of how many, in which format."""
+    """The format of a shard, its rank, and the number of ranks."""
 
     format: str
     rank: int
@@ -47,10 +47,10 @@ class Identity(NamedTuple):
 
 
 def identify(metadata: Any) -> Identity:
-    """Return who wrote a shard.
+    """Return the format, rank and world size of a shard.
 
     Raises:
-        CheckpointError: if the metadata is of neither format or is broken.
+        CheckpointError: if the metadata has neither format or is malformed.
     """
     if _is_torch_xla(typed(metadata, dict, "shard_metadata")):
         return Identity("torch_xla", *_torch_xla_identity(metadata))
@@ -64,7 +64,7 @@ def identify(metadata: Any) -> Identity:
 
 
 def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what the metadata of all ranks of one model have in common: all but the rank."""
+    """Return the part of the metadata that is equal on all ranks of one model."""
     keys = TORCH_XLA_KEYS if _is_torch_xla(metadata) else OWN_KEYS
     return {key: metadata[key] for key in keys if key in metadata}
 
@@ -72,15 +72,15 @@ def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
 def make_plan(
     metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
 ) -> MergePlan:
-    """Return how to merge this shard with those of the other ranks.
+    """Return the plan to merge this shard with those of the other ranks.
 
     Args:
-        metadata: what ``model.get_shard_metadata()`` returned, of either format.
-        state_dict: of the same rank. torch_xla's metadata leaves lengths and dtypes to it.
-        optimizer: whether to merge optimizer state, too.
+        metadata: result of ``model.get_shard_metadata()``, in either format.
+        state_dict: of the same rank; torch_xla's metadata has no lengths and dtypes of shards.
+        optimizer: whether to merge optimizer state too.
 
     Raises:
-        CheckpointError: if a key is missing or names collide; every problem is listed.
+        CheckpointError: with every problem found, such as missing keys or colliding names.
     """
     identify(metadata)
     plan = (
@@ -149,7 +149,7 @@ def _optimizer_keys(plan: MergePlan) -> list[str]:
 
 
 def original_name(name: str) -> str:
-    """Return a name without the parts that torch_xla's wrappers add."""
+    """Return a name without the attribute names of torch_xla's wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -160,7 +160,6 @@ def _is_torch_xla(metadata: dict[str, Any]) -> bool:
 
 
 def _torch_xla_identity(metadata: dict[str, Any]) -> tuple[int, int]:
-    """Return rank and world size."""
     rank = item(metadata, "rank", int, "")
     world_size = item(metadata, "world_size", int, "")
     check_rank(rank, world_size)
@@ -168,8 +167,8 @@ def _torch_xla_identity(metadata: dict[str, Any]) -> tuple[int, int]:
 
 
 def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> MergePlan:
-    # torch_xla does not write aliases of weights tied inside one unit: they are absent from the
-    # result and have to be tied again by the model that loads it.
+    # torch_xla does not save aliases of weights tied inside one FSDP unit: the result lacks them,
+    # and the model that loads it must tie them again.
     _, world_size = _torch_xla_identity(metadata)
     members = dict(_members_of_keys(metadata))
     raise_if(
@@ -195,7 +194,7 @@ def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> 
 
 
 def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[MemberRecord, ...]]]:
-    """Yield state dict key and the parameters in it, for every entry of ``shard_info``."""
+    """Yield the state dict key and the parameters of every entry of ``shard_info``."""
     flatten_info = metadata.get("flatten_info", {})
     typed(flatten_info, dict, "flatten_info")
     for unit, infos in item(metadata, "shard_info", dict, "").items():
@@ -226,8 +225,8 @@ def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
 def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
     """Return original dtypes by original names.
 
-    The names in ``buffer_info`` differ from the state dict's by a wrapper, so torch_xla itself
-    never finds them and leaves such buffers in the wrong dtype.
+    The names in ``buffer_info`` contain ``_fpw_module.``, which torch_xla's ``state_dict()``
+    removes, so torch_xla's own merge does not find them and leaves such buffers in the wrong dtype.
     """
     infos = typed(metadata.get("buffer_info", {}), dict, "buffer_info")
     return {
@@ -254,9 +253,9 @@ def _names_a_shard(key: str) -> bool:
 def _torch_xla_entry(
     members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int
 ) -> ShardedEntry:
-    # How shards are padded is not written, nor their dtype. The shard's own length, taken as the
-    # multiple, gives the same slices as the unknown one. A shard of more than one dim was made with
-    # ``shard_param_on_dim_0``.
+    # The metadata has neither the padding multiple nor the dtype of shards. The length of the shard
+    # as the multiple gives the same slices as the true one. A shard of more than one dim was made
+    # with ``shard_param_on_dim_0``.
     by_rows = len(shard.shape) > 1 and len(members) == 1
     size = members[0].shape[0] if by_rows and members[0].shape else sum(m.numel for m in members)
     multiple = max(shard.shape[0] if shard.shape else 1, 1)

@@ -1,12 +1,12 @@
-"""What one rank of a new job takes from the files of an old one. Reads next to nothing.
+"""Plan what one rank of a new job reads from the files of an old job, without reading tensors.
 
-The two jobs may differ in their numbers of ranks and tensor-parallel parts, units, flattening, rows
-and sharding groups. An optimizer state is cut like its parameter if it has the parameter's shape;
-one number (a step counter) is the same for all parameters that are joined; a state of any other
-shape belongs to one rank's shard, and fits only that.
+The jobs may differ in the numbers of ranks and tensor-parallel parts, FSDP units, flattening,
+sharding by rows, and sharding groups. An optimizer state of its parameter's shape is resharded with
+the parameter. A state of one number (a step counter) must be equal for all parameters that are
+flattened together. A state of any other shape can only be loaded by a rank with the same shard.
 
-Invariants: a shard cut here has exactly the elements that merging the files and slicing the result
-would give, and its source reads no others; what cannot be had is reported, all at once.
+Invariants: a new shard has exactly the elements that one would get by merging all files and slicing
+the result, and its source reads no others; all problems are reported together.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from xla_fsdp.checkpoint.tensor_source import (
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What a rank of the new job holds.
+    """The model and the optimizer of a rank of the new job.
 
     Args:
-        metadata: of its model.
-        unsharded: name to shape of every other tensor in its state dict.
-        groups: keys of the parameters in each of the optimizer's groups; None without optimizer.
+        metadata: of the model's shards.
+        unsharded: name to shape of every other tensor in the state dict.
+        groups: keys of the parameters in each of the optimizer's groups; None to load no optimizer.
     """
 
     metadata: ShardMetadata
@@ -61,12 +61,12 @@ class LoadTarget:
 
 @dataclass
 class ReadPlan:
-    """All that a target takes, and why it cannot have the rest.
+    """The tensors that a target reads, or the reasons why it cannot be loaded.
 
     Args:
-        model: by key of the target's state dict. Sharded ones are vectors.
-        optimizer: in the target's groups and by its keys; None if it has none.
-        problems: one line each. With any, the rest is of no use.
+        model: by key of the target's state dict; shards are vectors.
+        optimizer: with the target's groups and keys; None if the target has no optimizer.
+        problems: one line each. If there are any, the rest must not be used.
     """
 
     model: dict[str, TensorSource] = field(default_factory=dict)
@@ -75,12 +75,12 @@ class ReadPlan:
 
 
 class SourceCheckpoint:
-    """The files of all ranks of the old job, by original names.
+    """The files of all ranks of the old job, accessed by original names.
 
     Args:
-        plan: of the shards.
-        shards: of every rank, in rank order; their tensors are not read.
-        own: the rank whose unsharded tensors are taken.
+        plan: for merging the shards.
+        shards: of every rank, in rank order.
+        own: rank whose unsharded tensors are read, and whose shards if the target needs the same.
     """
 
     def __init__(self, plan: MergePlan, shards: Sequence[Shard], own: int) -> None:
@@ -96,12 +96,12 @@ class SourceCheckpoint:
         for key, name in plan.unsharded.items():
             if isinstance(value := self.own.state_dict[key], TensorSource):
                 self.key_of[name], self.shapes[name] = key, value.shape
-        # Made when they are asked for: a full tensor is as many parts as there are ranks.
+        # Created on access: each has as many parts as there are ranks.
         self._full: dict[str, dict[str, TensorSource]] = {}
         self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
 
     def full(self, name: str) -> TensorSource:
-        """Return the tensor saved as ``name``, in full."""
+        """Return the global tensor saved as ``name``."""
         key = self.key_of[name]
         if key not in self.plan.sharded:
             return self.own.state_dict[key]
@@ -111,12 +111,12 @@ class SourceCheckpoint:
         return self._full[key][name]
 
     def resolve(self, name: str) -> str:
-        """Return the name under which a tensor is saved; other tied names are aliases."""
+        """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
         return name if name in self.key_of else self.plan.ties.get(name, name)
 
     def same_shard(self, record: ParamRecord, target: ShardMetadata) -> str | None:
-        """Return the key under which ``own`` holds the very shard of ``record`` that the target's
-        rank has; None if it was cut differently."""
+        """Return the key of rank ``own``'s shard if the target's rank has the same shard of
+        ``record``; None if the sharding differs."""
         key = self.key_of.get(self.resolve(record.members[0].name))
         entry = self.plan.sharded.get(key or "")
         if entry is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
@@ -128,11 +128,11 @@ class SourceCheckpoint:
         return key if same_members and same_length else None
 
     def record(self, key: str) -> StateRecord | None:
-        """Return what is saved of the optimizer under a key."""
+        """Return the record of the optimizer states saved under a key."""
         return None if self.plan.optimizer is None else self.plan.optimizer.states.get(key)
 
     def full_states(self, name: str) -> dict[str, TensorSource]:
-        """Return the optimizer states of a parameter that have its shape, in full."""
+        """Return the global optimizer states of a parameter that have the parameter's shape."""
         key = self.key_of[name]
         if key not in self._states:
             self._states[key] = dict(self._full_states_of_key(key))
@@ -152,12 +152,12 @@ class SourceCheckpoint:
 
 
 def plan_read(source: SourceCheckpoint, target: LoadTarget, *, strict: bool) -> ReadPlan:
-    """Return what a rank of the new job takes.
+    """Return the tensors that a rank of the new job reads.
 
     Args:
-        source: the old job's files.
-        target: a rank of the new job.
-        strict: whether names that only one side has are problems.
+        source: files of the old job.
+        target: rank of the new job.
+        strict: whether a name that is only in ``source`` or only in ``target`` is a problem.
     """
     plan = _ModelReader(source, target, strict).read()
     if target.groups is None:
@@ -177,15 +177,18 @@ def shard_of(
     world_size: int,
     parts: int = 1,
 ) -> TensorSource:
-    """Return a rank's shard, as a vector with zeros as padding.
+    """Return a rank's shard as a vector, padded with zeros.
 
     Args:
-        record: the entry that the shard is of.
-        sources: full tensor of each member, in order and of one dtype; None for zeros. At least
-            one is not None.
-        rank: whose shard.
-        world_size: number of ranks, of all parts together.
-        parts: that tensor parallelism makes of the model.
+        record: of the sharded entry.
+        sources: global tensor of each parameter in ``record``, in order, all of one dtype; None for
+            zeros. At least one is not None.
+        rank: of the shard.
+        world_size: number of ranks of all tensor-parallel parts.
+        parts: number of tensor-parallel parts.
+
+    Returns:
+        A source of shape ``(shard_numel,)``.
     """
     layout = record.layout(world_size, parts)
     part, local_rank = divmod(rank, layout.num_shards)
@@ -206,8 +209,6 @@ def shard_of(
 
 
 class _ModelReader:
-    """Makes the model's part of a ``ReadPlan``."""
-
     def __init__(self, source: SourceCheckpoint, target: LoadTarget, strict: bool) -> None:
         self._source, self._target, self._strict = source, target, strict
         self._plan = ReadPlan()
@@ -237,7 +238,8 @@ class _ModelReader:
         return self._plan
 
     def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
-        """Return the names under which these members are saved; [] if not all can be had."""
+        """Return the names under which these parameters are saved; [] if any is missing or has
+        another shape."""
         found, missing = [], []
         for member in members:
             name = self._source.resolve(member.name)
@@ -253,7 +255,7 @@ class _ModelReader:
                     f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
                     f"model"
                 )
-        if self._strict or found:  # a part of a flat parameter cannot be left as it is
+        if self._strict or found:  # a flat parameter must be loaded completely or not at all
             part = f" (a part of {key})" if len(members) > 1 else ""
             self._plan.problems += [
                 f"{name}{part} is in the model, but not in the checkpoint" for name in missing
@@ -262,8 +264,6 @@ class _ModelReader:
 
 
 class _OptimizerReader:
-    """Makes the optimizer's part of a ``ReadPlan``, whose model is there."""
-
     def __init__(
         self,
         source: SourceCheckpoint,
@@ -293,7 +293,7 @@ class _OptimizerReader:
             used.update(names)
             groups.append(GroupRecord(tuple(keys), self._options(index, names)))
             for key in keys:
-                if key in self._plan.model:  # else it has been reported, or is passed over
+                if key in self._plan.model:  # otherwise reported already, or ignored if not strict
                     states |= self._states(key)
         if self._strict:
             self._problems += [
@@ -305,13 +305,14 @@ class _OptimizerReader:
         return OptimizerState(tuple(groups), states)
 
     def _names(self, key: str) -> list[str]:
-        """Return the names under which the members of a target's key are saved."""
+        """Return the names under which the parameters of a target's key are saved."""
         record = self._records.get(key)
         members = [member.name for member in record.members] if record else [key]
         return [self._source.resolve(name) for name in members]
 
     def _options(self, index: int, names: Sequence[str]) -> dict[str, Any]:
-        """Return the hyperparameters that all parameters of a group had."""
+        """Return the hyperparameters that all parameters of a new group had; report if they
+        differed."""
         if self._strict:
             self._problems += [
                 f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
@@ -335,7 +336,7 @@ class _OptimizerReader:
         return found[0]
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
-        """Return the states of one of the target's keys, by key; {} if none are saved."""
+        """Return ``{key: its states}``; {} if none are saved."""
         names = self._names(key)
         old_keys = list(dict.fromkeys(self._source.key_of[name] for name in names))
         if not any(self._source.record(old) for old in old_keys):
@@ -357,8 +358,8 @@ class _OptimizerReader:
             return
         full = [source.full_states(name) for name in names]
         for state in dict.fromkeys(state for states in full for state in states):
-            # Parameters without state, joined with ones that have some, get zeros, which is what
-            # theirs would have been with gradients of zero.
+            # Parameters without state that are now flattened with others get zeros: the state that
+            # gradients of zero would have left.
             sources = [states.get(state) for states in full]
             if record is None:
                 yield state, StateEntry(StateKind.DEVICE, sources[0])
@@ -369,23 +370,23 @@ class _OptimizerReader:
         self, record: ParamRecord, sources: Sequence[TensorSource | None]
     ) -> TensorSource:
         dtype = next(source.dtype for source in sources if source is not None)
-        alike = [source and source.cast(dtype) for source in sources]
+        sources = [source and source.cast(dtype) for source in sources]
         own = self._metadata
-        return shard_of(record, alike, own.rank, own.world_size, own.tensor_parts)
+        return shard_of(record, sources, own.rank, own.world_size, own.tensor_parts)
 
     def _other_states(self, key: str, old: str) -> Iterator[tuple[str, StateEntry]]:
-        """Yield the states of an old key that are not cut like its parameter."""
+        """Yield the states of an old key that do not have its parameter's shape."""
         record = self._source.record(old)
         if record is None:
             return
-        in_full = self._source.full_states(self._source.plan.names_of(old)[0])
+        of_same_shape = self._source.full_states(self._source.plan.names_of(old)[0])
         for state, entry in self._source.own.states(old, record).items():
-            if state in in_full:
+            if state in of_same_shape:
                 continue
             if (
                 entry.kind is StateKind.VALUE
                 or _is_number(entry.value.spec)
-                or self._fits_as_it_is(key, old)
+                or self._has_same_shard(key, old)
             ):
                 yield state, entry
             else:
@@ -396,7 +397,7 @@ class _OptimizerReader:
                     f"with, or load without optimizer"
                 )
 
-    def _fits_as_it_is(self, key: str, old: str) -> bool:
+    def _has_same_shard(self, key: str, old: str) -> bool:
         record = self._records.get(key)
         if record is None:
             return old in self._source.plan.unsharded
@@ -405,7 +406,7 @@ class _OptimizerReader:
     def _add_common(
         self, key: str, state: str, new: StateEntry, states: dict[str, StateEntry]
     ) -> None:
-        """Add a value that all parameters joined in ``key`` must have in common."""
+        """Add a state to ``states``; report if it differs from another parameter's in ``key``."""
         known = states.setdefault(state, new)
         if known is new or _equal(known.value, new.value):
             return
@@ -418,7 +419,7 @@ class _OptimizerReader:
 
 
 def _is_number(spec: TensorSpec) -> bool:
-    # Also the empty tensor that torch_xla's optimizers keep for what they do not use.
+    # torch_xla's optimizers have empty tensors for the states they do not use.
     return spec.shape in ((), (0,), (1,))
 
 

@@ -1,8 +1,8 @@
-"""Shard files for another number of ranks, made from those there are.
+"""Plan shard files for another number of ranks, as a step that ``load_checkpoint`` reads.
 
-The new files hold the same tensors under the same keys, so that the same wrapping loads them;
-files of torch_xla become ours, with one key per parameter. What is saved beside
-model and optimizer is copied from rank 0's file. ``load_checkpoint`` reads the new directory.
+The new files have the same tensors under the same keys, so that a model with the same wrapping
+loads them; shards in torch_xla's format get one key per parameter. Values saved beside model and
+optimizer are copied from rank 0's file.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
 @dataclass(frozen=True)
 class _Content:
-    """What there is, in full.
+    """The unsharded content of the old files.
 
     Args:
-        metadata: of rank 0, in our form.
-        model: full tensor of every member by its name.
-        states: full tensor by key, sharded state and member's name.
-        unsharded: what is the same on all ranks, by its name in a file.
-        notes: what else rank 0's header says.
+        metadata: of rank 0, in our format and for the new number of ranks.
+        model: global tensor of every sharded parameter, by name.
+        states: global tensors of sharded optimizer states: by (key, state), then by parameter name.
+        unsharded: all other tensors, by their names in a file.
+        notes: further metadata in the header of rank 0's file.
     """
 
     metadata: ShardMetadata
@@ -70,17 +70,18 @@ def plan_reshard(
     optimizer: bool = True,
     step: int = 0,
 ) -> Job:
-    """Return the files of ``world_size`` ranks.
+    """Return the job that writes the files of ``world_size`` ranks.
 
     Args:
         shards: of every rank, checked, in rank order.
-        directory: to make a step in.
-        world_size: number of ranks that will share the model.
-        optimizer: whether to take optimizer state along.
-        step: to save it as.
+        directory: in which to create the step.
+        world_size: number of ranks to shard over.
+        optimizer: whether to write optimizer state too.
+        step: number of the new step.
 
     Raises:
-        CheckpointError: if something cannot be in such files, or ``world_size`` is impossible.
+        CheckpointError: if such files cannot hold a value, or ``world_size`` or ``step`` is out of
+            range.
     """
     if not 1 <= world_size <= 1_000_000:
         raise CheckpointError(f"--to_world_size {world_size} must be from 1 to 1,000,000")
@@ -100,7 +101,7 @@ def plan_reshard(
 
 
 def step_of(shard: Shard) -> int:
-    """Return the step that a shard was saved as; 0 if it is not in a step's directory."""
+    """Return the step of a shard file; 0 if it is not in a step's directory."""
     folder = os.path.dirname(os.path.abspath(shard.source))
     if not os.path.exists(os.path.join(folder, MARKER)):
         return 0
@@ -123,7 +124,6 @@ def _header_metadata(
 
 
 def _content(plan: MergePlan, shards: Sequence[Shard], world_size: int) -> _Content:
-    """Return what there is, with records of how ``world_size`` ranks will share it."""
     first = shards[0]
     raise_if(
         [
@@ -134,29 +134,29 @@ def _content(plan: MergePlan, shards: Sequence[Shard], world_size: int) -> _Cont
         ]
     )
     metadata = _metadata_of(plan, first.metadata)
-    params = tuple(_cut_anew(record, world_size) for record in metadata.params)
+    params = tuple(_for_ranks(record, world_size) for record in metadata.params)
     metadata = replace(metadata, params=params)
     model: dict[str, TensorSource] = {}
     for key, entry in plan.sharded.items():
         model.update(full_members(entry, [shard.state_dict[key] for shard in shards]))
     unsharded = {model_name(name): first.state_dict[key] for key, name in plan.unsharded.items()}
     states: dict[tuple[str, str], dict[str, TensorSource]] = {}
-    for key, state in (metadata.optimizer.states if metadata.optimizer else {}).items():
-        for what in state.sharded:
-            sources = [shard.optimizer[state_name(key, what)] for shard in shards]
-            states[key, what] = dict(full_members(plan.sharded[key], sources))
-        names = [state_name(key, what) for what in state.whole]
+    for key, record in (metadata.optimizer.states if metadata.optimizer else {}).items():
+        for state in record.sharded:
+            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
+            states[key, state] = dict(full_members(plan.sharded[key], sources))
+        names = [state_name(key, state) for state in record.whole]
         unsharded |= {name: first.optimizer[name] for name in names}
     return _Content(metadata, model, states, {**unsharded, **first.others}, first.notes)
 
 
 def _shards(content: _Content, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
-    """Yield what a rank gets, by name in its file."""
+    """Yield the name in the file and the shard of every sharded tensor of a rank."""
     records = {record.key: record for record in content.metadata.params}
     for key, record in records.items():
         yield model_name(key), _shard_of(record, content.model, rank, world_size)
-    for (key, what), full in content.states.items():
-        yield state_name(key, what), _shard_of(records[key], full, rank, world_size)
+    for (key, state), full in content.states.items():
+        yield state_name(key, state), _shard_of(records[key], full, rank, world_size)
 
 
 def _shard_of(
@@ -178,7 +178,7 @@ def _metadata_of(plan: MergePlan, metadata: Mapping[str, Any]) -> ShardMetadata:
         own = ShardMetadata.from_dict(metadata)
         return replace(
             own,
-            params=tuple(_of_one_part(record) for record in own.params),
+            params=tuple(_without_tensor_parallelism(record) for record in own.params),
             version=VERSION,
             groups=None,
             global_rank=None,
@@ -194,16 +194,15 @@ def _metadata_of(plan: MergePlan, metadata: Mapping[str, Any]) -> ShardMetadata:
     )
 
 
-def _of_one_part(record: ParamRecord) -> ParamRecord:
-    """Return the record without tensor parallelism."""
+def _without_tensor_parallelism(record: ParamRecord) -> ParamRecord:
     members = tuple(replace(member, tensor_dim=None) for member in record.members)
     row = math.prod(members[0].shape[1:])
     multiple = max(1, row) if record.by_rows else record.multiple
     return replace(record, members=members, multiple=multiple)
 
 
-def _cut_anew(record: ParamRecord, world_size: int) -> ParamRecord:
-    """Return the record as a model on ``world_size`` ranks has it."""
+def _for_ranks(record: ParamRecord, world_size: int) -> ParamRecord:
+    """Return the record that a model on ``world_size`` ranks has."""
     if record.by_rows or [member.name for member in record.members] != [record.key]:
         return record
     return replace(record, multiple=shard_multiple(record.members[0].shape, world_size))

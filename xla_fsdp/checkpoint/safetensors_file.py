@@ -1,13 +1,13 @@
-"""Safetensors files: where in a file each tensor lies, read and planned without the tensors.
+"""Read and plan the headers of safetensors files: the byte range of each tensor.
 
-The format is read here and not by ``safetensors.safe_open``, which gives no byte ranges: these are
-needed to read from an object store, to copy in bounded memory by several threads, to cut shards of
-any length out of any tensor, and to hold what is read against checksums. It also maps a file into
-memory, where one that shrinks ends the process, and it cannot say what is wrong with a file.
+``safetensors.safe_open`` does not suffice: it gives no byte ranges, which are needed to read from
+an object store, to copy in chunks by several threads, to slice shards and to verify checksums. It
+maps files into memory, so that a file that shrinks crashes the process, and its errors do not name
+what is wrong with a file.
 
-Invariants: a header that was read has entries that fill the rest of the file exactly; nothing is
-allocated on a file's word alone (``MAX_HEADER`` bounds the header, the file's own size all else).
-Every file planned here loads with ``safetensors.torch.load_file``.
+Invariants: the tensors in a header that was read fill the rest of the file exactly; ``MAX_HEADER``
+and the size of the file bound all allocations. ``safetensors.torch.load_file`` loads every file
+planned here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     dtype_name,
     prefixed,
+    raise_if,
     refuse_repeated,
     shown,
 )
@@ -35,7 +36,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     read_bytes,
 )
 
-METADATA_KEY = "xla_fsdp"  # where in a shard file's metadata the ``ShardMetadata`` is, as JSON
+METADATA_KEY = "xla_fsdp"  # key in the header's metadata of the ``ShardMetadata``, as JSON
 OWN_METADATA = ("format", METADATA_KEY)
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
@@ -65,25 +66,25 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: what it is, and the offset of its first byte in the file."""
+    """A tensor in a file: its spec, and the offset of its first byte in the file."""
 
     spec: TensorSpec
     start: int
 
     @property
     def stop(self) -> int:
-        """The offset behind its last byte."""
+        """The offset after its last byte."""
         return self.start + self.spec.nbytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """The first part of a file: all but its tensors.
+    """The header of a file.
 
     Args:
-        entries: by name, in the order in which they lie in the file.
+        entries: by name, in the order of their bytes in the file.
         metadata: strings by string.
-        data_start: offset of the first tensor; what is before it is ``to_bytes``.
+        data_start: length of the header, which is the offset of the first tensor.
     """
 
     entries: dict[str, Entry]
@@ -92,7 +93,7 @@ class Header:
 
     @property
     def file_size(self) -> int:
-        """Bytes of the whole file."""
+        """Number of bytes of header and tensors."""
         return max((entry.stop for entry in self.entries.values()), default=self.data_start)
 
     def to_bytes(self) -> bytes:
@@ -112,9 +113,8 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
         for name, spec in tensors.items()
         if spec.dtype not in _NAMES
     ]
-    if problems:
-        raise CheckpointError(problems)
-    # The widest first, so that all are aligned; otherwise in the order given.
+    raise_if(problems)
+    # The widest dtype first, so that every tensor is aligned; otherwise in the given order.
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
     start = data_start = len(_encoded(dict(metadata), ordered))
     if data_start - 8 > MAX_HEADER:
@@ -136,7 +136,7 @@ def read_header(source: ByteSource, name: str) -> Header:
         name: of the file, for messages.
 
     Raises:
-        CheckpointError: one line that names the file, for anything that a sound file has not.
+        CheckpointError: with one line that names the file, if it is malformed or truncated.
     """
     try:
         return _parsed(source)
@@ -145,12 +145,12 @@ def read_header(source: ByteSource, name: str) -> Header:
 
 
 def tensor_of(source: ByteSource, entry: Entry) -> TensorSource:
-    """Return a file's tensor, which is read when it is used."""
+    """Return a source of a tensor in a file."""
     return TensorSource(entry.spec, Part(source, entry.start, entry.spec.nbytes))
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:
-    """Return the metadata in a shard file's header as the dict that ``ShardMetadata`` reads.
+    """Return the dict for ``ShardMetadata.from_dict`` from a shard file's header.
 
     Raises:
         CheckpointError: if this is not a shard file.
@@ -165,7 +165,11 @@ def shard_metadata_of(header: Header) -> dict[str, Any]:
 
 
 def shard_file_metadata(metadata: ShardMetadata, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a shard file's header; ``extra`` may not be the format's own keys."""
+    """Return the metadata for a shard file's header.
+
+    Raises:
+        ValueError: if ``extra`` has one of the format's own keys.
+    """
     own = {"format": "pt", METADATA_KEY: json.dumps(metadata.to_dict(), separators=(",", ":"))}
     if both := own.keys() & extra.keys():
         raise ValueError(f"extra metadata may not be called {sorted(both)}: these are the format's")
@@ -207,7 +211,8 @@ def _parsed(source: ByteSource) -> Header:
     lines = _json_dict(_text(read_bytes(source, 8, length)), "header")
     metadata = _metadata(lines.pop("__metadata__", {}))
     entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
-    header = Header(_in_file_order(entries), metadata, 8 + length)
+    in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
+    header = Header(dict(in_file_order), metadata, 8 + length)
     _check_filled(header, source.nbytes)
     return header
 
@@ -224,7 +229,7 @@ def _json_dict(text: str, where: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_without_repetition)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    # Besides syntax: nesting too deep, and numbers of more digits than Python converts.
+    # Wrong syntax, numbers of more digits than Python converts, or too deep nesting.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -247,33 +252,28 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
     where = f"header: {shown(name)}"
     if not isinstance(line, dict) or line.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where} is not a dict of dtype, shape and data_offsets")
-    dtype, shape, places = line["dtype"], line["shape"], line["data_offsets"]
+    dtype, shape, offsets = line["dtype"], line["shape"], line["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
             f"{where}: dtype {shown(dtype)} is not known; expected one of {', '.join(DTYPES)}"
         )
-    if not _sizes(shape) or len(shape) > MAX_DIMS:
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise CheckpointError(
             f"{where}: shape is {shown(shape)}, expected at most {MAX_DIMS} sizes from 0 to 2^63"
         )
-    if not _sizes(places) or len(places) != 2:
-        raise CheckpointError(f"{where}: data_offsets are {shown(places)}, expected two offsets")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where}: data_offsets are {shown(offsets)}, expected two offsets")
     spec = TensorSpec(DTYPES[dtype], tuple(shape))
-    if places[1] - places[0] != spec.nbytes:
+    if offsets[1] - offsets[0] != spec.nbytes:
         raise CheckpointError(
-            f"{where}: data_offsets {places} hold {places[1] - places[0]:,} bytes, but "
+            f"{where}: data_offsets {offsets} hold {offsets[1] - offsets[0]:,} bytes, but "
             f"{dtype} of shape {shown(shape)} takes {shown(spec.nbytes)}"
         )
-    return Entry(spec, data_start + places[0])
+    return Entry(spec, data_start + offsets[0])
 
 
-def _sizes(value: Any) -> bool:
-    """Return whether these are integers that fit a file."""
+def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def _in_file_order(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    return dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
 
 
 def _check_filled(header: Header, file_size: int) -> None:

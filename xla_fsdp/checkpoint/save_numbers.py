@@ -1,8 +1,8 @@
-"""Numbers that tell one save of a job from the next, for scripts that save to the same paths again.
+"""Number the saves of a job, for torch_xla scripts that save to the same paths again.
 
-A rank's saves are counted by how often it asks for shard metadata; as every rank does so for every
-save, the files of one save have the same number. Files have none unless ``xla_fsdp.compat`` is
-installed, and only its merge reads it.
+A rank counts its calls of ``get_shard_metadata()``. Every rank calls it once for every save, so the
+files of one save have the same number. Only after ``xla_fsdp.compat.install()`` are files numbered,
+and only ``xla_fsdp.compat.merge`` reads the numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any
 KEY = "save_number"
 
 
-class _Count(threading.local):
-    """The saves of one rank, which is a process or a thread."""
-
+class _Count(threading.local):  # thread-local, as ranks on CPU are threads of one process
     saves = 0
 
 
-# Of the process, as is the installation of ``xla_fsdp.compat``, which sets the event.
-_installed = threading.Event()
+_installed = threading.Event()  # for all ranks of the process, as ``xla_fsdp.compat.install``
 _count = _Count()
 
 
@@ -30,7 +27,7 @@ def begin() -> None:
 
 
 def numbered(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's metadata with the number of the save that it is asked for."""
+    """Count one more save of the calling rank, and return its metadata with that number."""
     if not _installed.is_set():
         return metadata
     _count.saves += 1
@@ -38,6 +35,6 @@ def numbered(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_of(metadata: Any) -> int | None:
-    """Return the number in a file's metadata, which nobody has checked yet."""
+    """Return the number in a file's metadata, which may be malformed; None if it has none."""
     number = metadata.get(KEY) if isinstance(metadata, dict) else None
     return number if isinstance(number, int) else None

@@ -1,17 +1,17 @@
-"""Saving one step: what a rank writes, and how the ranks make it count only if all of it is there.
+"""Save one step: write a file for each rank, then mark the step as complete.
 
-Each rank writes its shards, its optimizer's, and *values*: whatever has no shards (schedulers,
-counters, random number states), packed by ``json_values``. A ``.safetensors`` file has values in
-its header and in tensors of their own; a ``.pth`` file has torch_xla's keys, ``model`` and
+Each rank writes the shards of its model and optimizer, and *values*: all else (schedulers,
+counters, random number states), packed by ``json_values``. A ``.safetensors`` file has the values
+in its header and in tensors of their own. A ``.pth`` file has torch_xla's keys, ``model`` and
 ``shard_metadata``, and the optimizer's state by parameter key.
 
-The *leader* is the one rank that marks and deletes in a directory: rank 0 where all ranks see the
-same files, else the first to come on every host.
+The *leader* of a directory is the one rank that writes the marker and deletes: rank 0 if all ranks
+see the same files, else the first rank on each host to claim it.
 
-Invariants: all ranks raise the same error or none; the marker is written after every rank has said
-that its file is on disk, and until then what was complete stays complete; a rank's bytes may go to
-disk in a thread, but ranks talk only in the caller's; tensors are written straight from where they
-are (into a ``.pth`` file: copied once).
+Invariants: all ranks raise the same error or none; the marker is written after all files are on
+disk, and until then older complete steps are not deleted; a thread may write a rank's file, but
+ranks communicate only in the caller's thread; tensors are written without a copy (to a ``.pth``
+file: with one).
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from xla_fsdp.checkpoint.storage import Buffer, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSpec, bytes_of
 
 CLAIM = ".leader"
-LOOKED_AT = 4  # complete attempts that a rank tells the others about; hosts are at most one apart
-LOOK_EVERY = 0.5  # seconds between two looks of rank 0 for the other ranks' files
-PATIENCE = 60.0  # seconds that it goes on looking after the program has come to its end
+LOOKED_AT = 4  # newest complete attempts that ranks compare; hosts differ by at most one
+LOOK_EVERY = 0.5  # seconds after which the leader looks again for the other ranks' files
+PATIENCE = 60.0  # seconds that it goes on after the main thread has ended
 
 
 @dataclass(frozen=True)
 class RankContent:
-    """All that one rank saves, in host memory.
+    """The content of one rank's file, in host memory.
 
     Args:
-        metadata: of its shards; checksums are filled in when it is written.
+        metadata: of its shards, without checksums.
         model: by key of the state dict, without aliases.
         states: tensors of the optimizer by key and state.
         values: everything else.
@@ -87,14 +87,16 @@ class RankContent:
         return {**named, **extra}
 
     def with_checksums(self) -> RankContent:
-        """Return the same with the checksum of every tensor in the metadata."""
+        """Return the content with the checksum of every tensor in its metadata."""
         checksums = {name: checksum(bytes_of(t)) for name, t in self.tensors().items()}
         return replace(self, metadata=replace(self.metadata, fingerprints=checksums))
 
 
 class Written(NamedTuple):
-    """A rank's file: its size, and a checksum of all its shards (not of tensors that are not
-    sharded, which may differ between replicas)."""
+    """The size of a rank's file, and one checksum of all its shards.
+
+    Unsharded tensors are left out, as they may differ between replicas.
+    """
 
     nbytes: int
     digest: str
@@ -104,12 +106,12 @@ def write_rank_file(storage: Storage | None, name: str, content: RankContent) ->
     """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name.
 
     Args:
-        storage: None to write nothing, as another rank writes the same.
+        storage: None to write nothing, because another sharding group writes this file.
         name: of the file.
         content: of the file.
 
     Raises:
-        CheckpointError: if it cannot be written, or holds what the format has not.
+        CheckpointError: if it cannot be written, or the format has no such dtype or value.
     """
     full = content.with_checksums()
     size = 0
@@ -129,7 +131,6 @@ def write_rank_file(storage: Storage | None, name: str, content: RankContent) ->
 
 
 def _digest(content: RankContent) -> str:
-    """Return a checksum of all shards of a rank's content, which has checksums already."""
     metadata = content.metadata
     names = [model_name(record.key) for record in metadata.params]
     for key, states in (metadata.optimizer.states if metadata.optimizer else {}).items():
@@ -148,7 +149,7 @@ def _safetensors_chunks(content: RankContent) -> Iterator[Buffer]:
 
 
 def _pth_chunks(content: RankContent) -> Iterator[Buffer]:
-    # The whole file at once: a zip archive needs to go back, which a stream cannot.
+    # In memory first: to write a zip archive, torch.save has to seek, which a stream cannot.
     buffer = io.BytesIO()
     content_of_file = {
         "model": dict(content.model),
@@ -165,12 +166,12 @@ def _pth_chunks(content: RankContent) -> Iterator[Buffer]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a job, seen from one.
+    """Communication between the ranks of a job.
 
     Args:
         rank: of the caller, among all.
-        count: how many there are.
-        exchange: given this rank's bytes, returns every rank's, in order. All ranks call it.
+        count: number of ranks.
+        exchange: all-gather of bytes: given this rank's, returns every rank's, in rank order.
     """
 
     rank: int
@@ -178,30 +179,30 @@ class Ranks:
     exchange: Callable[[bytes], list[bytes]]
 
     def all_gather_or_raise(self, problems: Sequence[str], value: Any = None) -> list[Any]:
-        """Return the JSON value that every rank gave, unless a rank has problems.
+        """Return the JSON value of every rank, in rank order; all ranks call it.
 
         Raises:
-            CheckpointError: the same on every rank, with the problems of all.
+            CheckpointError: the same on every rank, if any rank has problems; with all of them.
         """
         own = json.dumps([list(problems), value]).encode()
-        said = [json.loads(data) for data in self.exchange(own)]
+        gathered = [json.loads(data) for data in self.exchange(own)]
         ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, (lines, _) in enumerate(said):
+        for rank, (lines, _) in enumerate(gathered):
             for line in dict.fromkeys(lines):
                 ranks_of[line].append(rank)
         if ranks_of:
             raise CheckpointError([f"{_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()])
-        return [given for _, given in said]
+        return [each for _, each in gathered]
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Which file a rank writes.
+    """The file of a rank.
 
     Args:
-        shard: the rank's number among those that share a model.
-        num_shards: how many these are.
-        group: which of the groups that share a model this is; all hold the same.
+        shard: the rank in its sharding group.
+        num_shards: number of ranks in a sharding group.
+        group: index of the sharding group; the groups are replicas.
         suffix: of the file.
     """
 
@@ -211,19 +212,19 @@ class ShardFile:
     suffix: str
 
     def name(self, shard: int) -> str:
-        """Return the name of the file of one of the ranks that share a model."""
+        """Return the name of the file of one shard."""
         return rank_file_name(shard, self.num_shards, self.suffix)
 
 
 class Save:
-    """One saving of one step.
+    """Saves one step: call ``begin``, ``start`` and ``wait``, on every rank.
 
     Args:
         storage: of the calling rank.
-        ranks: all that take part.
-        file: that the calling rank writes.
-        step: that is saved.
-        keep_last: how many complete steps to keep; None for all.
+        ranks: that save.
+        file: of the calling rank.
+        step: to save.
+        keep_last: number of complete steps not to delete; None for all.
     """
 
     def __init__(
@@ -232,8 +233,8 @@ class Save:
         self._storage, self._ranks, self._file = storage, ranks, file
         self._step, self._keep_last = step, keep_last
         self._attempt = Attempt(step)
-        self._leads = False
-        self._shared = True
+        self._leads = False  # whether this rank marks and deletes in its directory
+        self._shared = True  # whether all ranks see the same files
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._error: Exception | None = None
@@ -243,7 +244,7 @@ class Save:
         """Agree on a new attempt. Every rank calls it.
 
         Args:
-            problems: why this rank cannot save at all, if so.
+            problems: reasons why this rank cannot save, if any.
 
         Raises:
             CheckpointError: with the problems of all ranks, or if a later step is complete.
@@ -254,9 +255,9 @@ class Save:
             complete = list(islice(newest_complete(self._storage), LOOKED_AT))
         except CheckpointError as error:
             found += error.problems
-        said = self._ranks.all_gather_or_raise(found, (max(numbers), complete))
-        self._refuse_earlier([{Attempt(*each) for each in own} for _, own in said])
-        self._attempt = Attempt(self._step, max(number for number, _ in said))
+        gathered = self._ranks.all_gather_or_raise(found, (max(numbers), complete))
+        self._refuse_earlier([{Attempt(*each) for each in own} for _, own in gathered])
+        self._attempt = Attempt(self._step, max(number for number, _ in gathered))
         self._find_leaders()
 
     def start(self, write: Callable[[Storage | None, str], Written]) -> None:
@@ -268,7 +269,7 @@ class Save:
         """Return when the step is complete for all ranks. Every rank calls it, once.
 
         Raises:
-            CheckpointError: on every rank, with what went wrong on any; the step is then removed.
+            CheckpointError: on every rank, if any rank failed; the attempt is then deleted.
         """
         self._waited_for.set()
         if self._thread is not None:
@@ -285,7 +286,7 @@ class Save:
         return [each for each in all_attempts(self._storage) if each.step == self._step]
 
     def _refuse_earlier(self, complete: Sequence[set[Attempt]]) -> None:
-        # What is complete on some hosts only was cut short, and does not count.
+        # An attempt that is complete on some hosts only was interrupted, and is ignored.
         latest = max(set.intersection(*complete), default=None)
         if latest is not None and latest.step > self._step:
             raise CheckpointError(
@@ -309,7 +310,7 @@ class Save:
 
     @property
     def _writes(self) -> bool:
-        """Whether this rank writes: where all see the same files, one group's are enough."""
+        """Whether this rank writes its file: on shared storage, one sharding group's suffice."""
         return self._file.group == 0 or not self._shared
 
     def _work(self, write: Callable[[Storage | None, str], Written]) -> None:
@@ -317,19 +318,19 @@ class Save:
             storage = self._storage if self._writes else None
             self._written = write(storage, self._attempt.file(self._file.name(self._file.shard)))
             if self._shared and self._leads:
-                self._mark_when_all_are_there()
+                self._mark_when_all_files_exist()
         except Exception as error:  # raised by wait()
             self._error = error
 
-    def _mark_when_all_are_there(self) -> None:
-        # So that the step counts even if the job ends before ``wait``. A file that has its name is
-        # whole, so this needs no word from the other ranks.
+    def _mark_when_all_files_exist(self) -> None:
+        # So that the step is complete even if the job ends before ``wait``. No communication is
+        # needed, as a file gets its name only when it is complete.
         expected = [self._file.name(shard) for shard in range(self._file.num_shards)]
         last_look = math.inf
         while time.monotonic() < last_look and not self._waited_for.wait(LOOK_EVERY):
             if last_look == math.inf and not threading.main_thread().is_alive():
                 last_look = time.monotonic() + PATIENCE
-            with suppress(CheckpointError):  # there is another look, and there is wait()
+            with suppress(CheckpointError):  # the next iteration or wait() tries again
                 if set(expected) <= set(self._storage.names(self._attempt.folder)):
                     self._mark({name: self._size(name) for name in expected})
                     return
@@ -338,15 +339,15 @@ class Save:
         return self._storage.source(self._attempt.file(name)).nbytes
 
     def _collect(self) -> dict[str, int]:
-        """Return every file's size, once all are written and replicas are seen to agree."""
+        """Return the size of every file, after checking that all are written and replicas equal."""
         failure = [] if self._error is None else _lines(self._error)
         own = self._written and (self._file.shard, self._writes, *self._written)
         files: dict[int, int] = {}
         digests: dict[int, tuple[int, str]] = {}
         problems = []
-        for rank, said in enumerate(self._ranks.all_gather_or_raise(failure, own)):
-            shard, writes, nbytes, digest = said
-            if writes:  # a replica's file would differ in what is not sharded
+        for rank, written in enumerate(self._ranks.all_gather_or_raise(failure, own)):
+            shard, writes, nbytes, digest = written
+            if writes:  # another replica's size may differ, because of its unsharded tensors
                 files.setdefault(shard, nbytes)
             first, expected = digests.setdefault(shard, (rank, digest))
             if digest != expected:
@@ -360,7 +361,7 @@ class Save:
 
     def _mark(self, files: dict[str, int]) -> None:
         if self._leads:
-            if not self._shared:  # of several replicas' files, this host has its own
+            if not self._shared:  # sizes on this host, as the files of replicas may differ
                 here = self._storage.names(self._attempt.folder)
                 files = {n: self._size(n) if n in here else size for n, size in files.items()}
             marker = Marker(self._step, self._file.num_shards, files)
@@ -371,7 +372,7 @@ class Save:
             remove(self._storage, self._attempt)
 
     def _tidy(self) -> None:
-        # What cannot be deleted is no reason to stop a run that has just been saved.
+        # The step is saved: a failure to delete older ones must not end the job.
         try:
             problems = tidy(self._storage, self._attempt, self._keep_last) if self._leads else []
         except CheckpointError as error:

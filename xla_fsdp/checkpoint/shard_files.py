@@ -1,6 +1,6 @@
-"""Finding and opening the files that the ranks saved.
+"""Find and open the files that the ranks saved.
 
-Invariants: nothing in a file is ever executed; tensors stay in the file until they are used.
+Invariants: opening runs no code from a file, and reads no tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xla_fsdp.checkpoint.torch_file import read_torch_file
 
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
-DCP_METADATA = ".metadata"  # the file that tells a directory of torch.distributed.checkpoint
+DCP_METADATA = ".metadata"  # the file that every directory of torch.distributed.checkpoint has
 
 MODEL_PREFIX = model_name("")
 _OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
@@ -39,12 +39,12 @@ class Shard:
     """One rank's part of a model.
 
     Args:
-        source: where it is from.
-        state_dict: a ``TensorSource`` for every tensor, other values as they are.
-        metadata: what ``model.get_shard_metadata()`` returned.
+        source: path of its file, or another name for messages.
+        state_dict: with a ``TensorSource`` in place of every tensor.
+        metadata: result of ``model.get_shard_metadata()``, not checked yet.
         optimizer: tensors of optimizer state by ``format.state_name``.
-        others: tensors of a safetensors file that are neither, by name.
-        notes: what else the metadata of such a file holds.
+        others: all other tensors of a safetensors file, by name.
+        notes: further metadata in the header of a safetensors file.
     """
 
     source: str
@@ -63,7 +63,7 @@ class Shard:
         yield from self.others.items()
 
     def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
-        """Return the optimizer states of ``key``, of which ``record`` is."""
+        """Return the optimizer states of ``key``, whose record is ``record``."""
         return record.entries(lambda name: self.optimizer[state_name(key, name)])
 
 
@@ -71,12 +71,11 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     """Return the shard files of one checkpoint, sorted.
 
     Args:
-        ckpt_prefix: what their paths start with, literally (only if that matches nothing, as a
-            pattern); or a directory: one that ``save_checkpoint`` wrote (its newest complete step
-            is taken), a step's, one of torch.distributed.checkpoint (which counts as one file), or
-            any other.
-        ckpt_suffix: pattern for the rest of their paths; in a directory, only one that is not
-            ``DEFAULT_SUFFIX`` counts, and otherwise files of both kinds do.
+        ckpt_prefix: start of their paths, taken literally, or as a pattern if that matches nothing;
+            or a directory: of ``save_checkpoint`` (the newest complete step is returned), of a
+            step, of torch.distributed.checkpoint (returned as one path), or with any shard files.
+        ckpt_suffix: pattern for the rest of their paths. A directory as ``ckpt_prefix`` is searched
+            for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
 
     Raises:
         CheckpointError: if a step is not complete.
@@ -94,10 +93,10 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
 
 
 def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
-    """Say which files ``find_files`` has found, in words for people.
+    """Return a text for the user on the shard files that ``find_files`` found.
 
     Args:
-        paths: of the shard files among them.
+        paths: of the shard files.
         ckpt_prefix: as given to ``find_files``.
         ckpt_suffix: as given to ``find_files``.
     """
@@ -115,7 +114,7 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
 
 
 def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
-    """Return what to say if ``find_files`` finds nothing."""
+    """Return the error message if ``find_files`` finds nothing."""
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
     return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
@@ -126,13 +125,12 @@ def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
 
 
 def read_marker_file(folder: str) -> Marker:
-    """Read the marker of a step's directory; ``CheckpointError`` if it makes no sense."""
+    """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
     file = LocalFile(os.path.join(folder, MARKER))
     return Marker.from_bytes(read_bytes(file, 0, file.nbytes), file.path)
 
 
 def _files_of_step(folder: str) -> list[str]:
-    """Return the files that the marker lists: others are not part of the checkpoint."""
     files = read_marker_file(folder).files
     if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise CheckpointError(
@@ -146,14 +144,14 @@ def _files_of_step(folder: str) -> list[str]:
 
 
 def open_safetensors(file: ByteSource, name: str) -> Shard:
-    """Open the shard in a safetensors file anywhere; its header is read, and nothing else.
+    """Open the shard in a safetensors file; reads its header only.
 
     Args:
-        file: its bytes.
-        name: for messages.
+        file: local or remote.
+        name: of the file, for messages.
 
     Raises:
-        CheckpointError: lines that name the file: it is not sound, or no shard file.
+        CheckpointError: with lines that name the file, if it is malformed or no shard file.
     """
     header = read_header(file, name)
     try:
@@ -179,7 +177,7 @@ def open_safetensors(file: ByteSource, name: str) -> Shard:
 
 
 def _checksum(metadata: Mapping[str, Any], name: str) -> str | None:
-    """Return what the metadata, which nobody has checked yet, says of a tensor."""
+    """Return a tensor's checksum from metadata, which may be malformed; None if it has none."""
     known = metadata.get("fingerprints")
     text = known.get(name) if isinstance(known, Mapping) else None
     return text if isinstance(text, str) and is_checksum(text) else None
@@ -189,8 +187,8 @@ def open_torch(path: str) -> Shard:
     """Open the shard in a torch file on this machine.
 
     Raises:
-        CheckpointError: lines that name the file: it cannot be read, would have to run code, or
-            lacks the model or the metadata.
+        CheckpointError: with lines that name the file: it cannot be read, would run code, or lacks
+            the model or the metadata.
     """
     checkpoint = read_torch_file(path)
     if not isinstance(checkpoint, dict):
@@ -211,7 +209,10 @@ def open_torch(path: str) -> Shard:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
-    """Yield tensors of ``{"state": {key: {state: tensor}}}``; states by index are of no use."""
+    """Yield the tensors of ``{"state": {key: {state: tensor}}}`` by their names in a file.
+
+    Entries under indices, as in the state dict of a torch optimizer, are ignored.
+    """
     states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
     for key, state in states.items() if isinstance(states, Mapping) else ():
         for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -220,7 +221,7 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
 
 
 def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[ChecksumVerifier]]:
-    """Return the same shards, and verifiers of what is going to be read of their tensors."""
+    """Return the same shards, reading through verifiers of their tensors' checksums."""
     same, verifiers = [], []
     for shard in shards:
         known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}

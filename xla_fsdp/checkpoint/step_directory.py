@@ -1,13 +1,12 @@
-"""The directory that the checkpoints of one run are kept in: names, completeness, deletion.
+"""Name, list and delete the checkpoints of one run in its directory.
 
     run/step_00000010/rank-00000-of-00008.safetensors ... complete.json
 
-Each saving of a step, an *attempt*, has a folder of its own: a step that is saved again gets a new
-one (``step_00000010.1``), which replaces the old one only when it is complete. The *marker* is the
-file that says that an attempt is complete, and how long its files are.
+Every time a step is saved, this *attempt* gets a new folder (``step_00000010.1``, ...). Its
+*marker*, ``complete.json``, says that all its files are on disk, and how long they are.
 
-Invariants: an attempt without a marker is never read; the marker is the first file to be deleted
-and the last to be written; the newest complete attempt is never deleted.
+Invariants: an attempt without a marker is never read; the marker is the last file written and the
+first deleted; the newest complete attempt is never deleted.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 
 
 class Attempt(NamedTuple):
-    """One saving of a step; later ones compare greater."""
+    """One attempt to save a step; later ones compare greater."""
 
     step: int
     number: int = 0
 
     @property
     def folder(self) -> str:
-        """Its name in the directory."""
         return f"step_{self.step:08d}" + (f".{self.number}" if self.number else "")
 
     def file(self, name: str) -> str:
-        """Return the name of a file of this attempt in the directory."""
+        """Return the path of a file of this attempt, relative to the run's directory."""
         return f"{self.folder}/{name}"
 
 
@@ -48,20 +46,20 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def all_attempts(storage: Storage) -> list[Attempt]:
-    """Return every attempt there is, complete or not, in order."""
+    """Return every attempt, complete or not, in order."""
     matches = (_FOLDER.fullmatch(name) for name in storage.names())
     return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
 
 
 def complete_attempts(storage: Storage) -> list[Attempt]:
-    """Return the attempts that may be read, in order."""
+    """Return the complete attempts, in order."""
     return sorted(newest_complete(storage))
 
 
 def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attempt]:
-    """Yield the attempts that may be read, the newest first, perhaps of one step only.
+    """Yield the complete attempts, newest first; only those of ``step``, unless it is None.
 
-    Makes one request for all, and one for each that is looked at.
+    Lists the directory, and then each attempt's folder when it is reached.
     """
     for attempt in reversed(all_attempts(storage)):
         if step in (None, attempt.step) and MARKER in storage.names(attempt.folder):
@@ -69,11 +67,7 @@ def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attem
 
 
 def write_marker(storage: Storage, attempt: Attempt, marker: Marker) -> None:
-    """Declare an attempt complete. Every file must be in place.
-
-    Raises:
-        CheckpointError: if the marker cannot be written.
-    """
+    """Mark an attempt as complete; all its files must be on disk."""
     storage.write(attempt.file(MARKER), [marker.to_bytes()])
 
 
@@ -81,23 +75,24 @@ def read_marker(storage: Storage, attempt: Attempt) -> Marker:
     """Read the marker of a complete attempt.
 
     Raises:
-        CheckpointError: if it makes no sense.
+        CheckpointError: if it cannot be read or is malformed.
     """
     name = f"{storage.where}/{attempt.file(MARKER)}"
     return Marker.from_bytes(storage.read(attempt.file(MARKER)), name)
 
 
 def remove(storage: Storage, attempt: Attempt) -> None:
-    """Delete an attempt. If that is cut short, what is left is not complete."""
+    """Delete an attempt, its marker first: if this is interrupted, the rest is not complete."""
     storage.delete(attempt.file(MARKER))
     storage.delete_folder(attempt.folder)
 
 
 def tidy(storage: Storage, newest: Attempt, keep_last: int | None) -> list[str]:
-    """Delete what ``newest``, which is complete, makes superfluous.
+    """Delete every attempt that ``newest``, which is complete, makes superfluous.
 
-    That is attempts that were not completed, earlier attempts of the same steps, all but the last
-    ``keep_last`` steps, and later steps: if any counted, ``newest`` would not have been saved.
+    Deletes incomplete attempts, all but the last attempt of each step, all but the last
+    ``keep_last`` steps, and whatever is later than ``newest``: ``Save.begin`` refuses to save
+    before a later step that is complete on every host, so those are remains of a crash.
 
     Returns:
         One line for each attempt that could not be deleted; the next call tries again.

@@ -1,8 +1,7 @@
-"""Named files below one directory, on this machine or wherever fsspec reaches; atomic writing.
+"""Read, write and list files below a directory, local or remote (fsspec); write files atomically.
 
-Invariants: a local file that has its name is complete and on disk, whatever happens while it is
-written. An object store has no renaming, so a file may appear there before all is known to be well:
-only a step's marker, which is written in one request, says that its files are complete.
+Invariants: a local file gets its name only when it is complete and on disk. An object store cannot
+rename, so a file there may be incomplete unless the step's marker, written in one request, exists.
 """
 
 from __future__ import annotations
@@ -26,46 +25,42 @@ EXISTS = "exists already; remove it, choose another save_path, or overwrite it (
 
 
 class Storage(Protocol):
-    """Files below one directory. Their names are relative to it, with slashes."""
+    """Files below one directory. Names are relative to it, with slashes.
+
+    Every method raises ``CheckpointError``, with the path and the reason, if it fails.
+    """
 
     where: str
     """The directory, as the user named it."""
 
     def names(self, folder: str = "") -> list[str]:
-        """List what is directly in a folder, without hidden files; [] if it does not exist."""
+        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if it
+        does not exist."""
 
     def read(self, name: str) -> bytes:
-        """Read a whole file.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
+        """Read a file."""
 
     def source(self, name: str) -> ByteSource:
-        """Return a file, to be read in parts."""
+        """Return a source that reads ranges of a file."""
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Make a file of these bytes, and the folders that it needs.
-
-        Raises:
-            CheckpointError: naming the file and the reason.
-        """
+        """Write a file, and create the folders that it needs."""
 
     def claim(self, name: str) -> bool:
-        """Make an empty file; return whether it did not exist. False if that cannot be told."""
+        """Create an empty file; return whether this caller did. Remote storage returns False."""
 
     def delete(self, name: str) -> None:
-        """Remove a file, durably, if it exists."""
+        """Delete a file, durably, if it exists."""
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it, if it exists."""
+        """Delete a folder and its content, if it exists."""
 
 
 def open_storage(directory: str | os.PathLike[str]) -> Storage:
-    """Return the storage at a path, or at a URL that fsspec knows (``gs://bucket/run``).
+    """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
 
     Raises:
-        CheckpointError: if fsspec does not know the kind of URL, or needs a package for it.
+        CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it.
     """
     where = os.fspath(directory)
     if where.startswith(LOCAL):
@@ -74,7 +69,7 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
 
 
 class LocalStorage:
-    """A directory of this machine's, which may be on a network file system."""
+    """A local directory, which may be on a network file system."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -129,11 +124,7 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """A directory of a file system that fsspec knows.
-
-    Args:
-        where: its URL; options of the file system come from fsspec's own configuration.
-    """
+    """A directory at a URL; fsspec's own configuration has the options of the file system."""
 
     def __init__(self, where: str) -> None:
         import fsspec
@@ -146,7 +137,7 @@ class RemoteStorage:
 
     def names(self, folder: str = "") -> list[str]:
         found: list[str] = []
-        self._fs.invalidate_cache()  # other machines write here, too
+        self._fs.invalidate_cache()  # other machines write here too
         with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
             found = self._fs.ls(self._path(folder), detail=False)
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
@@ -166,12 +157,12 @@ class RemoteStorage:
             try:
                 self._write(path, chunks)
             except Exception:
-                with suppress(Exception):  # what had been written before the failure
+                with suppress(Exception):  # there may be a partial file
                     self._fs.rm_file(path)
                 raise
 
     def claim(self, name: str) -> bool:
-        return False  # every rank sees the same files here, and rank 0 needs no proof
+        return False  # all ranks see the same files, so rank 0 leads and no claim is needed
 
     def delete(self, name: str) -> None:
         with (
@@ -200,7 +191,7 @@ class RemoteStorage:
 
 
 class RemoteFile:
-    """A remote file's bytes, one request for each read; several threads may read at once."""
+    """The bytes of a remote file; each read is one request."""
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._fs, self._path, self._url = fs, path, url
@@ -221,14 +212,13 @@ class RemoteFile:
 
 
 class AtomicFiles:
-    """A context in which files (or directories) are written aside, to get their names together.
+    """A context that writes files or directories under temporary names, until ``commit`` renames.
 
-    At its end what was written is gone, and so are the directories made for it, unless ``commit``
-    was called: until then every final name holds what it held before. A link at a final name is
-    replaced, not followed.
+    Without ``commit``, its end deletes the temporary files and the directories created for them. A
+    link at a final name is replaced, not followed.
 
     Args:
-        overwrite: whether what exists may be replaced.
+        overwrite: whether existing files may be replaced.
     """
 
     def __init__(self, *, overwrite: bool) -> None:
@@ -237,12 +227,9 @@ class AtomicFiles:
         self._folders: list[Path] = []
 
     def add(self, path: str) -> str:
-        """Return the temporary path for what will be called ``path``, whose directory is made.
+        """Return the temporary path for ``path``; create its directory.
 
-        It is in the same directory, under a hidden name that no checkpoint pattern matches.
-
-        Raises:
-            CheckpointError: if the directory cannot be made.
+        The temporary name is in the same directory, and hidden, so that no pattern matches it.
         """
         folder, name = os.path.split(path)
         with failing(folder):
@@ -252,10 +239,10 @@ class AtomicFiles:
         return temporary
 
     def commit(self) -> None:
-        """Sync all files and give them their names, in the order in which they were added.
+        """Sync all files and give them their final names, in the order in which they were added.
 
         Raises:
-            CheckpointError: if one exists and may not be replaced, or cannot be renamed.
+            CheckpointError: if a file exists and must not be replaced, or cannot be renamed.
         """
         taken = [path for path in self._temporary if os.path.lexists(path)]
         if taken and not self._overwrite:
@@ -275,12 +262,12 @@ class AtomicFiles:
         for temporary in self._temporary.values():
             _remove(temporary)
         for folder in reversed(self._folders):
-            with suppress(OSError):  # what others have put there stays
+            with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
 
 
-# What goes wrong with local files: torch turns a failed write into a RuntimeError of several lines.
-# Each remote file system has its own errors.
+# torch turns a failed write into a RuntimeError of several lines. Remote file systems have their
+# own exceptions, so there every Exception is expected.
 LOCAL_ERRORS = (OSError, RuntimeError)
 
 
@@ -290,7 +277,7 @@ def failing(
     what: str = "could not be written",
     errors: type[Exception] | tuple[type[Exception], ...] = LOCAL_ERRORS,
 ) -> Iterator[None]:
-    """Turn what goes wrong with a file into a ``CheckpointError`` of one line that names it."""
+    """Convert exceptions to a ``CheckpointError`` of one line: the path, ``what``, the reason."""
     try:
         yield
     except CheckpointError:
@@ -300,7 +287,7 @@ def failing(
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Make a folder and its parents, each durably; return those that were not there."""
+    """Create a folder and its missing parents, durably; return those created, outermost first."""
     if path.is_dir():
         return []
     made = make_folder(path.parent)
@@ -310,7 +297,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def sync(path: str | Path) -> None:
-    """Have a file's bytes on disk."""
+    """Flush a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -319,7 +306,7 @@ def sync(path: str | Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make a new or changed name durable, where the file system can do that."""
+    """Make created, renamed and deleted names durable, if the file system can."""
     with suppress(OSError):
         sync(path)
 
@@ -328,7 +315,7 @@ def _replace(temporary: str, path: str) -> None:
     if not (os.path.isdir(path) and os.path.isdir(temporary)):
         os.replace(temporary, path)
         return
-    # A directory with something in it cannot be replaced in one step.
+    # No system call replaces a directory that is not empty.
     old = f"{temporary}.old"
     os.rename(path, old)
     os.rename(temporary, path)

@@ -1,11 +1,10 @@
-"""Tensors whose elements are somewhere else, and new ones made of their parts, without reading.
+"""Tensors in files or in memory that are read on demand, and sources composed of parts of others.
 
 A ``TensorSource`` is a dtype, a shape and a ``ByteSource`` of its elements (row-major,
 little-endian).
 
-Invariants: making a source reads nothing; a read gives exactly the bytes asked for or raises, reads
-no others (but for whole rows, in ``Interleaved`` and ``Column``), takes a bounded amount of memory
-beside the buffer, and may run in several threads at once.
+Invariants: creating a source reads nothing. A read fills the buffer or raises, reads no other bytes
+(but ``Interleaved`` and ``Column`` read complete rows), takes bounded memory, and is thread-safe.
 """
 
 from __future__ import annotations
@@ -28,35 +27,32 @@ from torch import Tensor
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import MemberRecord
 
-BLOCK = 1 << 23  # bytes of rows, of all parts of tensor parallelism, that are read at a time
+BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
 
 
 class ByteSource(Protocol):
-    """Bytes that can be read from any offset."""
+    """A number of bytes that can be read from any offset."""
 
     @property
-    def nbytes(self) -> int:
-        """How many there are."""
+    def nbytes(self) -> int: ...
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start`` on; raise if there are not that many."""
+        """Fill ``buffer`` with the bytes from offset ``start`` on; raise if there are too few."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its elements."""
+    """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return a tensor's."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -67,9 +63,9 @@ class TensorSource:
     Args:
         spec: its dtype and shape.
         data: its elements.
-        identity: equal for two sources that are the same memory or the same place in a file, which
-            is how tied names are found; None if that cannot be told.
-        checksum: of the elements, as the file says; None if it does not.
+        identity: equal for two sources of the same memory or the same bytes of a file, to find tied
+            names; None if unknown.
+        checksum: of the elements, as stated in the file; None if it states none.
     """
 
     spec: TensorSpec
@@ -85,21 +81,19 @@ class TensorSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
         return self.spec.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return self.spec.shape
 
     def elements(self, start: int, stop: int) -> ByteSource:
-        """Return elements ``start`` to ``stop`` of the flattened tensor."""
+        """Return the bytes of elements ``start`` to ``stop`` of the flattened tensor."""
         size = self.dtype.itemsize
         return Part(self.data, start * size, (stop - start) * size)
 
     def cast(self, dtype: torch.dtype) -> TensorSource:
-        """Return the same tensor in another dtype, as ``Tensor.to`` rounds it."""
+        """Return the tensor in another dtype, converted as by ``Tensor.to``."""
         if dtype == self.dtype:
             return self
         identity = None if self.identity is None else (self.identity, dtype)
@@ -107,7 +101,7 @@ class TensorSource:
         return TensorSource(TensorSpec(dtype, self.shape), data, identity)
 
     def load(self) -> Tensor:
-        """Read the tensor into memory of its own, on the CPU."""
+        """Read the tensor into new CPU memory."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if tensor.numel():
             self.data.read_into(0, bytes_of(tensor))
@@ -115,7 +109,7 @@ class TensorSource:
 
 
 def source_of(tensor: Tensor) -> TensorSource:
-    """Return a source for a tensor in memory, which is read when the source is."""
+    """Return a source of a tensor in memory, which is copied from its device on the first read."""
     spec = TensorSpec.of(tensor)
     address = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.numel() else 0
     identity = (address, spec, tensor.stride()) if address else None
@@ -123,14 +117,13 @@ def source_of(tensor: Tensor) -> TensorSource:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy (otherwise: of a copy)."""
+    """Return a tensor's bytes; without a copy if it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
-    """Read ``length`` bytes from ``start`` on."""
     buffer = bytearray(length)
     source.read_into(start, memoryview(buffer))
     return bytes(buffer)
@@ -139,14 +132,14 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
 def convert_tensors(
     content: Any, convert: Callable[[Any], Any], *, from_pickle: bool = False
 ) -> Any:
-    """Return nested dicts, lists and tuples with every tensor or tensor source converted.
+    """Return a copy of nested dicts, lists and tuples with every tensor converted.
 
     Args:
-        content: whose containers are copied, as often as they appear.
-        convert: given a tensor or a ``TensorSource``.
-        from_pickle: whether a file's pickle made the content, which may then hold itself, or one
-            list a million times: a container is then copied once, and mappings become
-            ``OrderedDict``, whatever class of them the pickle asked for.
+        content: nested containers.
+        convert: called with every tensor or ``TensorSource``; returns its replacement.
+        from_pickle: whether ``content`` was read from a file. It may then contain itself, or one
+            list a million times, so each container is copied only once; and all mappings become
+            ``OrderedDict``, whatever class the file names.
     """
     copies: dict[int, Any] = {}
 
@@ -171,17 +164,14 @@ def convert_tensors(
     return walk(content)
 
 
-# ---------------------------------------------------------------- where bytes are
+# ---------------------------------------------------------------- sources of bytes
 
 
 class LocalFile:
-    """A file on this machine.
-
-    It is opened for every read, so that any number of ranks' files may be in use at once, and
-    nobody has to close them.
+    """A local file; it is opened for every read, so that the files of all ranks can be in use.
 
     Raises:
-        CheckpointError: if it is no regular file, cannot be opened, or ends before what is read.
+        CheckpointError: if it is no regular file, cannot be opened, or is too short for a read.
     """
 
     def __init__(self, path: str) -> None:
@@ -212,12 +202,12 @@ class LocalFile:
 
 
 class TensorBytes:
-    """The bytes of a tensor in memory, which is copied to the CPU and put in order if need be.
+    """The bytes of a tensor in memory, on any device and with any strides.
 
     Args:
         nbytes: of the tensor.
-        make: returns it.
-        remember: whether to call ``make`` once, when first read, and not for every read.
+        make: returns the tensor.
+        remember: whether to call ``make`` on the first read only, and not for every read.
     """
 
     def __init__(self, nbytes: int, make: Callable[[], Tensor], *, remember: bool = True) -> None:
@@ -227,14 +217,14 @@ class TensorBytes:
         self._lock = Lock()
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        with self._lock:  # a tensor on a device is copied once, not by every thread
+        with self._lock:  # so that only one thread copies a tensor from a device
             data = self._bytes or bytes_of(self._make())
             self._bytes = data if self._remember else None
         buffer[:] = data[start : start + len(buffer)]
 
 
 class Part:
-    """Some of another source's bytes."""
+    """A range of another source's bytes."""
 
     def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
         if not 0 <= start <= start + nbytes <= source.nbytes:
@@ -246,7 +236,7 @@ class Part:
 
 
 class Zeros:
-    """Padding."""
+    """Zero bytes, such as the padding of a shard."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -256,7 +246,7 @@ class Zeros:
 
 
 class Joined:
-    """Several sources, one after the other."""
+    """Several sources concatenated."""
 
     def __init__(self, parts: Iterable[ByteSource]) -> None:
         self._parts: Sequence[ByteSource] = [part for part in parts if part.nbytes]
@@ -288,16 +278,16 @@ class Cast:
         buffer[:] = bytes_of(elements.to(self._new))
 
 
-# ---------------------------------------------------------------- parts of tensor parallelism
+# ---------------------------------------------------------------- tensor parallelism
 
 
 def global_of(parts: Sequence[TensorSource], member: MemberRecord) -> TensorSource:
-    """Return the global tensor of a parameter that tensor parallelism cut into parts.
+    """Return the global tensor of a parameter.
 
     Args:
-        parts: all of them, in order, in the shape of a part; of a parameter without a tensor dim,
-            any one.
-        member: what they are parts of.
+        parts: the local tensor of every tensor-parallel part, in order; for a parameter without a
+            ``tensor_dim``, the first is enough.
+        member: record of the parameter.
     """
     if member.tensor_dim is None:
         return parts[0]
@@ -308,7 +298,7 @@ def global_of(parts: Sequence[TensorSource], member: MemberRecord) -> TensorSour
 
 
 def part_of(tensor: TensorSource, member: MemberRecord, part: int, parts: int) -> TensorSource:
-    """Return one part of a global tensor of the shape of ``member``."""
+    """Return the local tensor of one tensor-parallel part of a global tensor."""
     if member.tensor_dim is None or parts == 1:
         return tensor
     spec = TensorSpec(tensor.dtype, member.local_shape(parts))
@@ -319,16 +309,16 @@ def part_of(tensor: TensorSource, member: MemberRecord, part: int, parts: int) -
 
 
 def _row_bytes(part: TensorSpec, dim: int) -> int:
-    """Return the bytes of a row: what is contiguous of a part, from ``dim`` on."""
+    """Return the length of a row: a part's bytes that are contiguous in the global tensor too."""
     return math.prod(part.shape[dim:]) * part.dtype.itemsize
 
 
 class Interleaved:
-    """A row of each of several sources in turn.
+    """The rows of several sources, interleaved: row 0 of every part, then row 1, ...
 
     Args:
-        parts: of equal lengths.
-        row: bytes of a row of one of them.
+        parts: sources of equal lengths.
+        row: number of bytes of one part's row.
     """
 
     def __init__(self, parts: Sequence[ByteSource], row: int) -> None:
@@ -340,20 +330,20 @@ class Interleaved:
         for block in _blocks(start, buffer, row * count, BLOCK // (row * count)):
             rows = torch.empty((block.last - block.first, count, row), dtype=torch.uint8)
             for number, part in enumerate(self._parts):
-                own = torch.empty((len(rows), row), dtype=torch.uint8)
-                part.read_into(block.first * row, bytes_of(own))
-                rows[:, number] = own
+                local = torch.empty((len(rows), row), dtype=torch.uint8)
+                part.read_into(block.first * row, bytes_of(local))
+                rows[:, number] = local
             block.into[:] = bytes_of(rows)[block.wanted]
 
 
 class Column:
-    """The rows of one part, out of a source that has a row of each in turn.
+    """The rows of one part of an interleaved source: the inverse of ``Interleaved``.
 
     Args:
-        source: of all parts.
-        row: bytes of a row of one.
-        part: which one.
-        parts: how many there are.
+        source: interleaved rows of all parts.
+        row: number of bytes of one part's row.
+        part: index of the part.
+        parts: number of parts.
     """
 
     def __init__(self, source: ByteSource, row: int, part: int, parts: int) -> None:
@@ -370,7 +360,7 @@ class Column:
 
 
 class _Block(NamedTuple):
-    """Rows ``first`` to ``last``, and which of their bytes go where."""
+    """Rows ``first`` to ``last``, the slice of their bytes that is wanted, and its destination."""
 
     first: int
     last: int
@@ -379,13 +369,13 @@ class _Block(NamedTuple):
 
 
 def _blocks(start: int, buffer: memoryview, row: int, most: int) -> Iterator[_Block]:
-    """Cut the reading of ``buffer``, from byte ``start`` on, into blocks of whole rows.
+    """Divide a read into blocks of complete rows.
 
     Args:
-        start: offset of the buffer's first byte.
+        start: offset of the first byte to read.
         buffer: to fill.
-        row: bytes of a row.
-        most: rows of a block; at least one is taken.
+        row: number of bytes of a row.
+        most: greatest number of rows in a block; less than 1 means 1.
     """
     at, stop = start, start + len(buffer)
     while at < stop:

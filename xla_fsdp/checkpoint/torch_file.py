@@ -1,11 +1,11 @@
-"""Files of ``torch.save``, read and written without their tensors in memory.
+"""Read and write files of ``torch.save`` without loading their tensors.
 
-Such a file is a zip archive of *records*: one is a pickle of the content, in which a tensor is a
-reference to a record with its bytes. Files from before torch 1.6 are no archives: they are loaded
-whole.
+Such a file is a zip archive of *records*: one is a pickle of the content, which refers for each
+tensor to another record with its bytes. Files from before torch 1.6 are no archives, and are loaded
+with all tensors.
 
-Invariants: no code of a file's is ever run (``weights_only``); what a pickle claims is believed
-only where a record of that size is there. A record's CRC-32 is handed on as its tensor's checksum.
+Invariants: no code from a file is run (``weights_only``); a tensor must fit the record that it
+refers to. A record's CRC-32 becomes its tensor's checksum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CENTRAL_MAGIC = b"PK\x01\x02"
 
 @dataclass(frozen=True)
 class Record:
-    """Bytes in an archive: where they begin, how many there are, their CRC-32 (0: not written)."""
+    """A file in the zip archive: offset of its first byte, size, and CRC-32 (0 if not written)."""
 
     start: int
     nbytes: int
@@ -58,12 +58,12 @@ def read_torch_file(path: str) -> Any:
     """Read the content of a file, with a ``TensorSource`` in place of every tensor.
 
     Raises:
-        CheckpointError: one line that names the file: it cannot be read, is no torch file, or
-            would have to run code.
+        CheckpointError: with one line that names the file: it cannot be read, is no torch file, or
+            would run code.
     """
     file = LocalFile(path)
     try:
-        is_zip = _is_zip(file)
+        is_zip = read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
         records = {record.start: record for record in _records(path, file)} if is_zip else {}
         with FakeTensorMode():
             content = _load(path)
@@ -76,20 +76,19 @@ def read_torch_file(path: str) -> Any:
         raise prefixed(error, path) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    # Whatever a damaged pickle or archive makes torch or zipfile raise.
-    except Exception as error:
+    except Exception as error:  # a damaged file can make torch or zipfile raise anything
         raise CheckpointError(f"{path}: {_why_not_loaded(error)}") from error
 
 
 def _load(path: str) -> Any:
     with warnings.catch_warnings():
-        # A file saved with a newer pickle protocol than torch's default is fine.
+        # torch warns of files with a newer pickle protocol than its default, but reads them.
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _why_not_loaded(error: Exception) -> str:
-    # torch's own messages run over many lines and advise to load with ``weights_only=False``.
+    # torch's own messages are long and advise to load with ``weights_only=False``.
     refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, UnpicklingError) and refused:
         return (
@@ -99,12 +98,8 @@ def _why_not_loaded(error: Exception) -> str:
     return "truncated, or not a file written by torch.save or xm.save"
 
 
-def _is_zip(file: LocalFile) -> bool:
-    return read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
-
-
 def _check_old(content: Any, file_size: int) -> None:
-    """Refuse a file without records, in which room for tensors is made on the pickle's word."""
+    """Raise if tensors are larger than the file: loading it allocates whatever size it states."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> None:
@@ -129,7 +124,7 @@ def _records(path: str, file: LocalFile) -> list[Record]:
         if start + info.file_size > file.nbytes:
             raise CheckpointError("truncated, or not a file written by torch.save or xm.save")
         records.append(Record(start, info.file_size, info.CRC))
-    # Empty records lie where the next one begins, and nobody looks for them.
+    # Records are looked up by offset, and an empty one has that of the next.
     return [record for record in records if record.nbytes]
 
 
@@ -152,20 +147,20 @@ def _source(tensor: Tensor, file: LocalFile, records: Mapping[int, Record]) -> T
     if not tensor.is_contiguous():
         return _strided(file.path, spec, storage, record, first, strides)
     start_byte = first * spec.dtype.itemsize
-    own = record.crc and spec.nbytes == record.nbytes
+    fills_record = record.crc and spec.nbytes == record.nbytes
     return TensorSource(
         spec,
         Part(storage, start_byte, spec.nbytes),
         identity=(file.path, record.start + start_byte, spec),
-        checksum=written(record.crc) if own else None,
+        checksum=written(record.crc) if fills_record else None,
     )
 
 
 def _strided(
     name: str, spec: TensorSpec, storage: Part, record: Record, first: int, strides: Sequence[int]
 ) -> TensorSource:
-    """Return a tensor whose elements are not in order: it is loaded whole for every read."""
-    if spec.nbytes > record.nbytes:  # an expanded one: its few bytes may claim any size
+    """Return a tensor that is not contiguous; every read loads its record."""
+    if spec.nbytes > record.nbytes:  # expanded, with which a small file could state any size
         raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
     numel = record.nbytes // spec.dtype.itemsize
     flat = TensorSource(
@@ -183,15 +178,15 @@ def _strided(
 
 
 def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
-    """Write a whole file but for the bytes of its tensors, for which room is left.
+    """Write a file with room for the bytes of its tensors, but without these bytes.
 
     Args:
-        content: plain values with ``TensorSource`` in place of tensors; the same object twice is
-            one tensor twice.
-        path: of the file, which is created.
+        content: with a ``TensorSource`` in place of each tensor; names of the same object become
+            names of one tensor.
+        path: of the file to create.
 
     Returns:
-        Every tensor that has bytes, and where in the file these belong.
+        Every tensor that is not empty, and the offset of its bytes in the file.
     """
     fakes: dict[int, tuple[TensorSource, Tensor]] = {}
 
@@ -204,7 +199,7 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     file = LocalFile(path)
     with zipfile.ZipFile(path) as archive:
         names = {info.filename.partition("/data/")[2]: info for info in archive.infolist()}
-    places = []
+    offsets = []
     for i, (source, _) in enumerate(fakes.values()):  # torch numbers tensors as it meets them
         info = names[str(i)]
         if info.file_size != source.spec.nbytes:
@@ -213,15 +208,15 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
                 f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
             )
         if source.spec.nbytes:
-            places.append((source, _data_start(file, info)))
-    return places
+            offsets.append((source, _data_start(file, info)))
+    return offsets
 
 
 def write_crcs(path: str, crcs: Mapping[int, int]) -> None:
-    """Put the CRC-32 of records into an archive.
+    """Write the CRC-32 of records into an archive.
 
     Args:
-        path: of a file that ``write_skeleton`` began and that is complete now.
+        path: of a file from ``write_skeleton``, with the bytes of its tensors.
         crcs: by the offset of the record's first byte.
     """
     with zipfile.ZipFile(path) as archive:
@@ -232,14 +227,17 @@ def write_crcs(path: str, crcs: Mapping[int, int]) -> None:
             start = _data_start(file, info)
             if info.file_size and start in crcs:
                 packed = struct.pack("<I", crcs[start])
-                _put_behind(output, _CENTRAL_MAGIC, at, 16, packed)
-                _put_behind(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
-            output.seek(at + 28)
+                # Offsets of the field "crc-32" in both structures, by section 4.3 of
+                # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+                _write_field(output, _CENTRAL_MAGIC, at, 16, packed)
+                _write_field(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
+            output.seek(at + 28)  # the lengths of name, extra field and comment
             at += 46 + sum(struct.unpack("<HHH", output.read(6)))
 
 
-def _put_behind(output: Any, magic: bytes, at: int, distance: int, data: bytes) -> None:
-    """Write ``data`` at ``distance`` behind a structure that begins with ``magic``."""
+def _write_field(output: Any, magic: bytes, at: int, distance: int, data: bytes) -> None:
+    """Write ``data`` at offset ``distance`` of the structure at ``at``, which begins with
+    ``magic``."""
     output.seek(at)
     found = output.read(4)
     if found != magic:

@@ -1,8 +1,7 @@
-"""Code written for ``torch_xla.distributed.fsdp`` on this package, unchanged: ``install()``.
+"""Replace ``torch_xla.distributed.fsdp`` by this package, for scripts written for torch_xla.
 
-Invariants: a name that is not in one of these modules cannot be imported; nothing comes from
-torch_xla but ``recursive_wrap``, which knows nothing of sharding and which torch_xla's SPMD wrapper
-imports.
+Invariants: importing a name that this package lacks fails. Only ``recursive_wrap`` comes from
+torch_xla: it is independent of sharding, and torch_xla's SPMD wrapper imports it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ THEIRS = "torch_xla.distributed.fsdp"
 
 _Module = TypeVar("_Module")
 
-# The modules of this package that hold each of torch_xla's names.
+# Each of torch_xla's names, and the module of this package that defines it.
 _CLASS = {"XlaFullyShardedDataParallel": "xla_fsdp.fsdp.wrapper"}
 _CHECKPOINT = {"checkpoint_module": "xla_fsdp.fsdp.engine.activation_checkpoint"}
 _MERGING = {
@@ -31,25 +30,23 @@ _POLICIES = {
     for kind in ("always_wrap", "lambda_auto_wrap", "size_based_auto_wrap", "transformer_auto_wrap")
 }
 
+# By suffix of the module's name after ``THEIRS``.
 _HOMES: dict[str, dict[str, str]] = {
     "": {**_CLASS, **_CHECKPOINT, **_MERGING},
     ".xla_fully_sharded_data_parallel": _CLASS,
     ".wrap": {**_POLICIES, "recursive_wrap": __name__},
     ".utils": {**_CHECKPOINT, "apply_xla_patch_to_nn_linear": __name__},
     ".state_dict_utils": _MERGING,
-    ".consolidate_sharded_ckpts": {
-        **_MERGING,
-        "main": "xla_fsdp.consolidate_sharded_ckpts",
-    },
+    ".consolidate_sharded_ckpts": {**_MERGING, "main": "xla_fsdp.consolidate_sharded_ckpts"},
 }
 
 
 def install() -> None:
-    """Let ``torch_xla.distributed.fsdp`` and the modules in it be this package from now on.
+    """Replace ``torch_xla.distributed.fsdp`` and its submodules by this package.
 
-    Call it before what imports them, at the top of the main module, so that processes that
-    ``torch_xla.launch`` starts call it, too. Calling it again does nothing. Names that other
-    modules have imported before stay torch_xla's; there is a warning then.
+    Call it at the top of the main module, before anything imports them; processes that
+    ``torch_xla.launch`` starts then call it too. Further calls do nothing. If they were imported
+    before, it warns, as modules that imported names from them still use torch_xla's.
     """
     if isinstance(sys.modules.get(THEIRS), _Alias):
         return
@@ -61,7 +58,7 @@ def install() -> None:
         )
     for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
         del sys.modules[name]
-    importlib.import_module("xla_fsdp.compat.merge")  # it notes when the job began
+    importlib.import_module("xla_fsdp.compat.merge")  # records the time when the job began
     importlib.import_module("xla_fsdp.checkpoint.save_numbers").begin()
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
@@ -73,11 +70,11 @@ def install() -> None:
 
 
 class _Alias(ModuleType):
-    """A module of torch_xla's name whose names are looked up when they are asked for.
+    """A module under torch_xla's name that imports its attributes on access.
 
     Args:
         name: of the module.
-        homes: the module of this package that holds each name.
+        homes: attribute name to the module of this package that defines it.
     """
 
     def __init__(self, name: str, homes: dict[str, str]) -> None:
@@ -96,7 +93,7 @@ class _Alias(ModuleType):
 
 
 def apply_xla_patch_to_nn_linear(module: _Module, *_: Any) -> _Module:
-    """Return ``module`` as it is: its unsharded parameters are freed without the patch."""
+    """Return ``module`` unchanged: this package frees unsharded parameters without the patch."""
     return module
 
 

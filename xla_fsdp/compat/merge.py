@@ -1,12 +1,11 @@
-"""Merging the files that the ranks of this very job save, as scripts for torch_xla do it.
+"""Merge shards while the ranks of the same job save them, as torch_xla scripts do.
 
-They merge on one rank right after ``xm.save``, which does not wait for the other ranks, and they
-save and merge again with the same paths. So the merge waits until there is a *fresh* file of every
-rank: one that was written since the job began, and since the job last merged it.
+Such scripts merge on one rank right after ``xm.save``, which does not wait for the other ranks, and
+repeat this with the same paths. So the merge waits for a *fresh* file of every rank: one that was
+written since the job began, and since the job last merged it.
 
-Invariants: fresh shards are not mixed with others, nor with those of an earlier save of the job;
-files none of which is fresh are merged, or refused, at once. An earlier output is replaced, as
-torch_xla's own merge does.
+Invariants: shards of different saves are never merged; if no file is fresh, they are merged, or
+refused, without waiting. An earlier output is replaced, as by torch_xla's own merge.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from xla_fsdp.checkpoint.save_numbers import number_of
 from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, find_files
 from xla_fsdp.distributed.cpu_ranks import Unwind, current_rank_thread
 
-CLOCKS_DIFFER = 2.0  # seconds by which a file system's clock may be behind the host's
-PATIENCE = 120.0  # seconds without a change to the files until ranks that do not save are given up
+CLOCKS_DIFFER = 2.0  # seconds by which a file server's clock may be slow
+PATIENCE = 120.0  # seconds without a change to the files after which waiting ends
 _INTERVAL = 0.1
 
 _Stamp = tuple[float, int]  # when a file was last written, in seconds since the epoch, and its size
 
 
 def pause() -> None:
-    """Let the other ranks go on; leave with them if one has failed."""
+    """Sleep, so that other ranks can save; on CPU, raise ``Unwind`` if one of them has failed."""
     thread = current_rank_thread()
     if thread is not None:
         thread.rank_run.end_seeding(thread.rank)
@@ -43,11 +42,11 @@ def pause() -> None:
 
 @dataclass
 class SavedByJob:
-    """Knows which files this job has saved, on the one rank that merges.
+    """Waits for the shards that this job saves, on the one rank that merges.
 
     Args:
-        began: when the job began, in seconds since the epoch.
-        pause: lets the other ranks go on for a moment.
+        began: time when the job began, in seconds since the epoch.
+        pause: called between two looks at the files.
     """
 
     began: float
@@ -57,18 +56,19 @@ class SavedByJob:
     def wait(
         self, ckpt_prefix: str, ckpt_suffix: str, output: str, patience: float = PATIENCE
     ) -> None:
-        """Return when there is a fresh shard of every rank, all of one save, or no file is fresh.
+        """Wait until the fresh shards of one save are complete; return at once if none is fresh.
 
-        What does not become complete is left to the merge to report.
+        Also returns if nothing changes for ``patience`` seconds: the merge then reports the
+        problems.
 
         Args:
-            ckpt_prefix: what the paths of all shard files start with.
+            ckpt_prefix: start of the paths of all shard files.
             ckpt_suffix: pattern for the rest of their paths.
-            output: where the merge is going to write.
-            patience: seconds without a change to the files after which to give up.
+            output: path of the merged file.
+            patience: in seconds.
 
         Raises:
-            CheckpointError: if some shards stay older than the others.
+            CheckpointError: if then some shards are of an earlier save than others.
         """
         seen: dict[str, _Stamp] | None = None
         stale: list[str] = []
@@ -106,21 +106,13 @@ def consolidate_sharded_model_checkpoints(
     save_path: str = "",
     save_model: bool = True,
 ) -> tuple[OrderedDict[str, Any], str | None]:
-    """As ``xla_fsdp.consolidate_sharded_model_checkpoints(..., overwrite=True)``, once all ranks of
-    this job have saved their shards.
+    """Wait until all ranks of this job have saved, then merge, replacing an existing output.
 
-    Args:
-        ckpt_prefix: what the paths of all shard files start with.
-        ckpt_suffix: pattern for the rest of their paths.
-        save_path: of the merged file; ``ckpt_prefix + "_consolidated.pth"`` if empty.
-        save_model: whether to save at all.
-
-    Returns:
-        The full state dict, and the path it was saved to (None if it was not).
+    Arguments and result are those of ``xla_fsdp.consolidate_sharded_model_checkpoints``.
 
     Raises:
-        CheckpointError: with every problem found; if files are fresh, once nothing has changed for
-            ``PATIENCE`` seconds.
+        CheckpointError: with every problem found; if any file is fresh, only after ``PATIENCE``
+            seconds without a change to the files.
     """
     output = consolidate.output_path(ckpt_prefix, save_path)
     _THIS_JOB.wait(ckpt_prefix, ckpt_suffix, output)
@@ -130,11 +122,11 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _stale(numbers: dict[str, int | None], fresh: set[str]) -> list[str]:
-    """Return one line for each shard that is not fresh, or whose save is not the last.
+    """Return one line for each shard that is not fresh, or of an earlier save than the last.
 
     Args:
-        numbers: of the saves, by path.
-        fresh: paths of fresh files. If no shard is among them, none is stale.
+        numbers: path of every shard to its save number.
+        fresh: paths of fresh files. If no shard is fresh, none is stale.
     """
     of_fresh = {path: number for path, number in numbers.items() if path in fresh}
     last = max((number for number in of_fresh.values() if number is not None), default=None)

@@ -54,7 +54,6 @@ class Site(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name of the module in messages."""
         return self.name or type(self.module).__name__
 
 
@@ -175,7 +174,6 @@ def _forward_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _cut_problems(root: nn.Module, plan: Sequence[Site], axis: AxisComm) -> Iterator[str]:
-    """Yield why parameters cannot be distributed as the styles say."""
     names_by_dim: dict[int, dict[int | None, str]] = defaultdict(dict)  # by id of the parameter
     sites: dict[tuple[int, str], str] = {}
     for name, cut in ((site.name, cut) for site in plan for cut in site.style.cuts(site.module)):

@@ -30,7 +30,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class _Heads(threading.local):
-    """Layers whose outputs are sharded logits, and their axes; per thread, as a CPU rank is one."""
+    """Axes of the layers whose outputs are sharded logits; per thread, as CPU ranks are threads."""
 
     def __init__(self) -> None:
         self.axes: WeakKeyDictionary[nn.Linear, AxisComm] = WeakKeyDictionary()

@@ -60,8 +60,8 @@ class PrepareModuleInput(ParallelStyle):
             name: (old, self.desired_input_kwarg_layouts[name])
             for name, old in self.input_kwarg_layouts.items()
         }
-        by_number = _numbered(self.input_layouts, self.desired_input_layouts)
-        self._changes = _without_none({**by_number, **by_name})
+        by_index = _by_index(self.input_layouts, self.desired_input_layouts)
+        self._changes = _without_none({**by_index, **by_name})
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         for key, (old, new) in self._changes.items():
@@ -110,8 +110,7 @@ class PrepareModuleOutput(ParallelStyle):
         _refuse(
             *_length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
         )
-        by_number = _numbered(self.output_layouts, self.desired_output_layouts)
-        self._changes = _without_none(by_number)
+        self._changes = _without_none(_by_index(self.output_layouts, self.desired_output_layouts))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         for number, (old, new) in self._changes.items():
@@ -201,7 +200,7 @@ def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
 
 
-def _numbered(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
+def _by_index(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
     return dict(enumerate(zip(given or (), desired or (), strict=False)))
 
 

@@ -39,7 +39,7 @@ from xla_fsdp.tensor_parallel.parallel_module import (
     replaced_params,
 )
 
-# Options of nn.Embedding that need the global table or the ids of all rows.
+# Options of nn.Embedding that do not work on a slice of the table.
 GLOBAL_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 

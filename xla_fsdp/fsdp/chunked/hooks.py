@@ -37,10 +37,8 @@ class ChunkedModule:
 
     pieces: int | None
 
-    # For warnings: what a unit that does not run in chunks holds, and what
-    # reshard_after_forward=False does.
-    _fsdp_unsharded = ""
-    _fsdp_without_reshard = ""
+    _fsdp_unsharded = ""  # for warnings: what a unit of it holds if it does not run in chunks
+    _fsdp_without_reshard = ""  # for warnings: what reshard_after_forward=False does
 
     def _fsdp_forward_override(self, unit: FSDPState) -> ForwardOverride | None:
         """Return the override that runs this module, the only one of ``unit``, in chunks; None if

@@ -47,7 +47,6 @@ class ChunkedWeights:
 
     @property
     def num_classes(self) -> int:
-        """Number of rows of the weight."""
         return self._param(WEIGHT).originals[0].shape[0]
 
     @property
@@ -67,7 +66,6 @@ class ChunkedWeights:
         return self.group.reduction.dtype or self.dtype
 
     def trains(self, name: str) -> bool:
-        """Return whether there is a parameter ``name`` that needs a gradient."""
         return name in self._numbers and self._param(name).leaf.requires_grad
 
     def cut(self, count: int | None, num_rows: int, dtype: torch.dtype) -> Chunks:

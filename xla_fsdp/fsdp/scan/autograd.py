@@ -81,8 +81,6 @@ class ScanCall:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Result of the forward loop, and what backward needs of it."""
-
     output: Tensor
     inputs: Inputs
     seeds: Tensor | None  # [length] int64, if blocks draw random numbers
@@ -160,7 +158,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     unit, needs = call.units[0], ctx.needs
     unit.context.watch()
     grad, sent = _gated(call, grad, ctx.versions)
-    inputs, ys, seeds = _restored(ctx, sent)
+    small, own, ys, others, shared, seeds = split(ctx.saved_tensors, ctx.sizes)
+    inputs = Inputs(sent, small, own, others, shared)
     reduces = _all_reduce(call.units)
     program = _backward_program(call, inputs, ctx.program, ys, needs, reduces)
     first = _prefetched(call, inputs, len(call.units) - 1) + call.blocks.store.first_carry(ys)
@@ -173,7 +172,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     if reduces and call.counter.is_one(ctx.versions):
         steps = loop_steps(call.units, call.shards, call.blocks.weights, program)
     loop_inputs = [grad, *first, *zeros, *inputs.xs, *ys, *inputs.constants]
-    results = program.loop.run(loop_inputs, seeds, None if steps is None else steps.update)
+    update = None if steps is None else steps.update
+    results = program.loop.run(loop_inputs, seeds[0] if seeds else None, update)
     if steps is not None:
         results = steps.take_from(results)
     at = 1 + len(first)
@@ -205,11 +205,6 @@ def _gated(call: ScanCall, grad: Tensor, versions: Sequence[int]) -> tuple[Tenso
         # optimizer step: its inputs would stay in memory during the whole loop.
         [grad] = ops.once_computed(before[1:], [grad])
     return grad, call.shards.to_send(large, leaves, before)
-
-
-def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
-    small, own, ys, others, shared, seeds = split(ctx.saved_tensors, ctx.sizes)
-    return Inputs(sent, small, own, others, shared), ys, seeds[0] if seeds else None
 
 
 def _all_reduce(units: Sequence[FSDPState]) -> bool:
@@ -247,8 +242,7 @@ def _leaf_grads(
 
 
 def _by_units(call: ScanCall, unsharded: dict[int, Tensor]) -> list[Tensor | None]:
-    """Hand the unsharded gradients of each block to its FSDP state, which reduces or accumulates
-    them; return the gradients of all leaves."""
+    # Each FSDP state reduces or accumulates the gradients of its block.
     originals = range(call.blocks.weights.group.num_originals)
     return call.shards.joined(
         [

@@ -1,7 +1,5 @@
-"""Checks of blocks before they run as a loop, or are stacked.
-
-Whether they compute the same is checked later, in their first call (``tracing.BlockComparison``).
-"""
+"""Checks of blocks before they run as a loop, or are stacked. ``tracing.BlockComparison`` checks
+later, in their first call, whether they compute the same."""
 
 from __future__ import annotations
 
@@ -79,7 +77,6 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
 
 
 def _difference_problems(blocks: Sequence[Any]) -> list[str]:
-    """Describe the first difference between a block and block 0."""
     for at, block in enumerate(blocks):
         if difference := _difference(blocks[0], block):
             return [f"block {at} differs from block 0: {difference}. {ADVICE}"]
@@ -137,7 +134,6 @@ def _other_stack(number: int, length: int) -> str:
 
 
 def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
-    """Return why the parameters of identical blocks cannot be stacked."""
     problems: list[str] = []
     for number, unit in enumerate(units):
         for first, param in zip(units[0].group.params, unit.group.params, strict=True):

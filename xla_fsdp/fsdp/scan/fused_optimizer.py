@@ -38,20 +38,11 @@ class LoopSteps:
 
 
 def loop_steps(
-    units: Sequence[FSDPState],
-    shards: BlockShards,
-    weights: BlockWeights,
-    program: BackwardProgram,
+    units: Sequence[FSDPState], shards: BlockShards, weights: BlockWeights, program: BackwardProgram
 ) -> LoopSteps | None:
     """Return the optimizer steps for the parameters whose gradients the loop reduces; None if the
-    optimizer steps after the loop, or not in backward at all.
-
-    Args:
-        units: the blocks' states. No other loop of this backward computes their gradients.
-        shards: shards of the blocks.
-        weights: parameters of the blocks.
-        program: the backward loop.
-    """
+    optimizer steps after the loop, or not in backward at all. The caller makes sure that no other
+    loop of this backward computes gradients of the same blocks."""
     group, numbers = units[0].group, program.reduced
     is_last = all(unit.settings.is_last_backward and unit.context.is_last for unit in units)
     stacks = shards.of(numbers)

@@ -126,13 +126,8 @@ class BackwardProgram:
 
 
 def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None) -> ForwardProgram:
-    """Trace an iteration of the forward loop.
-
-    Args:
-        blocks: the blocks.
-        inputs: inputs of the loop.
-        needs: which of the other arguments need gradients; None if there is no backward.
-    """
+    """Trace an iteration of the forward loop. ``needs`` says which of the other arguments need
+    gradients; it is None if there is no backward."""
     result: dict[str, Any] = {}
     prefetched = blocks.prefetched
     num_carry = 1 + len(prefetched)
@@ -172,16 +167,9 @@ def backward_program(
     *,
     reduces: bool,
 ) -> BackwardProgram:
-    """Trace an iteration of the backward loop.
-
-    Args:
-        blocks: the blocks.
-        inputs: inputs of both loops.
-        forward: the forward loop.
-        ys: the ys that it returned.
-        needs: which of the other arguments need gradients.
-        reduces: whether to reduce gradients over the ranks.
-    """
+    """Trace an iteration of the backward loop for the ``ys`` of the forward loop. ``needs`` says
+    which of the other arguments need gradients; with ``reduces``, the loop reduces gradients of
+    large parameters over the ranks."""
     result: dict[str, list[int]] = {}
     weights, store = blocks.weights, blocks.store
     prefetched, stored = blocks.prefetched, store.carry_specs(ys)
@@ -251,11 +239,7 @@ def _differentiate(
 
 
 def _gathered(
-    weights: BlockWeights,
-    prefetched: Sequence[Tensor],
-    own: Inputs,
-    *,
-    follows_last: bool = False,
+    weights: BlockWeights, prefetched: Sequence[Tensor], own: Inputs, *, follows_last: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gather the large parameters of this iteration's block, and prefetch for the next block; with
     ``follows_last``, prefetch after the last other gather has finished.

@@ -195,8 +195,7 @@ def checkpoint_name(tensor: Tensor, name: str) -> Tensor:
     return tensor if intercept is None else intercept(name, tensor)
 
 
-name_activation = checkpoint_name
-"""Its earlier name."""
+name_activation = checkpoint_name  # its earlier name
 
 
 @contextlib.contextmanager

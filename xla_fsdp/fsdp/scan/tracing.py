@@ -232,11 +232,7 @@ class TraceGuard(TorchFunctionMode):
     """Inside, reading a value of a tensor or drawing on the host raises ValueError."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}

@@ -1,8 +1,8 @@
-"""``parallelize_module``: give the modules of a model their styles, by name.
+"""``parallelize_module``: apply styles to the modules of a model, by name.
 
-Invariants: a whole plan is checked, and all problems reported, before anything changes. A rank's
-slices are those of the global parameters, bit for bit; on the meta device, where parameters stay,
-these get values later. Tied parameters stay tied.
+Invariants: the complete plan is checked, and all problems are reported, before anything changes.
+Local parameters equal slices of the global ones bit for bit; parameters on the meta device stay
+there. Tied parameters stay tied.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
 
-# By global parameter: the local one, which all modules that share it get, in later calls, too.
-# Parameters are each rank's own, so ranks that are threads of one process never meet here.
+# Local parameter by global parameter, so that modules that share one also share the other, even if
+# they are parallelized in different calls. Each rank has its own parameters, so ranks that are
+# threads of one process do not share entries.
 _local_params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Site(NamedTuple):
-    """A module that a plan gives a style."""
+    """A module and the style that the plan has for it."""
 
     name: str
     module: nn.Module
@@ -53,7 +54,6 @@ class Site(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The module in messages."""
         return self.name or type(self.module).__name__
 
 
@@ -64,33 +64,34 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> Module:
-    """Parallelize a model, or parts of it, over the ranks along one axis of a mesh, in place. Every
-    rank calls it, before the model is sharded and before its optimizer is made.
+    """Parallelize modules over the ranks along one mesh axis, in place. Call it on every rank,
+    before the model is sharded and its optimizer is made.
 
         mesh = init_mesh((2, 4), ("shard", "tensor"))
         plan = {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], plan)
         fully_shard(model, mesh=mesh["shard"])
 
-    Parameters become ordinary ones that hold this rank's slice, where they were (host, device or
-    meta); ``tensor_placement`` tells which slice it is.
+    Parameters are replaced by local ones, this rank's slices, on the same device (host, XLA or
+    meta); ``tensor_placement`` tells which slice a parameter is.
 
     Args:
         module: the model, or one module of it.
-        device_mesh: of one axis; a ``torch.distributed`` DeviceMesh is understood, too.
+        device_mesh: a mesh of one axis, also a ``DeviceMesh`` of ``torch.distributed``.
         parallelize_plan: a style for the module itself, or styles by the names of modules in it,
-            where ``*`` and the like match within one level of a name, and ``""`` is the module.
-        src_data_rank: the rank on the axis whose values are distributed; None to let every rank
-            slice its own, which saves a broadcast where they are equal.
+            where wildcards such as ``*`` match within one level of a name, and ``""`` is the
+            module.
+        src_data_rank: the rank on the axis whose values are distributed; with None, every rank
+            slices its own values, which saves a broadcast if they are equal.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: if something is of a wrong type.
-        ValueError: if the mesh has several axes or other ranks, a size cannot be shared equally, a
-            layer cannot have its style, or tied parameters are cut in different ways; all problems
-            in one message.
+        ValueError: if the mesh has several axes or not this rank, a size is not divisible by the
+            number of ranks, a layer does not support its style, or tied parameters are sharded in
+            different ways; all problems in one message.
     """
     if device_mesh is None:
         raise ValueError("parallelize_module needs the mesh to parallelize over: mesh['tensor']")
@@ -115,7 +116,7 @@ def parallelize_module(
 
 
 def _sites(module: nn.Module, plan: Any) -> list[Site]:
-    """Return every module that the plan names, in its order; once for each entry that matches."""
+    """Return the modules that the plan matches, in its order, once for each matching entry."""
     entries = {"": plan} if isinstance(plan, ParallelStyle) else plan
     if not isinstance(entries, Mapping):
         raise TypeError(
@@ -141,7 +142,7 @@ def _sites(module: nn.Module, plan: Any) -> list[Site]:
 
 
 def _matching(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose names below ``module`` match, level by level."""
+    """Yield the modules in ``module`` whose names match level by level."""
     if not pattern:
         yield prefix, module
         return
@@ -164,7 +165,7 @@ def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
 
 
 def _forward_problems(module: nn.Module) -> Iterator[str]:
-    # A style goes around the forward of the module's class.
+    # A style wraps the forward of the module's class; an attribute of the instance would bypass it.
     if "forward" in vars(module) and not isinstance(module, ParallelModule):
         yield (
             "has a forward of its own (as of checkpoint_module), around which a style cannot go; "
@@ -173,7 +174,6 @@ def _forward_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _cut_problems(root: nn.Module, plan: Sequence[Site], axis: AxisComm) -> Iterator[str]:
-    """Find why parameters cannot be cut as the styles say."""
     names_by_dim: dict[int, dict[int | None, str]] = defaultdict(dict)  # by id of the parameter
     sites: dict[tuple[int, str], str] = {}
     for name, cut in ((site.name, cut) for site in plan for cut in site.style.cuts(site.module)):
@@ -222,7 +222,6 @@ def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
 
 
 def _distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | None) -> None:
-    """Replace global parameters by local ones."""
     for cut in cuts:
         param = cut.param
         placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
@@ -242,13 +241,13 @@ def _local(
         value = _broadcast_from(value, axis, source)
     value = placement.slice_of(value, axis.local_rank).clone()
     local = nn.Parameter(value, requires_grad=param.requires_grad)
-    vars(local).update(vars(param))  # such as a mark that an optimizer's grouping looks for
+    vars(local).update(vars(param))  # attributes of the user, such as a mark for weight decay
     return local
 
 
 def _broadcast_from(value: Tensor, axis: AxisComm, source: int) -> Tensor:
     copy = value.clone()
-    # broadcast_ takes the values of rank 0, so ranks are counted from the source.
+    # broadcast_ sends the values of rank 0, so count ranks from the source.
     rank = (axis.local_rank - source) % axis.size
     broadcast_([copy], XlaCollectives(axis.groups, rank, axis.size), ops.device())
     return copy

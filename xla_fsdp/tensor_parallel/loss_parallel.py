@@ -1,8 +1,8 @@
-"""Cross-entropy of logits whose classes are sharded over the ranks; no rank ever has all of them.
+"""Cross-entropy of logits whose classes are sharded over the ranks.
 
-Of the logits only numbers per row are sent: the greatest, and sums over classes. Results are those
-of ``torch.nn.functional.cross_entropy`` of the global logits, on every rank; they are computed in
-fp32 and have the dtype of the logits.
+No rank holds the global logits. Ranks only all-reduce the maximum and sums over classes of each
+row. On every rank the result is that of ``torch.nn.functional.cross_entropy`` of the global logits,
+computed in fp32, in the dtype of the logits.
 
 Source: vocabulary-parallel cross-entropy of Megatron-LM (arXiv 1909.08053, section 3).
 """
@@ -30,8 +30,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class _Heads(threading.local):
-    """Layers whose outputs are sharded logits, and the axis of each. Of this thread alone: ranks
-    may be threads of one process."""
+    """Axes of the layers whose outputs are sharded logits; per thread, as CPU ranks are threads."""
 
     def __init__(self) -> None:
         self.axes: WeakKeyDictionary[nn.Linear, AxisComm] = WeakKeyDictionary()
@@ -41,16 +40,16 @@ _heads = _Heads()
 
 
 def remember_head(module: nn.Module, axis: AxisComm) -> None:
-    """Let ``loss_parallel`` know a module whose outputs are sharded logits."""
+    """Tell ``loss_parallel`` that the outputs of ``module`` are sharded logits."""
     if isinstance(module, nn.Linear):
         _heads.axes[module] = axis
 
 
 @contextmanager
 def loss_parallel(mesh: Any = None) -> Iterator[None]:
-    """Inside, ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take logits of which each rank holds
-    a slice of the classes, and targets that are the same on all ranks. The global logits are never
-    built, forward or backward; ``backward()`` may be called inside or outside.
+    """Inside, ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take logits that are sharded along
+    their classes, and targets that are equal on all ranks. Neither forward nor backward builds the
+    global logits; ``backward()`` may be called inside or outside.
 
         plan["output"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         ...
@@ -58,12 +57,12 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     Args:
-        mesh: of the axis along which classes are sharded: all cross-entropies inside are taken to
-            be of such logits. By default those whose number of classes is that of a slice of a
-            module that the plan says to hand out such logits, as in the example.
+        mesh: mesh of the axis over which classes are sharded; all cross-entropies inside are then
+            of sharded logits. By default, logits are sharded if their number of classes equals the
+            local number of outputs of a layer with such a style as in the example.
 
     Raises:
-        ValueError: if no mesh is given, and there is no such module.
+        ValueError: if no mesh is given, and there is no such layer.
     """
     heads = [(head.out_features // axis.size, axis) for head, axis in _heads.axes.items()]
     if mesh is None and not heads:
@@ -80,11 +79,11 @@ _signature = inspect.signature(F.cross_entropy)
 
 
 class _CrossEntropyMode(TorchFunctionMode):
-    """Computes ``F.cross_entropy`` of sharded logits by ``parallel_cross_entropy``."""
+    """Replaces ``F.cross_entropy`` of sharded logits by ``parallel_cross_entropy``."""
 
     def __init__(self, axis: AxisComm | None, heads: list[tuple[int, AxisComm]]) -> None:
         super().__init__()
-        # Without an axis, sharded logits are known by the number of a head's local classes.
+        # Without an axis, recognize sharded logits by the local number of classes of a head.
         self._axis, self._heads = axis, heads
 
     def __torch_function__(
@@ -123,17 +122,18 @@ def parallel_cross_entropy(
     """Return ``F.cross_entropy`` of logits sharded along their class dim.
 
     Args:
-        input: the local logits, [classes], [rows, classes] or [rows, classes, ...]; ranks hold the
-            classes in the order of the axis.
-        target: global numbers of classes, equal on all ranks; [], [rows] or [rows, ...].
-        axis: the ranks that share the classes.
-        weight: of all classes, [global classes].
-        ignore_index: target of rows that count for nothing.
-        reduction: "mean" (over rows that count, by weight), "sum" or "none".
-        label_smoothing: what part of the target is spread over all classes.
+        input: local logits, [classes], [rows, classes] or [rows, classes, ...]; ranks hold slices
+            of the classes in the order of the axis.
+        target: global class numbers, equal on all ranks; [], [rows] or [rows, ...], integers.
+        axis: the ranks over which classes are sharded.
+        weight: weights of all classes, [global classes].
+        ignore_index: target of rows that are ignored.
+        reduction: "mean" (weighted, over rows that are not ignored), "sum" or "none".
+        label_smoothing: part of the target that is spread over all classes, from 0 to 1.
 
     Returns:
-        The loss, equal on all ranks.
+        The loss in the dtype of ``input``, equal on all ranks; [], or the shape of ``target`` for
+        reduction "none".
 
     Raises:
         ValueError: for targets that are probabilities, or arguments out of range.
@@ -156,8 +156,8 @@ def parallel_cross_entropy(
 
 
 class _RowLosses(Function):
-    """Loss of every row. Forward: the greatest logit, then sums over classes, are all-reduced.
-    Backward: no communication."""
+    """Loss of each row, [rows] float32. Forward: all-reduce of the maximum, then of sums over
+    classes. Backward: no communication."""
 
     @staticmethod
     def forward(
@@ -199,19 +199,20 @@ class _RowLosses(Function):
 
 
 class _LocalClasses:
-    """The classes of a rank's slice.
+    """The classes of this rank.
 
     Attributes:
-        is_target: which logits are of the target of their row, [rows, classes].
-        weights: of the local classes, [1, classes].
-        total_weight: of all classes.
-        num_classes: of all ranks.
+        is_target: whether each local logit is that of the row's target, [rows, classes] bool.
+        weights: weights of the local classes, [1, classes].
+        total_weight: sum of the weights of all classes.
+        num_classes: global number of classes.
     """
 
     def __init__(self, axis: AxisComm, logits: Tensor, goal: Tensor, weight: Tensor | None) -> None:
         classes = logits.shape[1]
         self.num_classes = classes * axis.size
-        # Compared, not looked up: it is fused with what is computed of it. 32 bits, for a TPU.
+        # A comparison instead of a gather: XLA fuses it with its consumers. TPUs have no native
+        # 64-bit integers.
         number = torch.arange(classes, dtype=torch.int32, device=logits.device)
         first = axis.local_rank_on_device.to(torch.int32) * classes if axis.size > 1 else 0
         self.is_target = number[None, :] == (goal.to(torch.int32) - first)[:, None]

@@ -1,13 +1,13 @@
-"""The collectives of tensor parallelism with their gradients, and placements changed by them.
+"""Collectives of tensor parallelism as autograd functions, and changes of placement by them.
 
-A tensor is replicated if all ranks of the axis hold the same, sharded along a dim if each holds a
-slice of the global tensor, partial if the global tensor is the sum over the ranks. Placements that
-a plan gives are taken to be true: tensors are ordinary ones, which do not know how they are placed.
+A tensor is replicated if all ranks of the axis hold the same values, sharded along a dim if each
+holds a slice of the global tensor, partial if the global tensor is the sum over the ranks. Tensors
+are ordinary ones that do not know their placement, so the placements in a plan are not checked.
 
-Invariants: the gradient of a replicated or partial tensor is replicated, that of a sharded one is
-sharded the same way. Only between a mapping whose name ends in ``to_parallel`` and the product of a
-parallel layer are gradients partial. No mapping saves a tensor, and none returns its input itself
-(on several ranks), so they may be shared, recomputed, and traced as the body of a loop.
+Invariants: the gradient of a replicated or partial tensor is replicated, that of a sharded tensor
+is sharded the same way. Gradients are partial only between a mapping whose name ends in
+``to_parallel`` and the matmul of a parallel layer. On several ranks no mapping saves a tensor or
+returns its input itself, so results may be shared, recomputed, and traced as the body of a loop.
 
 Source: the mappings of Megatron-LM (arXiv 1909.08053, and for sequences 2205.05198).
 """
@@ -44,25 +44,25 @@ class _Mapping(Function):
 
 
 def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
-    """Replicated to what parallel layers take. Forward: a copy. Backward: all-reduce."""
+    """Replicated to the input of a parallel layer. Forward: copy. Backward: all-reduce."""
     return _Mapping.apply(x, Tensor.clone, axis.all_reduce)
 
 
 def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Sharded to what parallel layers take. Forward: all-gather. Backward: reduce-scatter."""
+    """Sharded to the input of a parallel layer. Forward: all-gather. Backward: reduce-scatter."""
     gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
     return _Mapping.apply(x, gather, scatter)
 
 
 def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """As ``gather_to_parallel`` of ``x`` that has been gathered already. Forward: a copy of
-    ``gathered``. Backward: reduce-scatter, to ``x``."""
+    """``gather_to_parallel`` of an ``x`` that has been gathered already. Forward: copy of
+    ``gathered``. Backward: reduce-scatter into the gradient of ``x``."""
     value = gathered.detach()
     return _Mapping.apply(x, lambda _: value.clone(), partial(axis.reduce_scatter, dim=dim))
 
 
 def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
-    """Partial to replicated. Forward: all-reduce. Backward: a copy."""
+    """Partial to replicated. Forward: all-reduce. Backward: copy."""
     return _Mapping.apply(x, axis.all_reduce, Tensor.clone)
 
 
@@ -93,21 +93,21 @@ def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
 
 # ---------------------------------------------------------------- placements
 
-# Query, key and value projections take one tensor. It is gathered once for all of them, and the sum
-# of their gradients reduced once. A module that hands on another tensor than it was given (a view,
-# a cast) only makes the collective happen twice.
-# Entries live no longer than the tensor that is the key. Keys are tensors of one rank, so ranks
-# that are threads of one process never meet here.
+# Query, key and value projections take the same tensor. It is gathered once for all of them, and
+# the sum of their gradients is reduced once. If a module passes on another tensor than its input (a
+# view, a cast), the collective only runs twice.
+# Entries live as long as the tensor that is the key. Keys are tensors of one rank, so ranks that
+# are threads of one process do not share entries.
 
-# By tensor: what was made of it for parallel layers, by kind, version and grad mode.
+# Inputs of parallel layers made from a tensor, by (kind, version, grad mode).
 _parallel_inputs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-# By gathered tensor: the shard, dim, axis and version that it was gathered from.
+# For each gathered tensor: (local tensor, dim, key of the axis, version of the gathered tensor).
 _gathered_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def redistribute_problems(old: Any, new: Any, what: str) -> Iterator[str]:
-    """Yield why ``what`` cannot be brought from one placement to another."""
+    """Yield why the placement of ``what`` cannot be changed from ``old`` to ``new``."""
     for layout in (old, new):
         if type(layout) not in (Replicate, Shard, Partial):
             yield f"{what} has the layout {layout!r}; expected Replicate(), Shard(dim) or Partial()"
@@ -118,10 +118,10 @@ def redistribute_problems(old: Any, new: Any, what: str) -> Iterator[str]:
 
 
 def redistribute(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what: str) -> Tensor:
-    """Bring a local tensor from one placement to another, between which there are no problems.
+    """Change the placement of a local tensor; ``redistribute_problems`` must find no problem.
 
     Raises:
-        ValueError: if the ranks cannot share a dim of ``what`` equally.
+        ValueError: if the size of the new sharded dim is not divisible by the number of ranks.
     """
     if axis.size == 1 or old == new:
         return x
@@ -136,7 +136,7 @@ def redistribute(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what
         return own_slice(x, axis, dim)
     if isinstance(old, Partial):
         return all_reduce(x, axis)
-    assert isinstance(old, Shard)  # nothing else becomes Replicate()
+    assert isinstance(old, Shard)  # the only other placement that can become Replicate()
     dim = old.dim % x.dim()
     gathered = all_gather(x, axis, dim)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -145,7 +145,7 @@ def redistribute(x: Tensor, old: Placement, new: Placement, axis: AxisComm, what
 
 
 def parallel_input(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tensor:
-    """Replicate a tensor as input of a parallel layer, which gives it a partial gradient."""
+    """Replicate a tensor for a parallel layer, which computes a partial gradient of it."""
     if axis.size == 1:
         return x
     if isinstance(old, Shard):
@@ -162,7 +162,8 @@ def parallel_input(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tens
 
 
 def _made_once(x: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    # Inference tensors have no version; what is made of a leaf would keep it alive.
+    # Inference tensors have no version. The graph of a result refers to a leaf (AccumulateGrad), so
+    # an entry would keep its own key alive.
     if x.is_inference() or (x.is_leaf and x.requires_grad):
         return make()
     key = (kind, x._version, torch.is_grad_enabled())

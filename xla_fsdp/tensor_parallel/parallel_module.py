@@ -1,9 +1,9 @@
-"""Styles, and modules whose forward runs in them.
+"""Parallel styles, and the mixin that runs a module's forward in its styles.
 
-Invariants: a style is a plain description, which may be given to any number of modules. A module
-stays an instance of its own class, with its names and hooks; it can be copied and pickled. All
-communication is done by autograd functions inside of forward, so recomputing a forward or tracing
-it as the body of a loop repeats it.
+Invariants: a style has no state, so it may be applied to any number of modules. A parallel module
+remains an instance of its original class, with its names and hooks; it can be copied and pickled.
+Autograd functions inside of forward do all communication, so recomputing a forward, or tracing it
+as the body of a loop, repeats the communication.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ParamCut:
     """How a style distributes one parameter.
 
     Args:
-        owner: the module that holds it.
-        attribute: its name there.
-        dim: along which it is sharded; None to replicate it.
+        owner: the module that has the parameter.
+        attribute: its name in this module.
+        dim: dim along which it is sharded; None if it is replicated.
     """
 
     owner: nn.Module
@@ -40,7 +40,7 @@ class ParamCut:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter; ValueError if there is none of this name."""
+        """The parameter; raises ValueError if it does not exist."""
         found = self.owner._parameters.get(self.attribute)
         if found is None:
             raise ValueError(
@@ -51,20 +51,20 @@ class ParamCut:
 
 
 def own_cuts(module: nn.Module, dims: Mapping[str, int | None]) -> list[ParamCut]:
-    """Return cuts of those parameters of a module that are not None."""
+    """Return cuts of the parameters in ``dims`` that are not None."""
     present = {name for name, param in module._parameters.items() if param is not None}
     return [ParamCut(module, name, dim) for name, dim in dims.items() if name in present]
 
 
 class ParallelStyle(ABC):
-    """How a module is parallelized; base class of all styles."""
+    """Base class of styles: how a module is parallelized."""
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        """Yield why ``module`` cannot have this style, sizes apart."""
+        """Yield why ``module`` does not support this style; sizes are checked elsewhere."""
         yield from ()
 
     def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
-        """Return how parameters of ``module`` are distributed; others stay as they are."""
+        """Return how parameters of ``module`` are distributed; others do not change."""
         return ()
 
     @abstractmethod
@@ -75,11 +75,11 @@ class ParallelStyle(ABC):
 
         Args:
             module: the module, whose parameters are distributed.
-            forward: its forward, in the styles that it was given before this one.
+            forward: its forward, including the styles that were applied earlier.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
-            axis: the ranks that share the module.
-            name: of the module, for messages.
+            axis: the ranks over which the module is parallelized.
+            name: name of the module, for messages.
         """
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class ParallelStyle(ABC):
 
 @dataclass(frozen=True)
 class AppliedStyle:
-    """A style of one module, whose name and axis it knows."""
+    """A style that is applied to one module."""
 
     style: ParallelStyle
     axis: AxisComm
@@ -100,7 +100,7 @@ class AppliedStyle:
 
 
 class ParallelModule:
-    """Mixed into the class of a module that has styles."""
+    """Mixin for the class of a module that has styles."""
 
     _tensor_parallel: list[AppliedStyle]
 
@@ -114,18 +114,18 @@ class ParallelModule:
         return forward(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        # New parameters, on a device say, are placed as those were.
+        # Parameters may be new objects now, such as after a move to the device: restore placements.
         module: Any = super()._apply(fn, recurse)  # type: ignore[misc]
         remember_placements(module)
         return module
 
 
 class _ParallelClass(type):
-    """Of classes made here, which pickles and copies find by their original class."""
+    """Metaclass of the classes made here, so that they are pickled by their original class."""
 
 
 def apply_style(module: nn.Module, applied: AppliedStyle) -> None:
-    """Let the module's forward run in one more style from now on."""
+    """Add a style to a module."""
     if "_tensor_parallel" not in vars(module):
         original: Any = type(module)
         module.__class__ = parallel_class(original)
@@ -135,7 +135,7 @@ def apply_style(module: nn.Module, applied: AppliedStyle) -> None:
 
 @functools.cache
 def parallel_class(original: Any) -> Any:
-    """Return the class of modules of class ``original`` with styles."""
+    """Return the subclass of ``original`` for modules with styles."""
     namespace = {"_parallel_original": original, "__module__": original.__module__}
     return _ParallelClass(f"Parallel{original.__name__}", (ParallelModule, original), namespace)
 
@@ -149,7 +149,7 @@ copyreg.pickle(_ParallelClass, _reduce_class)
 
 @contextlib.contextmanager
 def replaced_params(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Let the module's parameters of these names be these tensors, or None, inside."""
+    """Replace parameters of the module by these tensors, or None, inside."""
     before = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:

@@ -1,8 +1,8 @@
-"""Styles that redistribute what goes into a module, or comes out of it.
+"""Styles that redistribute the inputs or outputs of a module.
 
 Names, arguments and defaults are those of ``torch.distributed.tensor.parallel``. Inputs and outputs
-are ordinary local tensors, so ``use_local_output`` and ``use_local_input`` change nothing; a layout
-of None leaves an argument alone.
+are always local tensors, so ``use_local_output`` and ``use_local_input`` have no effect. A tensor
+whose layout is None is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle
 
 Layouts = Placement | Sequence[Placement | None] | None
 
-# By number or name of a tensor: the layout that it has, and the one that it is to have.
+# By index or name of a tensor: its layout, and the desired layout.
 Changes = dict[int | str, tuple[Placement, Placement]]
 
 
@@ -27,15 +27,15 @@ class PrepareModuleInput(ParallelStyle):
     """Change the layouts of a module's inputs.
 
     Args:
-        input_layouts: of the positional arguments, one for each, None for those to leave alone; or
-            of the only one.
-        desired_input_layouts: that they are to have.
-        input_kwarg_layouts: of keyword arguments, by name.
-        desired_input_kwarg_layouts: that these are to have.
-        use_local_output: accepted; inputs are local tensors in any case.
+        input_layouts: layouts of all positional arguments, or of the only one; None for an argument
+            that is not changed.
+        desired_input_layouts: desired layouts of the positional arguments.
+        input_kwarg_layouts: layouts of keyword arguments, by name.
+        desired_input_kwarg_layouts: desired layouts of keyword arguments, by name.
+        use_local_output: has no effect; inputs are always local tensors.
 
     Raises:
-        ValueError: if the two do not fit each other.
+        ValueError: if layouts and desired layouts differ in number or names.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class PrepareModuleInput(ParallelStyle):
             name: (old, self.desired_input_kwarg_layouts[name])
             for name, old in self.input_kwarg_layouts.items()
         }
-        by_number = _numbered(self.input_layouts, self.desired_input_layouts)
-        self._changes = _without_none({**by_number, **by_name})
+        by_index = _by_index(self.input_layouts, self.desired_input_layouts)
+        self._changes = _without_none({**by_index, **by_name})
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         for key, (old, new) in self._changes.items():
@@ -88,13 +88,13 @@ class PrepareModuleOutput(ParallelStyle):
     """Change the layouts of a module's outputs.
 
     Args:
-        output_layouts: of the outputs, one for each, None for those to leave alone; or of the only
-            one.
-        desired_output_layouts: that they are to have.
-        use_local_output: accepted; outputs are local tensors in any case.
+        output_layouts: layouts of all outputs, or of the only one; None for an output that is not
+            changed.
+        desired_output_layouts: desired layouts of the outputs.
+        use_local_output: has no effect; outputs are always local tensors.
 
     Raises:
-        ValueError: if the two do not fit each other.
+        ValueError: if layouts and desired layouts differ in number.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class PrepareModuleOutput(ParallelStyle):
         _refuse(
             *_length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
         )
-        by_number = _numbered(self.output_layouts, self.desired_output_layouts)
-        self._changes = _without_none(by_number)
+        self._changes = _without_none(_by_index(self.output_layouts, self.desired_output_layouts))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
         for number, (old, new) in self._changes.items():
@@ -135,14 +134,11 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """``PrepareModuleInput`` and ``PrepareModuleOutput`` of one module.
-
-    Args:
-        input_layouts: and all others: see there; ``use_local_input`` is the ``use_local_output`` of
-            the first.
+    """``PrepareModuleInput`` and ``PrepareModuleOutput`` for one module, with their arguments;
+    ``use_local_input`` is the ``use_local_output`` of ``PrepareModuleInput``.
 
     Raises:
-        ValueError: if layouts do not fit each other.
+        ValueError: if layouts and desired layouts differ in number or names.
     """
 
     def __init__(
@@ -204,7 +200,7 @@ def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
 
 
-def _numbered(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
+def _by_index(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
     return dict(enumerate(zip(given or (), desired or (), strict=False)))
 
 

@@ -1,8 +1,8 @@
 """Styles that distribute layers: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel``.
 
 Names, arguments and defaults are those of ``torch.distributed.tensor.parallel``. Inputs and outputs
-are ordinary local tensors, in the layouts that the style says; ``use_local_output`` changes nothing
-about them, as there are no DTensors on XLA.
+are always local tensors in the layouts of the style, as there are no DTensors on XLA, so
+``use_local_output`` does not change them.
 
 Sources: column- and row-parallel layers of Megatron-LM (arXiv 1909.08053), its sequence parallelism
 (arXiv 2205.05198).
@@ -39,12 +39,12 @@ from xla_fsdp.tensor_parallel.parallel_module import (
     replaced_params,
 )
 
-# Options of nn.Embedding that look at the global table or at all ids.
+# Options of nn.Embedding that do not work on a slice of the table.
 GLOBAL_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
 class _LayerStyle(ParallelStyle):
-    """Base of styles of nn.Linear and nn.Embedding."""
+    """Base class of styles for nn.Linear and nn.Embedding."""
 
     default_layouts: tuple[Placement, Placement]
 
@@ -58,7 +58,7 @@ class _LayerStyle(ParallelStyle):
         self.input_layouts = (input_layouts or self.default_layouts[0],)
         self.output_layouts = (output_layouts or self.default_layouts[1],)
         self.use_local_output = use_local_output
-        # RowwiseParallel of an nn.Embedding takes ids, which are not sharded by default.
+        # Input of an nn.Embedding with RowwiseParallel: ids, which are not sharded by default.
         self._ids_layout = input_layouts or Replicate()
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
@@ -74,17 +74,17 @@ class ColwiseParallel(_LayerStyle):
     rank computes a slice of the last dim.
 
     Args:
-        input_layouts: of the input; default: Replicate().
-        output_layouts: of the output; default: Shard(-1).
-        use_local_output: accepted; outputs are local tensors in any case. False together with
-            Shard(-1) tells ``loss_parallel`` that these are its logits.
+        input_layouts: layout of the input; default: Replicate().
+        output_layouts: layout of the output; default: Shard(-1).
+        use_local_output: outputs are always local tensors. False together with Shard(-1) tells
+            ``loss_parallel`` that the outputs are sharded logits.
     """
 
     default_layouts = (Replicate(), Shard(-1))
 
     @property
     def is_for_loss_parallel(self) -> bool:
-        """Whether outputs are logits for ``loss_parallel``."""
+        """Whether outputs are sharded logits for ``loss_parallel``."""
         return not self.use_local_output and self.output_layouts[0] in (Shard(-1), Shard(2))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
@@ -112,11 +112,11 @@ class RowwiseParallel(_LayerStyle):
     computes a summand of the output.
 
     Args:
-        input_layouts: of the input; default: Shard(-1), and Replicate() of the ids that embeddings
-            take.
-        output_layouts: of the output; default: Replicate(). Shard(1) is what sequence parallelism
-            takes.
-        use_local_output: accepted; outputs are local tensors in any case.
+        input_layouts: layout of the input; default: Shard(-1), for the ids of an nn.Embedding
+            Replicate().
+        output_layouts: layout of the output; default: Replicate(). Use Shard(1) before sequence
+            parallelism.
+        use_local_output: has no effect; outputs are always local tensors.
     """
 
     default_layouts = (Shard(-1), Replicate())
@@ -153,13 +153,13 @@ class RowwiseParallel(_LayerStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """Compute a module on a slice of the sequence: a norm, a dropout, or anything else that treats
-    every position by itself. Parameters are replicated, their gradients summed over the ranks.
-    Masks of nn.Dropout differ between the ranks.
+    """Compute a module on a slice of the sequence: a norm, a dropout, or another module that treats
+    positions independently. Parameters are replicated, and their gradients are summed over the
+    ranks. Masks of nn.Dropout differ between the ranks.
 
     Args:
-        sequence_dim: along which input and output are sharded.
-        use_local_output: accepted; outputs are local tensors in any case.
+        sequence_dim: dim along which input and output are sharded.
+        use_local_output: has no effect; outputs are always local tensors.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -191,7 +191,8 @@ class SequenceParallel(ParallelStyle):
 
 
 def _bias_like(out: Tensor, bias: Tensor, layout: Placement, axis: AxisComm) -> Tensor:
-    """Return the bias in the layout of the output, to be added once, so after the sum."""
+    """Return the bias in the layout of the output. It is added after the reduction of the output,
+    or divided by the number of ranks if the output stays partial."""
     if axis.size == 1 or isinstance(layout, Replicate):
         return bias
     if isinstance(layout, Shard):
@@ -201,19 +202,19 @@ def _bias_like(out: Tensor, bias: Tensor, layout: Placement, axis: AxisComm) -> 
 
 
 def _look_up(module: nn.Embedding, ids: Tensor, axis: AxisComm) -> Tensor:
-    """Return vectors of the ids that are in this rank's rows; zeros for the others."""
+    """Return the vectors of ids in this rank's rows, and zeros for other ids."""
     rows = module.weight.shape[0]
     local_ids = ids if axis.size == 1 else ids - axis.local_rank_on_device * rows
     is_local = ((local_ids >= 0) & (local_ids < rows)).unsqueeze(-1)
     vectors = F.embedding(local_ids.clamp(0, rows - 1), module.weight)
-    if module.padding_idx is not None:  # whose vector gets no gradient
+    if module.padding_idx is not None:  # the vector of this id gets no gradient
         is_padding = (ids == module.padding_idx).unsqueeze(-1)
         vectors = torch.where(is_padding, vectors.detach(), vectors)
     return torch.where(is_local, vectors, torch.zeros_like(vectors))
 
 
 def _copies(module: nn.Module, axis: AxisComm) -> dict[str, Tensor | None]:
-    """Return copies of parameters that sum their gradients, each of one slice, over the ranks."""
+    """Return copies of the parameters whose gradients are summed over the ranks."""
     return {
         name: copy_to_parallel(param, axis)
         for name, param in module._parameters.items()
@@ -227,7 +228,7 @@ def _dropout(
     if not module.training or not 0 < module.p < 1:
         return forward(*args, **kwargs)
     [x] = _tensor_first(args, "nn.Dropout")
-    # All ranks draw the same number; hashed with the rank, it gives each of them another mask.
+    # All ranks draw the same number (one program); hashed with the rank, masks differ.
     drawn = (torch.rand(1, device=x.device) * 2**16).to(torch.int32)
     salt = drawn * 2**14 + axis.local_rank_on_device.to(torch.int32)
     mask = random_bits(x.shape, salt) >= int(module.p * 2**32) - 2**31
@@ -242,7 +243,7 @@ def _tensor_first(args: Any, name: str) -> Any:
 
 
 def _look_up_problems(module: nn.Embedding) -> Iterator[str]:
-    """Find what forbids looking up a rank's rows in place of the forward of an embedding."""
+    """Yield why ``_look_up`` cannot replace the forward of an embedding."""
     for option in GLOBAL_OPTIONS:
         if getattr(module, option):
             yield f"is an nn.Embedding with {option}, which a rank cannot do with its rows alone"

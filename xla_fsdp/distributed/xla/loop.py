@@ -1,9 +1,8 @@
-"""XLA While loops: a function of tensors, traced apart from the program around it, is run once for
-each slice of its inputs.
+"""XLA While loops: run a traced function once for each slice of its inputs.
 
-The words are those of ``jax.lax.scan``: ``carry``, ``xs``, ``ys``. A body shares no chain of
-collectives or random numbers with the program around it; all its random numbers come from a seed
-that is one of its inputs.
+Terms are those of ``jax.lax.scan``: ``carry``, ``xs``, ``ys``. The function (*body*) is traced
+apart from the program around the loop: it has a chain of collectives of its own, and draws all
+random numbers from a seed that is one of its inputs.
 """
 
 from __future__ import annotations
@@ -34,36 +33,36 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return those of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @classmethod
     def slice_of(cls, stack: Tensor) -> TensorSpec:
-        """Return those of a slice of ``stack`` along its first dim."""
+        """Return the spec of a slice of ``stack`` along its first dim."""
         return cls(tuple(stack.shape[1:]), stack.dtype)
 
 
 @dataclass(frozen=True)
 class Body:
-    """A traced function as one XLA computation."""
+    """A traced function as one XLA computation.
 
-    # takes the inputs that are used, the seed and the captured values, in the order of their
-    # parameter numbers
+    Its parameters are the inputs that it uses, the seed and the captured values, in the order of
+    their parameter numbers.
+    """
+
     computation: Any
     text: bytes  # serialized; equal for functions that compute the same
-    numbers: tuple[int, ...]  # parameter number of each input; -1 for one that is not used
-    seed: int  # parameter number of the seed, or -1
-    captured: dict[int, Tensor]  # other device values that the function used, by parameter number
-    outputs: tuple[TensorSpec, ...]  # of the values that it returns
+    numbers: tuple[int, ...]  # parameter number of each input; -1 if it is not used
+    seed: int  # parameter number of the seed; -1 if it is not used
+    captured: dict[int, Tensor]  # other device tensors that the function uses, by parameter number
+    outputs: tuple[TensorSpec, ...]
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether it needs a seed."""
         return self.seed != -1
 
 
 class ChangedInPlaceError(Exception):
-    """A traced function changed inputs; ``numbers`` says which."""
+    """A traced function changed inputs in place; ``numbers`` has their indices."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__(f"inputs {list(numbers)} were changed in place")
@@ -73,17 +72,16 @@ class ChangedInPlaceError(Exception):
 def trace_body(
     function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[TensorSpec], name: str
 ) -> Body:
-    """Trace ``function`` with tensors that have no values.
+    """Trace ``function`` with placeholders for its inputs.
 
     Raises:
-        ChangedInPlaceError: if it changes them.
+        ChangedInPlaceError: if it changes an input in place.
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
     with _separate_graph() as seed, torch.no_grad():
         results = list(function(list(given)))
-        changed = [at for at, each in enumerate(given) if graph_hash(each) != before[at]]
-        if changed:
+        if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)
         context = torch_xla._XLAC.lowering.LoweringContext(name)
         context.set_name_string(name)
@@ -105,9 +103,10 @@ def trace_body(
 
 
 def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, computed in every iteration of a loop."""
-    # The TPU compiler would cast the whole float32 stack before the loop instead of a slice, also
-    # through a barrier: what is only used in bf16 it casts as early as it can. Integers it leaves.
+    """Cast a slice of a stack inside of a loop, not the stack before the loop."""
+    # The TPU compiler moves a cast from float32 to bf16 before the loop, where it needs memory for
+    # the cast stack, even through a barrier. It does not move casts of integers, so the float32
+    # bits pass the barrier as integers.
     if tensor.dtype != torch.float32 or dtype == tensor.dtype:
         return tensor.to(dtype)
     bits = _bitcast(tensor, xb.Type.S32)
@@ -124,28 +123,28 @@ def _bitcast(tensor: Tensor, kind: Any) -> Tensor:
 
 
 def depends_on(tensor: Tensor, given: Tensor) -> bool:
-    """Whether ``tensor`` is computed from ``given``, one of a traced function's inputs."""
+    """Return whether ``tensor`` is computed from ``given``, an input of the traced function."""
     context = torch_xla._XLAC.lowering.LoweringContext("depends")
     context.build([tensor])
     return context.tensor_parameter_id(given) != -1
 
 
 def graph_hash(tensor: Tensor) -> bytes:
-    """Return a hash that is equal for traced tensors that are computed alike."""
+    """Return a hash of the graph that computes ``tensor``."""
     return bytes(torch_xla._XLAC._get_graph_hash([tensor]))
 
 
 def new_seeds(length: int, device: torch.device) -> Tensor:
-    """Draw seeds, [length] int64, from the device's random numbers."""
-    # Continue these from a value known on the host, as tracing a body does: else a step whose loop
-    # was traced before would be another program than the first one.
+    """Draw seeds, [length] int64, from the random numbers of the device."""
+    # Tracing a body sets the RNG state to a value known on the host. Do the same in a step that
+    # finds its loop in the cache: otherwise its program would differ from that of the first step.
     ops.set_rng_state(ops.get_rng_state(device), device)
     return torch.randint(2**31 - 1, (length,), dtype=torch.int64, device=device)
 
 
 @contextlib.contextmanager
 def _separate_graph() -> Iterator[Tensor]:
-    """Inside, collectives wait for none outside; yield the seed of all random numbers there."""
+    """Order collectives inside only among each other; yield the seed of all random numbers."""
     device = ops.device()
     token = torch_xla._XLAC._get_all_reduce_token(str(device))
     state = ops.get_rng_state(device)
@@ -163,22 +162,23 @@ LOOP_NAME = "fsdp_scan"
 
 @dataclass(frozen=True)
 class StackUpdate:
-    """Change slices of stacks in every iteration, by some of the ys, which are then not stacked."""
+    """Replaces a slice of each stack in every iteration, computed from the first ys of the loop,
+    which the loop then does not return."""
 
-    body: Body  # of (the ys that it takes, the slices) to the new slices
-    takes: int  # how many of the ys it takes, from the first on
-    stacks: tuple[Tensor, ...]  # [length, ...], whose slices it changes
-    xs: tuple[int | None, ...]  # for each stack, which of the loop's xs it is; None if none of them
+    body: Body  # maps (first ys, old slices) to the new slices
+    takes: int  # number of ys that it takes
+    stacks: tuple[Tensor, ...]  # [length, ...] each
+    xs: tuple[int | None, ...]  # for each stack: its index among the loop's xs, None if not there
 
     @property
     def key(self) -> Hashable:
-        """Equal for updates that one loop can make, with these operands in its order."""
+        """Equal for updates that the same loop can make, with other operands."""
         body = self.body
         return body.text, body.numbers, tuple(body.captured), self.takes, self.xs
 
     @property
     def operands(self) -> list[Tensor]:
-        """The loop's inputs besides its own."""
+        """Operands of the While operation in addition to the loop's own."""
         new = [stack for stack, x in zip(self.stacks, self.xs, strict=True) if x is None]
         return [*new, *self.body.captured.values()]
 
@@ -187,17 +187,17 @@ class Loop:
     """A While loop over a body with inputs (carry, xs, constants) and outputs (carry, ys).
 
     Its state is (counter, carry, xs, constants, captured, seeds, an update's stacks and captured
-    values, ys); a stack that is updated and one of the xs is there once. The counter is an int32
-    that starts from a constant, so that the compiler knows the number of iterations.
+    values, ys). A stack that is updated and is one of the xs is in the state once, among the xs.
+    The counter is an int32 that starts from a constant, so the compiler knows the trip count.
 
     Args:
-        body: the function of one iteration.
+        body: computes one iteration.
         length: number of iterations.
-        num_carry: how many tensors go from one iteration to the next.
-        num_xs: how many inputs, [length, ...], are sliced along their first dim.
-        prefetched: which of the xs come one iteration early; the last iteration gets its own slice
-            once more.
-        reverse: from the last slice to the first.
+        num_carry: number of carried tensors.
+        num_xs: number of inputs, [length, ...], that are sliced along their first dim.
+        prefetched: indices of xs of which an iteration gets the slice of the next one; the last
+            iteration gets its own slice.
+        reverse: iterate from the last slice to the first.
     """
 
     def __init__(
@@ -216,29 +216,28 @@ class Loop:
         self._xs = range(num_carry, num_carry + num_xs)
         self._prefetched = frozenset(num_carry + each for each in prefetched)
         self._reverse = reverse
-        # An optimizer's update is traced anew in every step, as its numbers change; the loop with
-        # it is only built anew if the update computes something else.
+        # By key of the update: an optimizer's update is traced in every step, but the loop is built
+        # again only if the update computes something else.
         self._computations: dict[Hashable, Any] = {}
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether it needs seeds."""
         return self._body.draws_random_numbers
 
     @property
     def ys(self) -> tuple[TensorSpec, ...]:
-        """One iteration's."""
+        """Specs of the ys of one iteration."""
         return self._body.outputs[self._num_carry :]
 
     def run(
         self, inputs: Sequence[Tensor], seeds: Tensor | None, update: StackUpdate | None = None
     ) -> list[Tensor]:
-        """Return the last carry, the ys, [length, ...], and then the stacks that were updated.
+        """Return the last carry, the ys [length, ...] that no update takes, and the updated stacks.
 
         Args:
             inputs: carry, xs and constants.
-            seeds: [length] int64, if the body draws random numbers.
-            update: stacks to change.
+            seeds: [length] int64; required if the body draws random numbers.
+            update: stacks to update in the loop.
         """
         operands = [*inputs, *self._body.captured.values()]
         if self._body.draws_random_numbers and seeds is not None:
@@ -271,8 +270,8 @@ class Loop:
         return xb.Op.tuple([done.get_tuple_element(1 + at) for at in results]).build(LOOP_NAME)
 
     def _stacks(self, update: StackUpdate, first: int) -> list[int]:
-        """Return where an update's stacks are in the state, if its own operands begin at
-        ``first``."""
+        """Return the index of each of the update's stacks in the state (without the counter), where
+        the update's operands start at ``first``."""
         at = itertools.count(first)
         return [next(at) if x is None else self._xs[x] for x in update.xs]
 
@@ -291,10 +290,10 @@ class Loop:
         if update is not None:
             captured = state[first + update.xs.count(None) :][: len(update.body.captured)]
             stacks = self._stacks(update, first)
-            slices = [_read(state[place], at) for place in stacks]
+            slices = [_read(state[index], at) for index in stacks]
             new_slices = _call(update.body, [*ys[: update.takes], *slices], captured)
-            for place, new in zip(stacks, new_slices, strict=True):
-                new_state[place] = _write(state[place], new, at)
+            for index, new in zip(stacks, new_slices, strict=True):
+                new_state[index] = _write(state[index], new, at)
             ys = ys[update.takes :]
         end = len(state) - len(ys)
         stacked = [_write(state[end + k], each, at) for k, each in enumerate(ys)]
@@ -303,11 +302,11 @@ class Loop:
     def _call_body(self, state: Sequence[Any], at: Any, next_at: Any) -> list[Any]:
         body = self._body
         inputs = []
-        for place, number in enumerate(body.numbers):
+        for index, number in enumerate(body.numbers):
             each = None
-            if number != -1:  # else not even a slice of it is computed
-                where = next_at if place in self._prefetched else at
-                each = _read(state[place], where) if place in self._xs else state[place]
+            if number != -1:  # do not even slice an input that is not used
+                where = next_at if index in self._prefetched else at
+                each = _read(state[index], where) if index in self._xs else state[index]
             inputs.append(each)
         end = len(inputs) + len(body.captured)
         seed = _read(state[end], at) if body.draws_random_numbers else None
@@ -317,7 +316,6 @@ class Loop:
 def _call(
     body: Body, inputs: Sequence[Any], captured: Sequence[Any], seed: Any = None
 ) -> list[Any]:
-    """Call a body; return its outputs."""
     by_number = dict(zip(body.numbers, inputs, strict=True))
     by_number.update(zip(body.captured, captured, strict=True))
     by_number[body.seed] = seed
@@ -327,13 +325,13 @@ def _call(
 
 
 class LoopCache:
-    """Loops that were traced before, by what they depend on. Copies trace their own."""
+    """Caches traced loops by key. A copy starts empty."""
 
     def __init__(self) -> None:
         self.made: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what was made for an equal key, or make it."""
+        """Return the value for ``key``; call ``make`` for it the first time."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]

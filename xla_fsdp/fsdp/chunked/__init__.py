@@ -1,4 +1,4 @@
-"""A head and an embedding that never hold their whole weight."""
+"""A head and an embedding that never hold their unsharded weight."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How a weight of rows, that of a head or the table of an embedding, is cut into chunks.
+"""Cut the weight of a head or of an embedding into chunks.
 
-A chunk is the same few rows of every rank's shard. Gathered it is [ranks, rows, width], and each of
-its rows is that of one *class* (of an embedding: one row of the table), or padding.
+A chunk consists of the same few rows of every rank's shard. Gathered, it is [ranks, rows, width];
+each row belongs to one *class* (for an embedding: one row of the table), or is padding.
 
-Invariant: the chunks together are all shards in order, followed by padding, so that the gradients
-of the chunks, one after the other, are the gradient of the shard. No class is moved: the order of
-classes does not matter to a softmax, and targets find theirs by number.
+Invariant: the chunks of a shard are its rows in order, followed by padding, so the concatenated
+gradients of the chunks are the gradient of the shard. A gathered chunk therefore has classes from
+all shards; a softmax does not depend on their order, and targets are found by class number.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 TILE = 16
-"""Rows of a TPU tile of 16-bit elements."""
+"""Rows of a tile of 16-bit elements in TPU memory."""
 
 CHUNK_BYTES = 2**24
-"""About what a chunk takes, logits included, unless the user says how many there are."""
+"""Approximate size of a chunk with its logits, if the user does not give the number of chunks."""
 
 NO_CLASS = -1
 
@@ -30,29 +30,29 @@ class Chunks:
     """Chunks of a weight [num_classes, ...]."""
 
     num_classes: int  # rows of the weight
-    num_ranks: int  # how many ranks share it
-    shard_rows: int  # rows of every rank's shard, padding included
-    rows: int  # of a shard, in a chunk
+    num_ranks: int  # ranks over which the weight is sharded
+    shard_rows: int  # rows of each shard, padding included
+    rows: int  # rows of each shard in one chunk
 
     @property
     def count(self) -> int:
-        """Number of chunks."""
         return -(-self.shard_rows // self.rows)
 
     @property
     def padded_rows(self) -> int:
-        """Rows of a shard, padded to a multiple of a chunk's."""
+        """Rows of a shard, padded to a multiple of ``rows``."""
         return self.count * self.rows
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Return the numbers of all chunks, [count, 1] int32."""
+        """Return the indices of all chunks, [count, 1] int32."""
         return torch.arange(self.count, dtype=torch.int32, device=device)[:, None]
 
     def classes(self, number: Tensor) -> Tensor:
-        """Return the class of each row of a gathered chunk, or ``NO_CLASS``, [ranks * rows] int32.
+        """Return the class of each row of a gathered chunk, [ranks * rows] int32; ``NO_CLASS`` for
+        padding.
 
         Args:
-            number: of the chunk, [1] int32.
+            number: index of the chunk, [1] int32.
         """
         count = partial(torch.arange, dtype=torch.int32, device=number.device)
         row = number * self.rows + count(self.rows)
@@ -62,12 +62,15 @@ class Chunks:
         return torch.where(is_class, found, NO_CLASS).reshape(-1)
 
     def locate(self, classes: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which row of a gathered chunk each class is, [n] int32 (0 where it is none of
-        them), and whether it is one, [n] bool.
+        """Find classes in a gathered chunk.
 
         Args:
             classes: [n] int32; may be out of range.
-            number: of the chunk, [1] int32.
+            number: index of the chunk, [1] int32.
+
+        Returns:
+            The row of each class in the chunk, [n] int32 (0 if it is in another chunk), and whether
+            it is in this chunk, [n] bool.
         """
         rank = torch.div(classes, self.shard_rows, rounding_mode="floor")
         row = classes - rank * self.shard_rows - number * self.rows
@@ -77,25 +80,25 @@ class Chunks:
 
 
 def cut_into(num_classes: int, num_ranks: int, shard_rows: int, count: int) -> Chunks:
-    """Return at most ``count`` chunks of equal size, of whole tiles where shards have enough
-    rows."""
+    """Return at most ``count`` chunks of equal size; one of ``TILE`` rows or more is a multiple of
+    ``TILE``."""
     rows = -(-shard_rows // count)
-    whole = rows if rows < TILE else -(-rows // TILE) * TILE
-    return Chunks(num_classes, num_ranks, shard_rows, whole)
+    rounded = rows if rows < TILE else -(-rows // TILE) * TILE
+    return Chunks(num_classes, num_ranks, shard_rows, rounded)
 
 
 def cut_by_size(num_classes: int, num_ranks: int, shard_rows: int, bytes_per_class: int) -> Chunks:
-    """Return chunks of up to ``CHUNK_BYTES``, and of a tile at least; of the sizes near that, the
-    one with the least padding.
+    """Return chunks of at most ``CHUNK_BYTES``, but at least one tile; of the sizes from two thirds
+    of that on, choose the one with the least padding.
 
     Args:
         num_classes: rows of the weight.
-        num_ranks: how many ranks share it.
-        shard_rows: of every rank.
-        bytes_per_class: of a row of the weight, with whatever else a class takes.
+        num_ranks: ranks over which it is sharded.
+        shard_rows: rows of each shard.
+        bytes_per_class: memory for one row of the weight and the logits of its class.
     """
     tile_bytes = TILE * num_ranks * bytes_per_class
     most = max(1, min(CHUNK_BYTES // tile_bytes, -(-shard_rows // TILE)))
     tiles = range(most, most * 2 // 3, -1)
     cuts = [Chunks(num_classes, num_ranks, shard_rows, each * TILE) for each in tiles]
-    return min(cuts, key=lambda cut: cut.padded_rows)  # the first, and largest, of equal ones
+    return min(cuts, key=lambda cut: cut.padded_rows)  # the largest of equal ones

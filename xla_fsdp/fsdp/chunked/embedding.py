@@ -1,7 +1,6 @@
-"""``StreamedEmbedding``: an embedding of which no rank has the whole table under FSDP.
+"""``StreamedEmbedding``: an embedding whose table is never unsharded under FSDP.
 
-Invariant: parameters, their names and state dicts are those of ``nn.Embedding``, and so is what it
-computes.
+Invariant: parameters, their names, state dicts and results are those of ``nn.Embedding``.
 """
 
 from __future__ import annotations
@@ -36,29 +35,28 @@ from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 EXCHANGE_BYTES = 2**26
-"""What the rows that all ranks ask for may take to be sent in place of a table."""
+"""Maximum size of the rows that all ranks ask for, to send them and not the table."""
 
 
 class StreamedEmbedding(nn.Embedding, ChunkedModule):
-    """An ``nn.Embedding`` that, as a unit of its own under FSDP, never holds its whole table.
+    """An ``nn.Embedding`` whose table is never unsharded, as a unit of its own under FSDP.
 
-    Where that sends less than the table, and the rows of all ranks take up to 64 MiB, every rank
-    looks up what all ranks ask for in its own shard, and rows are sent, and their gradients; all
-    ranks have to ask for as many then. Else a loop gathers a piece of all shards at a time and
-    takes from it what the input asks for; backward makes the gradient of a piece at a time and
-    reduces it to the shards at once, so that as much is sent as for a table that is gathered whole.
-    Gradients that ``no_sync`` keeps, and those that go through a user's hook, are unsharded.
-    Without FSDP, and as a part of a larger unit, it is an ``nn.Embedding``.
+    If this sends less than the table, and the rows of all ranks take at most 64 MiB, each rank
+    looks up the rows that all ranks ask for in its own shard, and only rows and their gradients are
+    sent; all ranks must then ask for the same number of rows. Otherwise a loop gathers one piece of
+    all shards at a time and copies the rows of the input from it; backward computes the gradient of
+    one piece at a time and reduces it to the shards immediately. This sends as much as gathering
+    the table at once. Gradients that ``no_sync`` accumulates, or that a user's hook reduces, are
+    unsharded. Without FSDP, or as a part of a larger unit, this is an ``nn.Embedding``.
 
     Args:
         num_embeddings: rows of the table.
         embedding_dim: width of a row.
-        pieces: in how many to gather the table, at most; None for pieces of up to 16 MiB, or for
-            sending rows where that is less. A table that is one piece is gathered whole, like any
-            unit.
+        pieces: maximum number of pieces in which to gather the table; None for pieces of up to 16
+            MiB, or to send rows if that is less. A table of one piece is gathered like any unit.
         options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
-            the table is gathered whole, with a warning; units refuse to run the first, which
-            changes the table, and XLA to train the last.
+            the table is gathered like any unit, with a warning; units refuse to run with
+            ``max_norm``, which changes the table, and XLA cannot train with ``sparse``.
 
     Raises:
         ValueError: if ``pieces`` is not a number from 1, or None.
@@ -79,15 +77,15 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
     def from_embedding(
         cls, embedding: nn.Embedding, *, pieces: int | None = None
     ) -> StreamedEmbedding:
-        """Make one with the very parameter of ``embedding``, to put in its place in a model, before
-        anything is wrapped. Ties to other modules stay.
+        """Make one that shares the parameter of ``embedding``, to replace it in a model before any
+        module is wrapped. Ties to other modules are preserved.
 
         Args:
-            embedding: the layer; of transformers' models, ``model.get_input_embeddings()``.
+            embedding: the layer; for models of transformers, ``model.get_input_embeddings()``.
             pieces: see the class.
 
         Raises:
-            TypeError: if it is no ``nn.Embedding``, or one with a forward of its own (as those of
+            TypeError: if it is not an ``nn.Embedding``, or has a forward of its own (as layers of
                 transformers that scale their rows), which would be lost.
             ValueError: if its table is sharded already, or for ``pieces`` out of range.
         """
@@ -122,17 +120,14 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         return made.train(embedding.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of ``input``.
+        """Return the rows of ``input``, [..., embedding_dim].
 
         Args:
-            input: row numbers, [...], int32 or int64. Where the table is never whole, a number that
-                is no row's gives NaN.
-
-        Returns:
-            [..., embedding_dim].
+            input: row numbers, [...], int32 or int64. If the table is not unsharded, a number out
+                of range gives NaN.
 
         Raises:
-            TypeError: if they are no such integers.
+            TypeError: if ``input`` has another dtype.
         """
         if input.dtype not in (torch.int32, torch.int64):
             raise TypeError(
@@ -160,10 +155,9 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
     def _fsdp_compute_for(
         self, unit: FSDPState, loops: LoopCache, input: Any = None, **_: Any
     ) -> Compute | None:
-        """None for a table of one chunk."""
         weights = ChunkedWeights(unit.group, rings=False)
         chunks = weights.cut(self.pieces, 0, weights.dtype)
-        if not isinstance(input, Tensor) or chunks.count == 1:
+        if not isinstance(input, Tensor) or chunks.count == 1:  # no use in a loop of one chunk
             return None
         strategy: LookupStrategy = (
             ExchangeRows(weights, loops)
@@ -178,8 +172,8 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
 
 
 def _pays(weights: ChunkedWeights, num_rows: int) -> bool:
-    """Whether to send so many rows and their gradients takes less than the table and its gradient,
-    and little memory."""
+    """Return whether sending this many rows and their gradients is less than gathering the table
+    and reducing its gradient, and fits ``EXCHANGE_BYTES``."""
     sent = weights.dtype.itemsize
     less = num_rows * 2 * sent < weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
     return less and weights.num_ranks * num_rows * weights.width * sent <= EXCHANGE_BYTES
@@ -189,14 +183,14 @@ def _pays(weights: ChunkedWeights, num_rows: int) -> bool:
 class EmbeddingCall:
     """One forward of an embedding."""
 
-    unit: FSDPState  # the embedding's
-    weights: ChunkedWeights  # its table
-    strategy: LookupStrategy  # how rows are looked up
+    unit: FSDPState
+    weights: ChunkedWeights
+    strategy: LookupStrategy
     padding: int  # number of the row that gets no gradient, or -1
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Return [..., width] in the dtype that is sent, from row numbers [...]; NaN for a number
-        that is no row's.
+        """Return rows [..., width] in the compute dtype, for row numbers [...]; NaN for numbers out
+        of range.
 
         Raises:
             ValueError: for numbers in host memory.
@@ -215,7 +209,7 @@ class EmbeddingCall:
         return found.reshape(*numbers.shape, self.weights.width)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Return [n, width], from row numbers [n] int32; NaN for -1."""
+        """Return rows [n, width] for row numbers [n] int32; NaN for -1."""
         with torch.no_grad():
             rows = self.strategy.rows(shards_for_forward(self.unit, []), numbers)
             rows = torch.where((numbers >= 0)[:, None], rows, float("nan"))
@@ -223,7 +217,7 @@ class EmbeddingCall:
         return rows
 
     def backward(self, numbers: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """Return gradients of the unit's shards, from those of the rows."""
+        """Return the gradients of the unit's shards from that of the rows, [n, width]."""
         unit, weights = self.unit, self.weights
         [grad] = start_backward(unit, grad)
         numbers = torch.where(numbers == self.padding, -1, numbers)
@@ -237,7 +231,7 @@ class EmbeddingCall:
 
 
 class _Rows(torch.autograd.Function):
-    """(row numbers, shards) to rows. It keeps the row numbers alone for backward."""
+    """Map (row numbers, shards) to rows; save only the row numbers for backward."""
 
     @staticmethod
     def forward(ctx: Any, call: EmbeddingCall, numbers: Tensor, *shards: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""``LinearCrossEntropy``: a linear layer with its loss, whose weight is never whole under FSDP.
+"""``LinearCrossEntropy``: a linear layer with its loss; its weight is never unsharded under FSDP.
 
 Invariants: parameters, their names and state dicts are those of ``nn.Linear``; the loss is that of
 ``torch.nn.functional.cross_entropy`` of the logits in float32.
@@ -39,27 +39,27 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
     """A linear layer whose outputs are logits of classes, together with their cross-entropy.
 
     Called with targets it returns the loss. As a unit of its own under FSDP it then never holds the
-    whole weight, nor all logits: a loop gathers a piece of every rank's shard, computes the logits
-    of those classes and adds them to a running softmax; backward gathers each piece again, computes
-    its logits again and reduces its gradient to the shards at once. Called without targets it
-    returns the logits, as ``nn.Linear`` does, of which it is a subclass: state dicts of both are
-    interchangeable.
+    unsharded weight, nor all logits: a loop gathers one piece of every rank's shard, computes the
+    logits of those classes and adds them to a running softmax; backward gathers each piece again,
+    recomputes its logits and immediately reduces its gradient to the shards. Recomputing the logits
+    is a fourth matmul, where a head otherwise needs three. Called without targets it returns the
+    logits, like ``nn.Linear``. State dicts of both classes are interchangeable.
 
     Sources: online softmax (Milakov and Gimelshein, arXiv 1805.02867); cut cross-entropy (Wijmans
-    et al., arXiv 2411.09009). The price: backward computes the logits once more, a fourth product
-    beside the three that a head needs anyway.
+    et al., arXiv 2411.09009).
 
     Args:
-        in_features: width of what comes in.
+        in_features: width of the input.
         num_classes: number of classes, ``out_features`` of the layer.
-        bias: whether logits have one.
-        ignore_index: target of rows that count for nothing.
-        label_smoothing: what part of the target is spread over all classes, from 0 to 1.
-        reduction: "mean" over rows that count (NaN if none does, as in torch), "sum" or "none".
-        pieces: in how many to gather the weight, at most; None for pieces of up to 16 MiB, weight
-            and logits together. A head that is one piece is gathered whole, like any unit.
-        device: where parameters are.
-        dtype: of parameters.
+        bias: whether logits have a bias.
+        ignore_index: target of rows that are ignored.
+        label_smoothing: part of the target that is spread over all classes, from 0 to 1.
+        reduction: "mean" over rows that are not ignored (NaN if all are, as in torch), "sum" or
+            "none".
+        pieces: maximum number of pieces in which to gather the weight; None for pieces of up to 16
+            MiB, weight and logits together. A head of one piece is gathered like any unit.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: for options out of range.
@@ -90,15 +90,15 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LinearCrossEntropy:
-        """Make a head with the very parameters of ``linear``, to put in its place in a model,
-        before anything is wrapped. Ties to other modules stay.
+        """Make a head that shares the parameters of ``linear``, to replace it in a model before any
+        module is wrapped. Ties to other modules are preserved.
 
         Args:
-            linear: the layer; of transformers' causal language models, ``model.lm_head``.
+            linear: the layer; for causal language models of transformers, ``model.lm_head``.
             options: see the class.
 
         Raises:
-            TypeError: if it is no ``nn.Linear``, or one with a forward of its own, which would be
+            TypeError: if it is not an ``nn.Linear``, or has a forward of its own, which would be
                 lost.
             ValueError: if its weight is sharded already, or for options out of range.
         """
@@ -128,15 +128,15 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
 
         Args:
             input: [..., in_features].
-            target: classes, [...], integers. One that is neither a class nor ``ignore_index`` makes
-                the loss NaN.
+            target: classes, [...], integers. The loss is NaN for a target that is neither a class
+                nor ``ignore_index``.
 
         Returns:
             The loss, [] or for reduction "none" [...], float32; or logits [..., num_classes].
 
         Raises:
-            TypeError: if targets are no integers.
-            ValueError: if shapes do not match, or tensor parallelism has cut the classes.
+            TypeError: if targets are not integers.
+            ValueError: if shapes do not match, or tensor parallelism has sharded the weight.
         """
         if target is None:
             return super().forward(input)
@@ -165,7 +165,6 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
     def _fsdp_compute_for(
         self, unit: FSDPState, loops: LoopCache, input: Any = None, target: Any = None, **_: Any
     ) -> Compute | None:
-        """None without targets, or with all classes in one chunk."""
         if not isinstance(input, Tensor) or not isinstance(target, Tensor):
             return None
         weights = ChunkedWeights(unit.group, rings=True)
@@ -232,20 +231,20 @@ def _check_options(smoothing: float, reduction: str, pieces: int | None) -> None
 class HeadCall:
     """One forward of a head."""
 
-    unit: FSDPState  # the head's
-    weights: ChunkedWeights  # its parameters
-    config: HeadConfig  # what the loops depend on
-    loops: LoopCache  # those that were traced before
+    unit: FSDPState
+    weights: ChunkedWeights
+    config: HeadConfig
+    loops: LoopCache
 
     def losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
-        """Return the loss of every row, [rows] float32.
+        """Return the loss of each row, [rows] float32.
 
         Args:
             hidden: hidden states, [rows, width].
-            goal: classes, [rows], integers.
+            goal: classes, [rows] int64.
 
         Raises:
-            ValueError: for inputs in host memory, or of another dtype than the weight's.
+            ValueError: for inputs in host memory, or if hidden states and weight differ in dtype.
         """
         if torch.is_autocast_enabled("xla"):
             hidden = hidden.to(self.config.dtype)
@@ -274,7 +273,8 @@ class HeadCall:
     def forward(
         self, hidden: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return losses, norms, the last gathered chunk (or all), and the bias in chunks."""
+        """Return losses and norms, [rows] float32 each, the last gathered chunk (all of them if
+        ``config.keeps_chunks``), and the bias in chunks."""
         weights, config = self.weights, self.config
         with torch.no_grad():
             shards = shards_for_forward(self.unit, [hidden])
@@ -298,10 +298,9 @@ class HeadCall:
         """Return gradients of the hidden states and of the unit's shards.
 
         Args:
-            saved: hidden states, targets, norms, the last gathered chunk (or all), and the bias in
-                chunks if there is one.
-            share: the gradient of the losses.
-            needs_hidden: whether that of the hidden states is needed.
+            saved: hidden states, targets and the results of ``forward`` except losses.
+            share: gradient of the losses, [rows].
+            needs_hidden: whether hidden states need a gradient.
         """
         weights, config = self.weights, self.config
         share, *shards = start_backward(self.unit, share, *self.unit.group.shards)
@@ -330,9 +329,13 @@ class HeadCall:
     def _shard_grads(
         self, weight: Tensor | None, bias: Tensor | None, *, reduced: bool
     ) -> list[Tensor | None]:
-        """Return gradients of the unit's shards, from those of the chunks: of the weight [chunks,
-        rows, width] if ``reduced``, else [chunks, ranks * rows, width]; of the bias [chunks, ranks
-        * rows]."""
+        """Return the gradients of the unit's shards.
+
+        Args:
+            weight: [chunks, rows, width] if ``reduced``, else [chunks, ranks * rows, width].
+            bias: not reduced, [chunks, ranks * rows].
+            reduced: whether the loop has reduced the gradient of the weight.
+        """
         weights, chunks = self.weights, self.config.chunks
         unsharded: dict[str, Tensor] = {}
         if bias is not None:
@@ -345,8 +348,7 @@ class HeadCall:
 
 
 class _Losses(torch.autograd.Function):
-    """(hidden states, targets, shards) to losses. It keeps for backward the hidden states, a few
-    numbers per row and one gathered chunk, or all."""
+    """Map (hidden states, targets, shards) to losses."""
 
     @staticmethod
     def forward(

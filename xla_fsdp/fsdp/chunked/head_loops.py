@@ -1,23 +1,23 @@
-"""The two loops of a head that runs in chunks: what each iteration computes.
+"""Trace the forward loop and the backward loop of a head that runs in chunks.
 
-One iteration is one chunk. In the words of ``distributed.xla.loop``:
+Each iteration computes one chunk. Terms are those of ``distributed.xla.loop``:
 
-forward    carry      sums per row so far, the gathered chunk (before the loop: chunk 0)
-           xs         what is sent of the next chunk, the chunk's number, its bias if there is one
+forward    carry      sums per row so far, the gathered chunk (at first chunk 0)
+           xs         sent tensor of the next chunk, index of the chunk, its bias if there is one
            constants  hidden states, targets
-           ys         the gathered chunk, where all are kept for backward
-backward   carry      the gathered chunk (before the loop: the last one), the gradient of the hidden
-                      states in float32
+           ys         the gathered chunk, if ``keeps_chunks``
+backward   carry      the gathered chunk (at first the last one), gradient of the hidden states in
+                      float32
            xs         as in forward
-           constants  as in forward, then norms and what each row's loss counts for
-           ys         gradient of the chunk's weight, reduced over the ranks, or not where it is not
-                      to be reduced yet; that of its bias, not reduced
+           constants  as in forward, then norms and the gradient of the losses
+           ys         gradient of the chunk's weight (reduced, unless gradients are not reduced
+                      yet), unreduced gradient of its bias
 
-Where gathered chunks are kept, backward slices these in place of what is sent, and carries none.
+With ``keeps_chunks``, the saved gathered chunks are the first xs of backward, and none is carried.
 
-Invariants: a chunk is gathered in the iteration before, so that compute hides it; the last
-iteration gathers its own chunk once more, which after forward is the first of backward. Products
-are computed in one dtype, everything else of a row in float32.
+Invariants: each iteration gathers the chunk of the next one, so that compute hides the gather; the
+last iteration gathers its own chunk again, which is the first one of backward. Matmuls run in one
+dtype, everything else in float32.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What both loops depend on besides their inputs."""
+    """Everything that both loops depend on, besides the specs of their inputs."""
 
-    chunks: Chunks  # how the classes are cut
-    smoothing: float  # of labels
-    dtype: torch.dtype  # of products
-    keeps_chunks: bool  # whether forward keeps the gathered chunks for backward
+    chunks: Chunks
+    smoothing: float  # label smoothing, from 0 to 1
+    dtype: torch.dtype  # of matmuls
+    keeps_chunks: bool  # whether forward saves the gathered chunks for backward
 
     def cross_entropy(self, targets: Tensor) -> OnlineCrossEntropy:
-        """Return the loss for these targets."""
         return OnlineCrossEntropy(targets, self.chunks.num_classes, self.smoothing)
 
     def logits(
         self, hidden: Tensor, chunk: Tensor, number: Tensor, bias: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits of a gathered chunk, and its classes."""
+        """Return the logits of a gathered chunk, [rows, classes] float32, and its classes."""
         of_chunk = bias[0].to(self.dtype) if bias else None
         logits = logits_of(hidden, chunk.to(self.dtype), of_chunk)
         return logits, self.chunks.classes(number)
@@ -58,12 +57,12 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class NeededGrads:
-    """Which gradients backward computes, and whether that of the weight is reduced at once."""
+    """Which gradients backward computes."""
 
     hidden: bool
     weight: bool
     bias: bool
-    reduced: bool
+    reduced: bool  # whether the loop reduces the gradient of the weight
 
 
 def forward_loop(
@@ -73,8 +72,8 @@ def forward_loop(
     hidden: Tensor,
     targets: Tensor,
 ) -> Loop:
-    """Trace the loop from (sums, gathered chunk, xs, hidden states, targets) to sums, a gathered
-    chunk and, if they are kept, all gathered chunks."""
+    """Trace the loop from (sums, gathered chunk, xs, hidden states, targets) to (sums, gathered
+    chunk), and all gathered chunks if ``config.keeps_chunks``."""
     num_sums = config.cross_entropy(targets).num_sums
 
     def body(values: list[Tensor]) -> list[Tensor]:
@@ -103,9 +102,8 @@ def backward_loop(
     xs: Sequence[Tensor],
     constants: Sequence[Tensor],
 ) -> Loop:
-    """Trace the loop from (gathered chunk unless all are kept, gradient of the hidden states, xs,
-    hidden states, targets, norms, shares) to these two and the gradients of weight and bias, as far
-    as they are needed."""
+    """Trace the loop from (gathered chunk unless ``config.keeps_chunks``, gradient of the hidden
+    states, xs, constants) to the same two and the ``needed`` gradients of weight and bias."""
     num_prefetched = 0 if config.keeps_chunks else 1
     num_carry = num_prefetched + needed.hidden
 

@@ -1,7 +1,7 @@
-"""How a module that is an FSDP unit of its own runs without its whole weight.
+"""Run a module that is an FSDP unit of its own without its unsharded weight.
 
-The module's own forward runs, with its hooks and checks; only how it computes one thing, losses or
-rows, is replaced meanwhile.
+The module's own forward runs, with its hooks and checks; only its function that computes losses or
+rows is replaced.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Compute = Callable[..., Tensor]
 
 
 class ChunkedModule:
-    """Base class, mixed into an ``nn.Module``, of modules that can run without their whole weight.
+    """Mixin for an ``nn.Module`` that can run without its unsharded weight.
 
     Attributes:
-        pieces: in how many chunks to gather the weight, at most; None for chunks of a fixed size.
+        pieces: maximum number of chunks of the weight; None for chunks of a fixed size.
     """
 
     pieces: int | None
 
-    _fsdp_unsharded = ""  # what a unit of it holds otherwise
-    _fsdp_without_reshard = ""  # what reshard_after_forward=False does
+    _fsdp_unsharded = ""  # for warnings: what a unit of it holds if it does not run in chunks
+    _fsdp_without_reshard = ""  # for warnings: what reshard_after_forward=False does
 
     def _fsdp_forward_override(self, unit: FSDPState) -> ForwardOverride | None:
-        """Return what runs this module, the only one of ``unit``, in chunks; None if it runs as any
-        other, with a warning where it was meant not to."""
+        """Return the override that runs this module, the only one of ``unit``, in chunks; None if
+        it runs like any unit, with a warning unless ``pieces`` is 1."""
         if self.pieces == 1:
             return None
         name = type(self).__name__
@@ -62,33 +62,25 @@ class ChunkedModule:
         return ChunkedForward()
 
     def _fsdp_why_unsharded(self) -> str:
-        """Return what about the module keeps it from running in chunks; empty if nothing does."""
+        """Return why the module cannot run in chunks; empty if it can."""
         raise NotImplementedError
 
     def _fsdp_compute_for(
         self, unit: FSDPState, loops: LoopCache, *args: Any, **kwargs: Any
     ) -> Compute | None:
-        """Return what to compute by for these arguments of the forward; None if there is no use in
-        chunks.
-
-        Args:
-            unit: the module's.
-            loops: those that were traced before.
-            args: of the forward.
-            kwargs: of the forward.
-        """
+        """Return the function that computes losses or rows in chunks for a forward with these
+        arguments; None to run the forward with unsharded parameters."""
         raise NotImplementedError
 
 
 def pieces_problems(pieces: Any) -> list[str]:
-    """Return what is wrong with the option ``pieces``."""
     if pieces is None or (isinstance(pieces, int) and pieces >= 1):
         return []
     return [f"pieces is {pieces!r}; expected a number from 1, or None"]
 
 
-# A module's forward cannot be handed what it is to compute by: its hooks would see that. The
-# variable is one of the thread, as a CPU rank is a thread.
+# The function that replaces another one in the forward of the module that is running. As an
+# argument of the forward, hooks would see it. A context variable, as a CPU rank is a thread.
 _replaced: ContextVar[tuple[nn.Module, Compute] | None] = ContextVar("_replaced", default=None)
 
 
@@ -102,20 +94,22 @@ def _computing_by(module: nn.Module, compute: Compute) -> Iterator[None]:
 
 
 def compute_of(module: nn.Module, default: Compute) -> Compute:
-    """Return what replaces ``default`` in the forward of ``module`` that is running, or that."""
+    """Return the function that replaces ``default`` in the running forward of ``module``, if any;
+    else ``default``."""
     replaced = _replaced.get()
     return replaced[1] if replaced is not None and replaced[0] is module else default
 
 
 class ChunkedForward:
-    """The ``ForwardOverride`` of a ``ChunkedModule``. It keeps no module alive, and can be copied
-    with its module; copies trace loops of their own."""
+    """The ``ForwardOverride`` of a ``ChunkedModule``. Holds no module, so it can be copied with its
+    module; a copy traces loops of its own."""
 
     def __init__(self) -> None:
         self._loops = LoopCache()
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the module; gather its whole weight where there is no use in chunks."""
+        """Run the forward in chunks, or with unsharded parameters if ``_fsdp_compute_for`` returns
+        None."""
         module = cast(Any, unit.group.params[0].originals[0].owners[0].module)
         compute = module._fsdp_compute_for(unit, self._loops, *args, **kwargs)
         if compute is None:
@@ -124,7 +118,7 @@ class ChunkedForward:
         unit.refuse_run()
         unit.reshard()
         given = map_tensors(unit.cast_input, (args, kwargs))
-        # checkpoint_module has nothing to recompute: no activations are kept.
+        # checkpoint_module has nothing to recompute, as no activations are saved.
         with regions_run_once(), _computing_by(module, compute):
             result = forward(*given[0], **given[1])
         if not running_units():
@@ -132,11 +126,12 @@ class ChunkedForward:
         return map_tensors(unit.cast_output, result)
 
 
-# ---------------------------------------------------------------- in the autograd nodes
+# ---------------------------------------------------------------- for the autograd nodes
 
 
 def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the shards, behind what went into the unit before, or else ``inputs``."""
+    """Return the shards, ordered after the tensors that the forward gate holds of the previous
+    unit, or after ``inputs`` if there are none."""
     shards: list[Tensor] = list(unit.group.shards)
     before = unit.context.forward_gate.swap(inputs)
     if not unit.config.optimization_barrier_in_forward:
@@ -145,8 +140,8 @@ def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor
 
 
 def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tensor]:
-    """Return the gradient of the output, and what else is ``needed``, behind all that backward has
-    still to compute."""
+    """Return the gradient of the output and the ``needed`` tensors, ordered after everything that
+    backward has computed so far."""
     unit.context.watch()
     before = unit.context.fence([grad])
     if not unit.config.optimization_barrier_in_backward:
@@ -156,13 +151,13 @@ def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tenso
 
 
 def reduces(unit: FSDPState) -> bool:
-    """Whether a loop is to reduce gradients: they neither wait for later micro-batches nor go
-    through a user's hook."""
+    """Return whether a loop can reduce gradients: they do not wait for later micro-batches, and no
+    hook of the user reduces them."""
     return unit.settings.sync_gradients and unit.group.reduces_plainly
 
 
 def end_backward(unit: FSDPState, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:
-    """Let what comes next wait for the gradients of the input and of the shards."""
+    """Let the next unit in backward wait for the gradients of the input and of the shards."""
     held = [grad] if grad is not None else present(of_shards)
     unit.context.pending.extend(each.detach() for each in present(of_shards))
     unit.context.backward_gate.hold([each.detach() for each in held])

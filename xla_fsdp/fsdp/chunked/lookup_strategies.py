@@ -1,9 +1,8 @@
-"""The two ways to look rows up in a table of which every rank has a shard.
+"""Two ways to look up rows of a sharded table without the unsharded table or gradient.
 
-Neither has the whole table or its gradient. ``GatherChunks`` gathers a chunk of all shards at a
-time, in a loop. With ``ExchangeRows`` every rank looks up what all ranks ask for in its own shard,
-and what it found is sent instead; that takes memory for the rows of all ranks, and for their
-gradients in float32.
+``GatherChunks`` gathers the table chunk by chunk in a loop. With ``ExchangeRows`` each rank looks
+up the rows that all ranks ask for in its own shard, and the found rows are sent; this takes memory
+for the rows of all ranks, and for their gradients in float32.
 
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
@@ -24,15 +23,15 @@ from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
 
 
 class LookupStrategy(Protocol):
-    """How rows are looked up. ``numbers`` are those that this rank asks for, [n] int32, or -1."""
+    """Looks up rows. ``numbers``, [n] int32, are the rows that this rank asks for; -1 for none."""
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """Return the rows, [n, width] in the dtype that is sent; anything for -1."""
+        """Return the rows, [n, width] in the compute dtype; rows for -1 are undefined."""
         ...
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """Return this rank's rows of the table's gradient, summed over the ranks in the dtype of
-        reductions and divided by the first of the divisors, from the rows' gradients [n, width]."""
+        """Return the gradient of this rank's shard in the reduce dtype, summed over the ranks and
+        divided by ``predivide``, from the gradients of the rows, [n, width]."""
         ...
 
 
@@ -40,9 +39,9 @@ class LookupStrategy(Protocol):
 class GatherChunks:
     """Gather the table chunk by chunk. Gradients of equal numbers are summed in float32."""
 
-    weights: ChunkedWeights  # the table
-    chunks: Chunks  # how it is cut
-    loops: LoopCache  # those that were traced before
+    weights: ChunkedWeights
+    chunks: Chunks
+    loops: LoopCache
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         sent = self.weights.sent(shards, self.chunks)
@@ -86,17 +85,17 @@ class GatherChunks:
 
 @dataclass(frozen=True)
 class ExchangeRows:
-    """Send what all ranks ask for, from each rank's own rows. Gradients of equal numbers are summed
-    in float32, over all ranks."""
+    """Send the rows that all ranks ask for. Gradients of equal numbers are summed in float32, over
+    all ranks."""
 
-    weights: ChunkedWeights  # the table
-    cache: LoopCache  # for the number of this rank's first row
+    weights: ChunkedWeights
+    cache: LoopCache  # stores the number of this rank's first row
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         collectives = self.weights.group.collectives
         row, is_here = self._locate(collectives.all_gather(numbers))
         own = self.weights.sent_rows(shards)
-        # All ranks but one send zeros for a row, so the sums are exact.
+        # Only one rank sends a row, the others zeros, so the sums are exact.
         return collectives.reduce_scatter(torch.where(is_here[:, None], own[row], 0.0))
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
@@ -107,27 +106,27 @@ class ExchangeRows:
         return reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
 
     def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which row of this rank's shard each is, 0 where it is none, and whether it is
-        one."""
+        """Return the row in this rank's shard for each number, [n], 0 if it is on another rank, and
+        whether it is on this rank, [n] bool."""
         row = numbers - self.cache.get("first row", self._first_row)
         is_here = (row >= 0) & (row < self.weights.shard_rows)
         return torch.where(is_here, row, 0), is_here
 
     def _first_row(self) -> Tensor:
-        # A value on the device, not a constant: all ranks have one program.
+        # An input, not a constant: all ranks must have the same program.
         first = self.weights.group.collectives.rank * self.weights.shard_rows
         return ops.upload(torch.tensor([first], dtype=torch.int32))
 
 
 def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the whole table from this rank's numbers alone, [num_rows, width]
-    float32."""
+    """Return the unsharded gradient of the table, [num_rows, width] float32, from this rank's rows
+    alone."""
     is_row = numbers >= 0
     return _scatter_add(num_rows, torch.where(is_row, numbers, 0), is_row, grad)
 
 
 def _scatter_add(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    """[num_rows, width] float32: the sum of the gradients that count, by row."""
+    """Sum gradients by row, where ``counts`` is true; return [num_rows, width] float32."""
     share = torch.where(counts[:, None], grad.float(), 0.0)
     start = torch.zeros(num_rows, grad.shape[-1], dtype=torch.float32, device=grad.device)
     return start.index_add(0, rows, share)

@@ -1,6 +1,6 @@
-"""Cross-entropy of logits that come chunk by chunk: what a chunk adds, and its gradient.
+"""Cross-entropy of logits that are computed chunk by chunk, and its gradient.
 
-A few numbers per row are kept of the logits. Rows are the positions that have a target.
+A row is a position that has a target; of its logits only a few sums are stored.
 
 Sources: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867);
 Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), and Hsu et
@@ -21,32 +21,32 @@ from xla_fsdp.fsdp.chunked.chunks import NO_CLASS
 
 @dataclass(frozen=True)
 class OnlineCrossEntropy:
-    """The cross-entropy with some targets."""
+    """The cross-entropy with these targets."""
 
-    targets: Tensor  # a class for every row, [rows] int32
-    num_classes: int  # of all chunks
-    smoothing: float  # what part of the target is spread over all classes
+    targets: Tensor  # class of each row, [rows] int32
+    num_classes: int  # in all chunks together
+    smoothing: float  # label smoothing, from 0 to 1
 
     @property
     def num_sums(self) -> int:
-        """How many numbers per row are kept."""
+        """Number of sums per row."""
         return 4 if self.smoothing else 3
 
     def no_sums(self) -> list[Tensor]:
-        """Return the sums of no classes at all."""
+        """Return the sums before the first chunk, [rows] float32 each."""
         start = self.targets.new_zeros(len(self.targets), dtype=torch.float32)
-        # Not minus infinity, with which a chunk of nothing but padding would make it NaN.
+        # Not -inf: after a chunk of padding alone, whose maximum is -inf, sums would be NaN.
         lowest = torch.finfo(torch.float32).min
         return [start + lowest, *(start.clone() for _ in range(self.num_sums - 1))]
 
     def sums(self, so_far: Sequence[Tensor], logits: Tensor, classes: Tensor) -> list[Tensor]:
-        """Add a chunk to the sums, [rows] each: the greatest logit, the sum of exponentials
-        relative to that, the target's logit, and with smoothing the sum of logits.
+        """Add a chunk to the sums: the maximum logit, the sum of exponentials relative to that, the
+        target's logit, and with smoothing the sum of logits.
 
         Args:
-            so_far: those of earlier chunks.
-            logits: of this chunk, [rows, classes] float32.
-            classes: of this chunk, [classes] int32, ``NO_CLASS`` for padding.
+            so_far: sums of the previous chunks, [rows] float32 each.
+            logits: [rows, classes of this chunk] float32.
+            classes: [classes of this chunk] int32, ``NO_CLASS`` for padding.
         """
         top, total, of_target, *of_all = so_far
         known = logits.masked_fill((classes == NO_CLASS)[None, :], float("-inf"))
@@ -63,8 +63,8 @@ class OnlineCrossEntropy:
         return found
 
     def losses(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss of every row, and its norm, the logarithm of the sum of exponentials,
-        from the sums of all chunks."""
+        """Return the loss of each row, and its norm, the logarithm of the sum of exponentials, both
+        [rows] float32, from the sums of all chunks."""
         top, total, of_target, *of_all = sums
         norm = top + total.log()
         losses = norm - of_target
@@ -74,19 +74,18 @@ class OnlineCrossEntropy:
         return losses, norm
 
     def gradient(self, logits: Tensor, classes: Tensor, norm: Tensor, share: Tensor) -> Tensor:
-        """Return the gradient of the rows' losses, each times its ``share``, with respect to a
-        chunk's logits."""
+        """Return the gradient with respect to a chunk's logits, [rows, classes] float32, where
+        ``share`` [rows] is the gradient of the losses."""
         hit = self._is_target(classes).to(torch.float32) * (1 - self.smoothing)
         wanted = hit + self.smoothing / self.num_classes if self.smoothing else hit
         found = share[:, None] * ((logits - norm[:, None]).exp() - wanted)
         return found.masked_fill((classes == NO_CLASS)[None, :], 0.0)
 
     def _is_target(self, classes: Tensor) -> Tensor:
-        # Compared, not looked up: XLA fuses it with what is computed of it.
+        # A comparison instead of a gather: XLA fuses it with its consumers.
         return classes[None, :] == self.targets[:, None]
 
 
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits, float32, of rows [rows, width] and the weights of some classes; the
-    product is computed in their dtype."""
+    """Return float32 logits of ``x`` [rows, width], with a product in the dtype of ``weight``."""
     return F.linear(x, weight, bias).float()

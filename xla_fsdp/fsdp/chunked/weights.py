@@ -1,7 +1,7 @@
-"""How a weight of rows, and a head's bias, come into a loop chunk by chunk, and their gradients out
-of it.
+"""Gather the weight of a head or an embedding chunk by chunk, and reduce its gradient.
 
-The bias is small: it is gathered whole before a loop, and its gradient is reduced after it.
+The bias of a head is small: all of it is gathered before a loop, and its gradient is reduced after
+the loop.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ChunkedWeights:
     """The parameters of a head or an embedding.
 
     Args:
-        group: its unit's, of which ``why_whole`` has nothing to say.
-        rings: reduce gradients by rings of point-to-point sends, which the products of an iteration
+        group: the parameters, for which ``why_whole`` returns nothing.
+        rings: reduce gradients by rings of point-to-point sends, which the matmuls of an iteration
             can hide.
     """
 
@@ -37,17 +37,16 @@ class ChunkedWeights:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share the parameters."""
+        """Number of ranks over which parameters are sharded."""
         return self.group.collectives.num_shards
 
     @property
     def width(self) -> int:
-        """Of a row of the weight."""
+        """Elements in a row of the weight."""
         return self._param(WEIGHT).packing.row_numel
 
     @property
     def num_classes(self) -> int:
-        """Number of rows of the weight."""
         return self._param(WEIGHT).originals[0].shape[0]
 
     @property
@@ -57,65 +56,64 @@ class ChunkedWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the weight is gathered."""
+        """Dtype in which the weight is gathered."""
         param = self._param(WEIGHT)
         return param.compute_dtype or param.shard.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """In which gradients of the weight are reduced."""
+        """Dtype in which gradients of the weight are reduced."""
         return self.group.reduction.dtype or self.dtype
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter of that name is there and needs gradients."""
         return name in self._numbers and self._param(name).leaf.requires_grad
 
     def cut(self, count: int | None, num_rows: int, dtype: torch.dtype) -> Chunks:
-        """Return at most ``count`` chunks; for None, chunks whose size allows for ``num_rows`` rows
-        of logits."""
+        """Return at most ``count`` chunks; for None, chunks of about ``CHUNK_BYTES`` including
+        ``num_rows`` rows of logits, all in ``dtype``."""
         sizes = (self.num_classes, self.num_ranks, self.shard_rows)
         if count is not None:
             return cut_into(*sizes, count)
         return cut_by_size(*sizes, (self.width + num_rows) * dtype.itemsize)
 
     def sent(self, shards: Sequence[Tensor], chunks: Chunks) -> Tensor:
-        """Return what is sent of this rank's ``shards`` of the group, [chunks, rows, width]."""
+        """Return the weight's shard as it is gathered, in chunks: [chunks, rows, width]."""
         padded = _pad(self.sent_rows(shards), chunks.padded_rows)
         return ops.shaped(padded, (chunks.count, chunks.rows, self.width))
 
     def sent_rows(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the same, not cut into chunks, [shard rows, width]."""
+        """Return the weight's shard as it is gathered, [shard rows, width]."""
         number = self._numbers[WEIGHT]
         [sent] = self.group.gather.sent([self.group.params[number]], [shards[number]])
         return ops.shaped(sent, (self.shard_rows, self.width))
 
     def gather(self, chunk: Tensor) -> Tensor:
-        """Gather a chunk, [ranks * rows, width], from [rows, width] of every rank."""
+        """All-gather a chunk: [rows, width] on every rank to [ranks * rows, width]."""
         [stack] = self.group.gather.gather_tensors([chunk])
         return stack.reshape(-1, self.width)
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """Reduce-scatter the gradient of a chunk; return this rank's rows of the sum."""
+        """Reduce-scatter the gradient of a chunk: [ranks * rows, width] to [rows, width]."""
         stack = grad.reshape(self.num_ranks, -1, self.width)
         [rows] = self.group.reduction.scatter_tensors([stack], self._reduce_by)
         return rows.reshape(-1, self.width)
 
     def bias(self, shards: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
-        """Gather the bias, if there is one, in chunks: [chunks, ranks * rows]."""
+        """Gather the bias in chunks, [chunks, ranks * rows]; an empty list without a bias."""
         if BIAS not in self._numbers:
             return []
         number = self._numbers[BIAS]
         params = [self.group.params[number]]
-        [whole] = self.group.gather.unshard_sent(
+        [bias] = self.group.gather.unshard_sent(
             params, self.group.gather.sent(params, [shards[number]])
         )
-        by_rank = _pad(whole, self.num_ranks * self.shard_rows).reshape(self.num_ranks, -1)
+        by_rank = _pad(bias, self.num_ranks * self.shard_rows).reshape(self.num_ranks, -1)
         cut = F.pad(by_rank, (0, chunks.padded_rows - self.shard_rows))
         by_chunk = cut.reshape(self.num_ranks, chunks.count, chunks.rows).transpose(0, 1)
         return [by_chunk.reshape(chunks.count, -1)]
 
     def in_order(self, stack: Tensor, chunks: Chunks) -> Tensor:
-        """Return the classes in order, [classes, ...], from [chunks, ranks * rows, ...]."""
+        """Reorder gathered chunks [chunks, ranks * rows, ...] by class: [classes, ...]."""
         rest = stack.shape[2:]
         split = stack.reshape(chunks.count, self.num_ranks, chunks.rows, *rest).transpose(0, 1)
         by_rank = split.reshape(self.num_ranks, chunks.padded_rows, *rest)
@@ -123,22 +121,23 @@ class ChunkedWeights:
         return rows[: self.num_classes]
 
     def reduce_by_unit(self, unit: FSDPState, grads: dict[str, Tensor]) -> list[Tensor | None]:
-        """Let the unit reduce unsharded gradients, by name, or keep them until they are to be
-        reduced; return the gradients of the shards."""
+        """Hand unsharded gradients, by name, to the FSDP state, which reduces or accumulates them;
+        return the gradients of the shards."""
         return unit.reduce_grads([grads.get(name) for name in self._numbers])
 
     def finished(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
         """Return the gradients of the shards.
 
         Args:
-            weight: of the shard's rows, reduced, [..., width]; further rows are padding.
-            bias: unsharded, not reduced.
+            weight: reduced gradient of the weight, [..., width]: the rows of this rank's shard,
+                then padding.
+            bias: unsharded gradient of the bias, [classes].
         """
         reduction, sums = self.group.reduction, dict[int, Tensor]()
         if weight is not None:
             sums[self._numbers[WEIGHT]] = weight.reshape(-1, self.width)[: self.shard_rows]
         if bias is not None:
-            number = self._numbers[BIAS]  # that of its only original, too
+            number = self._numbers[BIAS]  # also the index of the original: each parameter has one
             sums.update(reduction.unpack(reduction.scatter({number: bias}, [number])))
         added = reduction.sum_replicas_of(sums)
         return [
@@ -151,8 +150,7 @@ class ChunkedWeights:
 
 
 def why_whole(group: FSDPParamGroup) -> str:
-    """Return what keeps a module with these parameters from running in chunks; empty if nothing
-    does."""
+    """Return why a module with these parameters cannot run in chunks; empty if it can."""
     names = _numbers(group)
     if WEIGHT not in names or set(names) - {WEIGHT, BIAS}:
         found = ", ".join(names) or "none"
@@ -169,11 +167,10 @@ def why_whole(group: FSDPParamGroup) -> str:
 
 
 def _numbers(group: FSDPParamGroup) -> dict[str, int]:
-    """Return the numbers of the parameters, by the name of their first original."""
+    """Return the index of each parameter by the name of its first original."""
     return {param.originals[0].names[0]: at for at, param in enumerate(group.params)}
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:
-    """Append zeros along the first dim."""
     missing = length - len(tensor)
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor

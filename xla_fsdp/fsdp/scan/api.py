@@ -1,4 +1,4 @@
-"""``scan_blocks``: say which blocks run as one loop, and how."""
+"""``scan_blocks``: run identical blocks as one loop."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ def scan_blocks(
     stacked: bool = False,
     offload_activations: bool = False,
 ) -> BlockScan:
-    """Run identical blocks, each sharded as a unit of its own, as one loop of the program, which is
-    then as large, and compiles as fast, for any number of them.
+    """Run identical blocks, each sharded as a unit of its own, as one While loop. The size of the
+    program and its compile time then do not depend on the number of blocks.
 
-    A forward that calls the blocks in order, ``for block in blocks: x = block(x, ...)``, stays as
-    it is. Parameters, names, optimizers and checkpoints are those of blocks that run one by one.
+    The forward of the model stays as it is, if it calls the blocks in order: ``for block in blocks:
+    x = block(x, ...)``. Parameters, their names, optimizers and checkpoints do not change.
 
-    With ``stacked``, an optimizer sees one parameter, [number of blocks, *shape of the shard], for
-    all that go by one name in the blocks, under the name that it has in the first; so make it
-    afterwards. State dicts and checkpoints stay those of blocks that run one by one.
+    With ``stacked``, parameters of the same name in all blocks become one parameter, [number of
+    blocks, *shape of the shard], under its name in the first block. Make the optimizer afterwards.
+    State dicts and checkpoints do not change.
 
     Args:
-        blocks: a container of the blocks, or a list, in the order in which they are called. All are
+        blocks: a container or a list of the blocks, in the order in which they are called. All are
             of one class, with parameters of the same shapes, and compute the same; each returns one
             tensor of the shape and dtype of its first tensor argument.
-        remat: "full" computes a block again in backward from its input, "none" keeps all
-            activations, a list keeps those of these names: submodules of a block, or
+        remat: "full" recomputes a block in backward from its input, "none" saves all activations, a
+            list of names saves the outputs of these submodules of a block, and activations named by
             ``checkpoint_name``.
         gather_once_below: parameters of fewer elements are gathered once for all blocks, and stay
             unsharded from forward to backward.
-        stacked: keep the parameters of all blocks in stacks for good, so that neither tracing a
-            step nor its program grows with the number of blocks.
-        offload_activations: keep what backward needs (each block's input, and what ``remat``
-            keeps) in the host's memory, [number of blocks, ...] each, copied there and back
-            beside compute. A forward and its backward are then to be in one program: no
-            ``torch_xla.sync()`` between them. On CPU, whose memory that is, it changes nothing.
+        stacked: store the parameters of all blocks in stacks, so that neither tracing a step nor
+            its program grows with the number of blocks.
+        offload_activations: store each block's input and the activations that ``remat`` saves in
+            host memory until backward; copies overlap with compute. Forward and backward must be
+            in one program then: do not call ``torch_xla.sync()`` between them. Without effect on
+            CPU.
 
     Returns:
-        What the blocks share; its ``remove()`` lets them run one by one again (stacked ones then
-        compute with slices of their stacks).
+        The scan; its ``remove()`` runs each block by itself again (stacked ones then compute with
+        slices of their stacks).
 
     Raises:
-        TypeError: if something is no module, or no bool.
-        ValueError: if blocks are no units, are not identical, cannot be stacked, or an option
-            makes no sense.
+        TypeError: if a block is not a module, or ``offload_activations`` not a bool.
+        ValueError: if blocks are not units, not identical or cannot be stacked, or if an option is
+            invalid.
     """
     if not isinstance(offload_activations, bool):
         raise TypeError(f"offload_activations is {offload_activations!r}; give True or False")
@@ -79,8 +79,8 @@ def scan_blocks(
 def scan_containers(
     module: nn.Module, names: bool | str | Iterable[str], *, stacked: bool = False
 ) -> list[BlockScan]:
-    """Scan containers of blocks in ``module``: those of these ``names``, or, for True, all that
-    hold two or more units and nothing else; ``stacked`` as in ``scan_blocks``.
+    """Call ``scan_blocks`` for containers in ``module``: those with these ``names``, or, for True,
+    all that hold two or more units and nothing else.
 
     Raises:
         ValueError: if there is no such container, or its blocks cannot be scanned.
@@ -116,10 +116,9 @@ def _warn_about_ignored(units: Sequence[FSDPState]) -> None:
 
 
 def _stack(units: Sequence[FSDPState]) -> None:
-    """Keep the parameters of all blocks in stacks from now on."""
     for unit in units:
         unit.reshard()
     group = units[0].group
     for params in zip(*(unit.group.params for unit in units), strict=True):
         stack_params(params, group)
-    guards.install()  # optimizers that hold what was stacked are to be told
+    guards.install()  # report optimizers that were made before, with the unstacked parameters

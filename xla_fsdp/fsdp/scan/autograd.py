@@ -1,8 +1,8 @@
 """The autograd node of identical blocks that run as a loop.
 
-It takes the blocks' input, the other arguments and all leaves of the blocks, and gives each its
-gradient, as the blocks' own nodes would. Gradients that are not simply reduced (they wait for later
-micro-batches, or go through a user's hook) are handed to the blocks' units, unsharded.
+Its inputs are the blocks' input, the other arguments and the shards of all blocks. Unsharded
+gradients that the loop cannot reduce (they wait for later micro-batches, or a user's hook reduces
+them) are handed to the blocks' FSDP states.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from xla_fsdp.fsdp.scan.weights import BlockShards
 
 
 class ForwardCounter:
-    """Counts the forwards of some blocks whose gradients may be added to each other: those that ran
-    with the same values. All ranks count alike, as they run the same program; which of them still
-    have a graph they may not know alike."""
+    """Counts consecutive forwards that ran with the same parameter values, whose gradients autograd
+    may add up. Ranks run the same program, so they count alike; whether a graph is still alive may
+    differ between them (garbage collection), so that cannot be asked."""
 
     def __init__(self) -> None:
         self._versions: list[int] = []
         self._count = 0
 
     def add(self, versions: list[int]) -> None:
-        """Count one more, with parameters of these versions."""
+        """Count a forward that ran with parameters of these versions."""
         self._count = self._count + 1 if versions == self._versions else 1
         self._versions = versions
 
     def is_one(self, versions: list[int]) -> bool:
-        """Whether there was one forward with these."""
+        """Whether exactly one forward ran with parameters of these versions."""
         return versions == self._versions and self._count == 1
 
 
@@ -56,21 +56,21 @@ class ForwardCounter:
 class ScanCall:
     """One forward of all blocks."""
 
-    units: list[FSDPState]  # the blocks', in order
-    shards: BlockShards  # the blocks'
-    blocks: Blocks  # what loops are made of
-    own: list[Tensor]  # stacks of the tensors that differ between blocks
+    units: list[FSDPState]  # one per block, in order
+    shards: BlockShards
+    blocks: Blocks
+    own: list[Tensor]  # stacks [length, ...] of the tensors that differ between blocks
     shared: list[Tensor]  # tensors that all blocks hold
-    loops: LoopCache  # those that were traced before
+    loops: LoopCache
     key: Hashable  # equal for calls that can run the same loops
-    counter: ForwardCounter  # counts the blocks' forwards
+    counter: ForwardCounter
 
     def run(self, x: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return what the last block returns.
+        """Return the output of the last block, of the shape and dtype of ``x``.
 
         Args:
-            x: the first one's input.
-            others: further arguments of all.
+            x: input of the first block.
+            others: the other tensor arguments, the same for every block.
         """
         leaves = self.shards.leaves
         tensors = (x, *others, *leaves)
@@ -81,28 +81,26 @@ class ScanCall:
 
 @dataclass(frozen=True)
 class _Forward:
-    """What a run of the forward loop leaves for backward."""
-
     output: Tensor
     inputs: Inputs
-    seeds: Tensor | None
-    ys: list[Tensor]
+    seeds: Tensor | None  # [length] int64, if blocks draw random numbers
+    ys: list[Tensor]  # saved activations, [length, ...]
     program: ForwardProgram
 
 
 class _ScannedBlocks(torch.autograd.Function):
-    """(x, others, leaves) to the output of the last block."""
+    """Map (x, others, leaves) to the output of the last block."""
 
     @staticmethod
     def forward(ctx: Any, call: ScanCall, num_others: int, x: Tensor, *tensors: Tensor) -> Tensor:
         others = tensors[:num_others]
-        # Backward may be asked for less, and yet what it runs again is to be what forward ran.
+        # Saved, as backward may need fewer gradients, but must recompute what forward traced.
         ctx.needs = tuple(ctx.needs_input_grad[3 : 3 + num_others])
         done = _forward(call, x, others, ctx.needs)
         inputs = done.inputs
         ctx.call, ctx.program = call, done.program
-        # What is sent of large parameters is stacked again in backward. Kept, that of blocks with
-        # shards of their own would take as much memory as all these in the compute dtype.
+        # The stacks of large parameters are not saved but made again in backward: for separate
+        # shards they are a copy of all shards in the compute dtype.
         parts = (inputs.small, inputs.own, done.ys, others, inputs.shared)
         ctx.sizes = [len(part) for part in parts]
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
@@ -128,8 +126,8 @@ def _forward(
     unit, weights, shards = call.units[0], call.blocks.weights, call.shards
     with torch.no_grad():
         before = unit.context.forward_gate.swap([x])
-        # What came before the blocks, such as the table of an embedding, is to be done with before
-        # large parameters are stacked: else both are in memory.
+        # Free what computed x, such as an embedding's unsharded table, before large parameters are
+        # stacked; otherwise both are in memory at once.
         first = [x] if unit.config.optimization_barrier_in_forward else []
         sent = shards.to_send(weights.large, shards.of(weights.large), first)
         sent_small = shards.sent(weights.small, shards.of(weights.small))
@@ -150,7 +148,7 @@ def _forward(
 
 
 def _prefetched(call: ScanCall, inputs: Inputs, block: int) -> list[Tensor]:
-    """Gather what is prefetched for the first iteration, which is of this block."""
+    """Gather the prefetched parameters of the first iteration, which runs ``block``."""
     sent = [inputs.sent[at][block] for at in call.blocks.prefetched_xs]
     return call.blocks.weights.gather(call.blocks.weights.prefetched, sent)
 
@@ -160,7 +158,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
     unit, needs = call.units[0], ctx.needs
     unit.context.watch()
     grad, sent = _gated(call, grad, ctx.versions)
-    inputs, ys, seeds = _restored(ctx, sent)
+    small, own, ys, others, shared, seeds = split(ctx.saved_tensors, ctx.sizes)
+    inputs = Inputs(sent, small, own, others, shared)
     reduces = _all_reduce(call.units)
     program = _backward_program(call, inputs, ctx.program, ys, needs, reduces)
     first = _prefetched(call, inputs, len(call.units) - 1) + call.blocks.store.first_carry(ys)
@@ -168,16 +167,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]
     steps = None
-    # Gradients of several forwards are added first, and the sum is stepped with after backward.
+    # Several forwards with the same parameters: autograd adds their gradients, and the optimizer
+    # steps with the sum after backward.
     if reduces and call.counter.is_one(ctx.versions):
         steps = loop_steps(call.units, call.shards, call.blocks.weights, program)
-    operands = [grad, *first, *zeros, *inputs.xs, *ys, *inputs.constants]
-    results = program.loop.run(operands, seeds, None if steps is None else steps.update)
+    loop_inputs = [grad, *first, *zeros, *inputs.xs, *ys, *inputs.constants]
+    update = None if steps is None else steps.update
+    results = program.loop.run(loop_inputs, seeds[0] if seeds else None, update)
     if steps is not None:
         results = steps.take_from(results)
     at = 1 + len(first)
     sums, grads = iter(results[at : at + len(zeros)]), results[at + len(zeros) :]
-    # What the loop has stepped with is not among its ys.
+    # Gradients that the loop's optimizer step has used are not among its ys.
     reduced = dict(zip(program.reduced, grads, strict=False)) if steps is None else {}
     unsharded = dict(zip(program.unsharded, grads[len(reduced) :], strict=True))
     leaves = _leaf_grads(call, reduced, unsharded) if reduces else _by_units(call, unsharded)
@@ -187,11 +188,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None], list
 
 
 def _gated(call: ScanCall, grad: Tensor, versions: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradient, and what is sent of large parameters, behind all that backward has still
-    to compute.
+    """Return the gradient and the stacks of large parameters, ordered after everything that
+    backward has computed so far.
 
     Raises:
-        RuntimeError: if leaves are not of these ``versions``.
+        RuntimeError: if a leaf was changed in place since forward.
     """
     unit, large = call.units[0], call.blocks.weights.large
     refuse_changed(versions, call.shards.versions)
@@ -200,22 +201,18 @@ def _gated(call: ScanCall, grad: Tensor, versions: Sequence[int]) -> tuple[Tenso
     if unit.config.optimization_barrier_in_backward:
         grad, *rest = ops.barrier([*before, *leaves])
         leaves = rest[len(before) - 1 :]
-        # What is left of the units after the blocks, such as the head's gradient or its step, is to
-        # be done with: what a loop does not use lies beside all that it needs.
+        # Finish the pending work of the units after the blocks, such as the head's gradient or
+        # optimizer step: its inputs would stay in memory during the whole loop.
         [grad] = ops.once_computed(before[1:], [grad])
     return grad, call.shards.to_send(large, leaves, before)
 
 
-def _restored(ctx: Any, sent: list[Tensor]) -> tuple[Inputs, list[Tensor], Tensor | None]:
-    small, own, ys, others, shared, seeds = split(ctx.saved_tensors, ctx.sizes)
-    return Inputs(sent, small, own, others, shared), ys, seeds[0] if seeds else None
-
-
 def _all_reduce(units: Sequence[FSDPState]) -> bool:
-    """Whether the gradients of all blocks are simply reduced, and divided alike."""
+    """Whether a loop can reduce the gradients of all blocks: each unit reduces in this backward,
+    without a hook, and divides alike."""
     divisors = {(u.group.reduction.predivide, u.group.reduction.postdivide) for u in units}
-    plain = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
-    return len(divisors) == 1 and all(plain)
+    reduced = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
+    return len(divisors) == 1 and all(reduced)
 
 
 def _backward_program(
@@ -236,8 +233,8 @@ def _backward_program(
 def _leaf_grads(
     call: ScanCall, reduced: dict[int, Tensor], unsharded: dict[int, Tensor]
 ) -> list[Tensor | None]:
-    """Return gradients of all leaves, from reduced ones of large parameters, and unsharded ones by
-    original of small ones."""
+    """Return the gradients of all leaves, from reduced ones of large parameters and unsharded ones
+    of small parameters, by original."""
     weights = call.blocks.weights
     return call.shards.finished(
         weights.sum_replicas({**reduced, **weights.reduce_small(unsharded)})
@@ -245,11 +242,13 @@ def _leaf_grads(
 
 
 def _by_units(call: ScanCall, unsharded: dict[int, Tensor]) -> list[Tensor | None]:
-    """Let the blocks' units reduce gradients, or keep them until they are to be reduced."""
+    # Each FSDP state reduces or accumulates the gradients of its block.
     originals = range(call.blocks.weights.group.num_originals)
     return call.shards.joined(
         [
-            unit.reduce_grads([unsharded[m][block] if m in unsharded else None for m in originals])
+            unit.reduce_grads(
+                [unsharded[at][block] if at in unsharded else None for at in originals]
+            )
             for block, unit in enumerate(call.units)
         ]
     )

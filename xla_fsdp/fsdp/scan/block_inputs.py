@@ -1,9 +1,8 @@
-"""What decides what a block computes, apart from its parameters: the arguments that it is called
-with, and the tensors and settings that its modules hold.
+"""Collect the arguments of a block's call, and the buffers and settings of its modules.
 
-Invariants: tensors are inputs of the loop, so their values may change from step to step. Where
-anything else changes, the loop is traced again. What is neither a tensor nor a plain value is
-refused by name, as a loop cannot see what a block does to it.
+Invariants: tensors become inputs of the loop, so their values may change in every step. If a plain
+value changes, the loop is traced again. Arguments that are neither are refused by name, as a loop
+cannot see what a block does to them.
 """
 
 from __future__ import annotations
@@ -24,26 +23,24 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for tensor ``number``."""
+    """Marks the position of tensor ``number`` in a tree."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments, or what a block returned, taken apart."""
+    """The arguments or the output of a block, flattened."""
 
-    form: Any  # (args, kwargs) with a ``Slot`` for each tensor
-    # in order; the first is the input that a block turns into the next one's
-    tensors: tuple[Tensor, ...]
+    form: Any  # the tree, with a ``Slot`` for each tensor
+    tensors: tuple[Tensor, ...]  # of arguments, the first is the output of the previous block
     names: tuple[str, ...]  # of the tensors
-    # name and value of everything else, in order; comparable and hashable
-    plain: tuple[tuple[str, Any], ...]
-    opaque: tuple[str, ...]  # names and types of what cannot be taken apart
+    plain: tuple[tuple[str, Any], ...]  # (name, value) of plain leaves; comparable and hashable
+    opaque: tuple[str, ...]  # names and types of all other leaves
 
     @classmethod
     def of(cls, tree: Any) -> Arguments:
-        """Take ``tree`` apart: (args, kwargs), or what a block returned."""
+        """Flatten ``tree``: (args, kwargs), or the output of a block."""
         tensors: list[Tensor] = []
         names: list[str] = []
         plain: list[tuple[str, Any]] = []
@@ -65,15 +62,14 @@ class Arguments:
 
     @property
     def key(self) -> Any:
-        """Equal for arguments that differ in tensors alone."""
+        """Equal for arguments that only differ in their tensors."""
         return self.names, self.plain
 
     def without_tensors(self) -> Arguments:
-        """Return the same without keeping tensors alive."""
         return replace(self, tensors=())
 
     def put_together(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the arguments with these tensors."""
+        """Return the tree with these tensors."""
 
         def visit(leaf: Any, name: str) -> Any:
             return tensors[leaf.number] if isinstance(leaf, Slot) else leaf
@@ -81,7 +77,7 @@ class Arguments:
         return _map_leaves(visit, self.form, "")
 
     def first_difference(self, other: Arguments) -> str | None:
-        """Describe how ``other`` differs, apart from the first tensor; None if it does not."""
+        """Describe the first difference, except of the first tensor; None if there is none."""
         if self.names != other.names:
             own, found = (", ".join(each.names) or "none" for each in (self, other))
             return f"its tensors are {found}, not {own}"
@@ -108,7 +104,7 @@ def _map_leaves(visit: Callable[[Any, str], Any], tree: Any, name: str) -> Any:
 
 
 def _argument_name(name: str) -> str:
-    """``0.2`` and ``1.mask`` are positions in (args, kwargs)."""
+    """Name a position in (args, kwargs): "0.2" and "1.mask" are arguments 2 and mask."""
     kind, _, rest = name.partition(".")
     return f"argument {rest}" if rest and kind in "01" else name
 
@@ -117,7 +113,7 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-# ---------------------------------------------------------------- what modules hold
+# ---------------------------------------------------------------- buffers and settings of modules
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -126,23 +122,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class BlockState:
-    """The buffers of a block and the plain values that are attributes of its modules."""
+    """Buffers, tensor attributes and plain attributes of the modules in a block."""
 
     names: tuple[str, ...]  # of the tensors
     tensors: tuple[Tensor, ...]  # buffers, and tensors that are attributes
-    # (module, name, value) of numbers, texts and the like (an epsilon, a dropout rate, whether it
-    # trains), also in lists and dicts
+    # (module, attribute, value) of plain values, such as an epsilon or ``training``, also of those
+    # in lists and dicts
     settings: tuple[Any, ...]
     hooked: tuple[str, ...]  # names of modules with hooks
-    _objects: tuple[Any, ...]
-    _places: tuple[tuple[dict[str, Any], str], ...]
-    _holders: tuple[tuple[str, dict[str, Any]], ...]
+    _objects: tuple[Any, ...]  # other attributes that have a __dict__, such as a model's config
+    _slots: tuple[tuple[dict[str, Any], str], ...]  # (holder, key) of each tensor
+    _holders: tuple[tuple[str, dict[str, Any]], ...]  # (module name, its buffers or attributes)
 
     @classmethod
     def of(cls, block: nn.Module) -> BlockState:
-        """Return that of ``block`` as it is now."""
+        """Collect the current state of ``block``."""
         names: list[str] = []
-        places: list[tuple[dict[str, Any], str]] = []
+        slots: list[tuple[dict[str, Any], str]] = []
         settings: list[Any] = []
         hooked: list[str] = []
         objects: list[Any] = []
@@ -156,34 +152,34 @@ class BlockState:
                 for key, value in holder.items():
                     if isinstance(value, Tensor):
                         names.append(_join(prefix, key))
-                        places.append((holder, key))
+                        slots.append((holder, key))
                     elif key not in _OF_ANY_MODULE:
                         settings += ((prefix, *each) for each in _plain_values(key, value))
                         if hasattr(value, "__dict__") and not callable(value):
                             objects.append(value)
-        tensors = [holder[key] for holder, key in places]
+        tensors = [holder[key] for holder, key in slots]
         parts: tuple[list[Any], ...]
-        parts = (names, tensors, settings, hooked, objects, places, holders)
+        parts = (names, tensors, settings, hooked, objects, slots, holders)
         return cls(*map(tuple, parts))
 
     def without_tensors(self) -> BlockState:
-        """Return the same names and settings, without keeping anything alive."""
-        return replace(self, tensors=(), _objects=(), _places=(), _holders=())
+        """Return the names and settings, without references to tensors and modules."""
+        return replace(self, tensors=(), _objects=(), _slots=(), _holders=())
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the block hold these tensors instead of its own.
+        """Replace the tensors of the block inside.
 
         Raises:
-            ValueError: if the block assigns others meanwhile.
+            ValueError: if the block itself assigns a tensor inside.
         """
         original = [dict(holder) for _, holder in self._holders]
-        for (holder, key), tensor in zip(self._places, tensors, strict=True):
+        for (holder, key), tensor in zip(self._slots, tensors, strict=True):
             holder[key] = tensor
-        lent = [dict(holder) for _, holder in self._holders]
+        given = [dict(holder) for _, holder in self._holders]
         try:
             yield
-            if assigned := [_join(prefix, key) for prefix, _, key, _ in self._assigned(lent)]:
+            if assigned := [_join(prefix, key) for prefix, _, key, _ in self._assigned(given)]:
                 raise ValueError(
                     f"a scanned block assigns a tensor to its {', '.join(assigned)}; it would be "
                     f"lost, as blocks run as one loop. Return it as a part of what goes from "
@@ -199,8 +195,8 @@ class BlockState:
     def _assigned(
         self, before: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[str, dict[str, Any], str, int]]:
-        """Yield where a tensor has come or gone since holders had these items: the module's name,
-        the holder, the key and the holder's number."""
+        """Yield (module name, holder, key, index of the holder) of each tensor that was assigned,
+        replaced or deleted since the holders had the items ``before``."""
         for at, ((prefix, holder), items) in enumerate(zip(self._holders, before, strict=True)):
             for key in [*items, *(key for key in holder if key not in items)]:
                 then, now = items.get(key), holder.get(key)
@@ -209,8 +205,8 @@ class BlockState:
 
 
 def settings_of(states: Sequence[BlockState]) -> Any:
-    """Return the settings of blocks, and of the objects there that hold plain values only, such as
-    a model's config; equal where these are."""
+    """Return the settings of blocks, and of attributes that hold only plain values themselves, such
+    as a model's config, as a comparable value."""
     objects = {id(each): each for state in states for each in state._objects}
     configs = (vars(each) for each in objects.values() if _is_plain(vars(each)))
     return (
@@ -242,11 +238,11 @@ def _items(value: dict[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 MAX_COMPARISONS = 4
-"""How often values are compared, which means to run what has been traced so far."""
+"""How often values are compared; each time compiles and runs what has been traced so far."""
 
 
 class SharedTensors:
-    """Finds out which of the tensors that blocks hold are the same in all of them."""
+    """Finds the tensors in the state of blocks that are equal in all of them."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Tensor, int]] = []
@@ -254,10 +250,10 @@ class SharedTensors:
         self._left = MAX_COMPARISONS
 
     def of(self, states: Sequence[BlockState]) -> frozenset[int]:
-        """Return their numbers.
+        """Return the indices of the equal tensors.
 
-        Values are compared where tensors are new, or were changed in place. Where that goes on,
-        only tensors that are one and the same object count.
+        Values are compared if tensors are new or were changed in place, at most
+        ``MAX_COMPARISONS`` times; after that, tensors only count if they are the same object.
         """
         now = [(each, _version(each)) for state in states for each in state.tensors]
         if not _same_tensors(now, self._seen):

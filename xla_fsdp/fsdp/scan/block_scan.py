@@ -1,8 +1,8 @@
-"""Identical blocks, each a unit, that run as one loop wherever a forward calls them.
+"""Run the calls of identical blocks as one loop.
 
-The first block's call begins a pass, the last one's runs the loop; until then blocks return
-placeholders. Blocks are called in order, each with what the one before returned and otherwise the
-same arguments; anything else raises.
+All calls but the last return placeholders; the call of the last block runs the loop. A forward must
+call the blocks in order, each with the output of the previous block and otherwise the same
+arguments; anything else raises.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _METADATA = frozenset(
     {
         "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "requires_grad.__get__",
         "is_leaf.__get__", "grad_fn.__get__", "layout.__get__", "size", "dim", "numel", "nelement",
-        "ndimension",
-        "is_floating_point", "is_complex", "element_size", "is_inference", "get_device",
-        "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__", "is_quantized.__get__",
-        "is_nested.__get__", "names.__get__", "itemsize.__get__", "is_xla.__get__",
-        "is_cpu.__get__",
+        "ndimension", "is_floating_point", "is_complex", "element_size", "is_inference",
+        "get_device", "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__",
+        "is_quantized.__get__", "is_nested.__get__", "names.__get__", "itemsize.__get__",
+        "is_xla.__get__", "is_cpu.__get__",
     }
 )  # fmt: skip
 
@@ -46,8 +45,8 @@ _METADATA = frozenset(
 class Placeholder(Tensor):
     """The output of block ``block`` of ``length``, before it is computed.
 
-    It tells its shape, dtype and the like. Whatever else is done with it raises, so that a forward
-    that does more than hand it on to the next block is noticed.
+    It has a shape, a dtype and other metadata. Any other use raises, as a forward may only pass it
+    to the next block.
     """
 
     block: int
@@ -55,8 +54,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def after(cls, block: int, length: int, like: Tensor, dtype: torch.dtype) -> Placeholder:
-        """Make one of the shape of ``like``."""
-        # It needs no gradient: torch's own module hooks would put it into an autograd node.
+        # Without requires_grad: torch's module hooks would pass it through an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.block, made.length = block, length
         return made
@@ -83,16 +81,16 @@ class Placeholder(Tensor):
 
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
-    owner = getattr(func, "__self__", None)  # of a property, its descriptor
+    owner = getattr(func, "__self__", None)  # the descriptor, if func reads a property
     return f"{owner.__name__}.{name}" if name == "__get__" and owner is not None else name
 
 
 def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
     flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-    held = next(each for each in flat if isinstance(each, Placeholder))
+    used = next(each for each in flat if isinstance(each, Placeholder))
     return RuntimeError(
-        f"the output of block {held.block} of {held.length} was used (by {name}) before block "
-        f"{held.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
+        f"the output of block {used.block} of {used.length} was used (by {name}) before block "
+        f"{used.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
         f"do nothing but hand each block's output to the next, as in `for block in blocks: x = "
         f"block(x, ...)`, for all of them. Move the rest into the blocks, or do not scan these"
     )
@@ -101,13 +99,13 @@ def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
 # ---------------------------------------------------------------- the scan
 
 GATHER_ONCE_BELOW = 2**14
-"""Elements: biases and norms of all blocks up to a width of 4096 are gathered together. They are
-unsharded for the whole pass, 32 KiB each in 16 bits."""
+"""Elements. Biases and norms of blocks up to a width of 4096 are gathered once for all blocks and
+stay unsharded from forward to backward, at most 32 KiB each in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``scan_blocks`` that matter when blocks are called."""
+    """The options of ``scan_blocks`` that its loops depend on."""
 
     remat: str | tuple[str, ...] = "full"
     gather_once_below: int = GATHER_ONCE_BELOW
@@ -116,31 +114,31 @@ class Options:
 
 @dataclass
 class _Pass:
-    """A forward of the blocks that has begun."""
+    """A forward in which some, but not yet all, blocks have been called."""
 
-    template: Template  # the first block
-    given: Arguments  # its arguments
-    cast: list[Tensor]  # their tensors, in the dtype that blocks compute in
-    returned: Arguments  # what blocks return, without the tensor
-    states: list[BlockState]  # of all blocks
+    template: Template  # of block 0
+    given: Arguments  # of block 0
+    cast: list[Tensor]  # tensors of ``given`` in the compute dtype
+    returned: Arguments  # structure of a block's output, without the tensor
+    states: list[BlockState]  # by block
     key: Any  # equal for passes that can run the same loops
-    last: Placeholder | None = None  # what the last block that was called has returned
-    done: int = 0  # its number
+    last: Placeholder | None = None  # output of the block that was called last
+    done: int = 0  # index of that block
 
 
 class BlockScan:
-    """What blocks share that run as one loop: the ``ForwardOverride`` of each of them.
+    """The ``ForwardOverride`` shared by all blocks of a loop.
 
     Args:
-        blocks: modules, each a unit; they are not kept alive.
-        options: how they run.
+        blocks: FSDP modules; referenced weakly, as each of them holds this object.
+        options: options of the loop.
     """
 
     def __init__(self, blocks: Sequence[Any], options: Options) -> None:
         self.__setstate__(([_BlockRef(block) for block in blocks], options))
 
     def __getstate__(self) -> tuple[list[_BlockRef], Options]:
-        """Copies run the copied blocks, and trace loops of their own."""
+        # A copy runs the copied blocks and traces its own loops, so those are not copied.
         return self._blocks, self._options
 
     def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
@@ -148,37 +146,38 @@ class BlockScan:
         self._policy = policy_of(self._options.remat)
         self._store = ActivationStore(self._options.offload_activations)
         self._pass: _Pass | None = None
-        self._one_by_one = False
+        self._without_loop = False
         self._comparison = BlockComparison()
         self._loops = LoopCache()
         self._shared = SharedTensors()
         self._counter = ForwardCounter()
 
     def remove(self) -> None:
-        """Let the blocks run one by one again."""
+        """Run each block by itself again."""
         for block in (reference() for reference in self._blocks):
             if block is not None:
                 block._fsdp_module_state.forward_override = None
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block's call.
+        """Run the call of one block: return a placeholder, or for the last block the output.
 
         Raises:
-            RuntimeError: if it is not this block's turn.
+            RuntimeError: if another block should be called now.
             TypeError: for arguments that a loop cannot take.
             ValueError: if blocks are not identical, or are called with different arguments.
         """
         given = Arguments.of((args, kwargs))
         blocks = [reference() for reference in self._blocks]
-        if None in blocks:  # a copy of a block without the others
+        if None in blocks:  # only this block was copied, without the others
             return unit.run(forward, args, kwargs)
         if current_pass() == -1:
-            self._one_by_one = _one_by_one.get()
-        # Else a forward runs again in backward, by a thread of autograd's, as it ran at first.
-        if self._one_by_one or (given.opaque and not torch.is_grad_enabled()):
+            self._without_loop = _without_loop.get()
+        # Otherwise this forward is recomputed in backward, maybe in a thread of autograd, which
+        # does not have the context variable: it runs as the first time.
+        if self._without_loop or (given.opaque and not torch.is_grad_enabled()):
             return unit.run(forward, args, kwargs)
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
-        current, self._pass = self._pass, None  # a pass that raises is over
+        current, self._pass = self._pass, None  # an error below ends the pass
         _check_arguments(number, given)
         if number == 0:
             current = self._begin(blocks, forward, given)
@@ -266,22 +265,21 @@ class BlockScan:
         return units[0].cast_output(output)
 
 
-_one_by_one: ContextVar[bool] = ContextVar("_one_by_one", default=False)
+_without_loop: ContextVar[bool] = ContextVar("_without_loop", default=False)
 
 
 @contextlib.contextmanager
 def blocks_one_by_one() -> Iterator[None]:
-    """Inside, no blocks run as loops, nor when these forwards run again in backward: for whoever
-    wants to see what each of them computes."""
-    token = _one_by_one.set(True)
+    """Run scanned blocks without a loop inside, and when backward recomputes these forwards."""
+    token = _without_loop.set(True)
     try:
         yield
     finally:
-        _one_by_one.reset(token)
+        _without_loop.reset(token)
 
 
 class _BlockRef:
-    """A weak reference to a block, which itself holds the scan; copied and pickled with it."""
+    """A weak reference to a block that can be copied and pickled."""
 
     def __init__(self, block: Any) -> None:
         self._block = None if block is None else weakref.ref(block)
@@ -298,7 +296,7 @@ def _module(block: Any) -> nn.Module:
 
 
 def _trained(units: Sequence[FSDPState]) -> tuple[bool, ...]:
-    """Which parameters some block trains."""
+    """Return for each parameter whether any block trains it."""
     by_param = zip(*(unit.group.leaves for unit in units), strict=True)
     return tuple(any(leaf.requires_grad for leaf in leaves) for leaves in by_param)
 

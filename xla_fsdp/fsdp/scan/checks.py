@@ -1,5 +1,5 @@
-"""Checks of blocks before they run as a loop, or are stacked. That they compute the same is checked
-when they are called first."""
+"""Checks of blocks before they run as a loop, or are stacked. ``tracing.BlockComparison`` checks
+later, in their first call, whether they compute the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADVICE = "Only identical blocks can run as one loop; scan these apart, or not at
 
 
 def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
-    """Return why these modules cannot run as a loop, or be ``stacked`` for it."""
+    """Return why these modules cannot run as a loop, or with ``stacked`` cannot be stacked."""
     if not blocks:
         return ["there are no blocks to scan"]
     not_sharded = [
@@ -37,7 +37,7 @@ def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
 
 
 def are_stacked(units: Sequence[FSDPState]) -> bool:
-    """Whether the parameters of these blocks, which have passed the checks, are in stacks."""
+    """Return whether the parameters of these blocks are in stacks."""
     return any(param.slots.part is not None for param in units[0].group.params)
 
 
@@ -52,7 +52,7 @@ def _own_problems(blocks: Sequence[Any]) -> list[str]:
 
 
 def _problems_of(at: int, block: Any) -> Iterator[str]:
-    inner = [name for name, host in named_fsdp_modules(block) if host is not block]
+    inner = [name for name, module in named_fsdp_modules(block) if module is not block]
     if inner:
         yield (
             f"block {at} holds units of its own ({', '.join(inner)}); a block of a loop is one unit"
@@ -68,7 +68,7 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
         yield f"block {at} shares its unit with other modules; give it one of its own"
     wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None
     if wrapped and getattr(block.forward, "is_checkpointed", False):
-        yield (f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)")
+        yield f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)"
     if block._fsdp_module_state.forward_override is not None:
         yield f"block {at} is scanned already"
 
@@ -77,7 +77,6 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
 
 
 def _difference_problems(blocks: Sequence[Any]) -> list[str]:
-    """Name the first thing in which a block differs from the first one."""
     for at, block in enumerate(blocks):
         if difference := _difference(blocks[0], block):
             return [f"block {at} differs from block 0: {difference}. {ADVICE}"]
@@ -97,8 +96,8 @@ def _described(block: Any) -> list[tuple[str, Any]]:
     module = getattr(block, "_fsdp_wrapped_module", block)
     described: list[tuple[str, Any]] = [("it is of class", type(module).__name__)]
     for param in unit.group.params:
-        originals = ", ".join(f"{'/'.join(m.names)} {list(m.shape)}" for m in param.originals)
-        described.append(("its parameter is", originals))
+        originals = (f"{'/'.join(each.names)} {list(each.shape)}" for each in param.originals)
+        described.append(("its parameter is", ", ".join(originals)))
         described.append((f"{param.key} is of dtype", param.leaf.dtype))
         described.append((f"{param.key} is cut as", (param.packing.layout, param.packing.dim)))
     described.append(("its options are", unit.config))
@@ -113,7 +112,8 @@ def _described(block: Any) -> list[tuple[str, Any]]:
 
 
 def _stack_order_problems(units: Sequence[FSDPState]) -> list[str]:
-    """Return why blocks of which some are stacked already cannot run as a loop."""
+    """Return why blocks cannot run as a loop if they are part of stacks already: a loop needs all
+    blocks of one stack, in their order."""
     parts = [[param.slots.part for param in unit.group.params] for unit in units]
     if all(part is None for own in parts for part in own):
         return []
@@ -134,7 +134,6 @@ def _other_stack(number: int, length: int) -> str:
 
 
 def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
-    """Return why the parameters of these blocks, which are alike, cannot be stacked."""
     problems: list[str] = []
     for number, unit in enumerate(units):
         for first, param in zip(units[0].group.params, unit.group.params, strict=True):
@@ -186,7 +185,7 @@ def _trained(param: FSDPParam) -> str:
 
 
 def refuse_host_tensors(state: BlockState) -> None:
-    """Raise ValueError for tensors in host memory: a loop takes them from the device."""
+    """Raise ValueError if the block has tensors in host memory, where a loop cannot read them."""
     pairs = zip(state.names, state.tensors, strict=True)
     on_host = [name for name, tensor in pairs if not on_device(tensor)]
     if on_host:
@@ -198,7 +197,7 @@ def refuse_host_tensors(state: BlockState) -> None:
 
 
 def refuse_hooks(state: BlockState) -> None:
-    """Raise ValueError for hooks on modules in a block: they would run once, when it is traced."""
+    """Raise ValueError if modules in the block have hooks: they would run only while tracing."""
     if state.hooked:
         raise ValueError(
             f"{', '.join(state.hooked[:5])} in a scanned block has hooks; they would run when the "

@@ -1,7 +1,7 @@
-"""Steps of an optimizer inside the backward loop, for blocks whose parameters are stacked.
+"""Optimizer steps inside the backward loop, for blocks whose parameters are stacked.
 
-A loop that only reduces gradients holds those of all blocks in the end. One that steps each block's
-parameters when it has their gradients holds none.
+A loop that only reduces gradients ends with the gradients of all blocks in memory. A loop that also
+steps each block's parameters holds the gradients of one block at a time.
 """
 
 from __future__ import annotations
@@ -25,33 +25,24 @@ from xla_fsdp.fsdp.scan.weights import BlockShards, BlockWeights
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """Steps that a loop is to make."""
+    """Optimizer steps for a loop to make."""
 
-    update: StackUpdate  # changes the stacks of parameters and of the optimizer's state
-    steps: SliceSteps  # takes the changed ones
+    update: StackUpdate  # of the stacks of parameters and optimizer state
+    steps: SliceSteps  # receives the updated stacks
 
     def take_from(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Take the changed stacks from what the loop returned; return the rest."""
+        """Hand the updated stacks to the optimizer; return the loop's other results."""
         first = len(results) - len(self.update.stacks)
         self.steps.take(results[first:])
         return list(results[:first])
 
 
 def loop_steps(
-    units: Sequence[FSDPState],
-    shards: BlockShards,
-    weights: BlockWeights,
-    program: BackwardProgram,
+    units: Sequence[FSDPState], shards: BlockShards, weights: BlockWeights, program: BackwardProgram
 ) -> LoopSteps | None:
-    """Return how the loop steps the parameters whose gradients it reduces; None where whole stacks
-    are stepped after the loop, or nothing is.
-
-    Args:
-        units: the blocks', whose gradients are reduced, and used in no other loop of this backward.
-        shards: the blocks'.
-        weights: how they come into the loop.
-        program: the loop.
-    """
+    """Return the optimizer steps for the parameters whose gradients the loop reduces; None if the
+    optimizer steps after the loop, or not in backward at all. The caller makes sure that no other
+    loop of this backward computes gradients of the same blocks."""
     group, numbers = units[0].group, program.reduced
     is_last = all(unit.settings.is_last_backward and unit.context.is_last for unit in units)
     stacks = shards.of(numbers)
@@ -59,25 +50,25 @@ def loop_steps(
         return None
     if not is_last or group.replicas.num_shards > 1:  # replicas are summed after the loop
         return None
-    if not all(map(_gets_gradient, stacks)):  # of a backward that was asked for others'
+    if not all(map(_gets_gradient, stacks)):  # as in backward(inputs=...) of other tensors
         return None
     steps = group.stepper.slice_steps(stacks)
     return None if steps is None else _trace(steps, shards, weights, program)
 
 
 def _gets_gradient(leaf: Tensor) -> bool:
-    """Whether the backward pass that is running adds to the gradient of a leaf."""
+    """Whether the running backward accumulates into ``leaf.grad``."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:  # autograd.grad was asked for the leaf's
+    except RuntimeError:  # torch.autograd.grad returns this gradient instead
         return False
 
 
 def _trace(
     steps: SliceSteps, shards: BlockShards, weights: BlockWeights, program: BackwardProgram
 ) -> LoopSteps | None:
-    # In every backward, as an optimizer's numbers change; the loop is only built anew if the traced
-    # step differs.
+    # Traced in every backward, as an optimizer's hyperparameters may change. The loop is compiled
+    # again only if the traced step differs.
     numbers = program.reduced
     counts = [len(kept) for kept in steps.kept]
 
@@ -85,7 +76,7 @@ def _trace(
         sums, slices = values[: len(numbers)], values[len(numbers) :]
         found = shards.finished({at: each[None] for at, each in zip(numbers, sums, strict=True)})
         grads = present([found[at] for at in numbers])
-        return _together(steps.new_slices([grad[0] for grad in grads], slices), counts)
+        return _read_before_write(steps.new_slices([grad[0] for grad in grads], slices), counts)
 
     stacks = [each for kept in steps.kept for each in kept]
     specs = [*program.loop.ys[: len(numbers)], *map(TensorSpec.slice_of, stacks)]
@@ -93,7 +84,7 @@ def _trace(
         body = trace_body(step, specs, "fsdp_block_step")
     except CannotSliceError:
         return None
-    if body.draws_random_numbers:  # every block would draw the same
+    if body.draws_random_numbers:  # all blocks would draw the same numbers
         return None
     xs: list[int | None] = []
     for at, kept in zip(numbers, steps.kept, strict=True):
@@ -102,11 +93,11 @@ def _trace(
     return LoopSteps(StackUpdate(body, len(numbers), tuple(stacks), tuple(xs)), steps)
 
 
-def _together(slices: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Put a barrier behind the new slices of each parameter, of which there are so many.
+def _read_before_write(slices: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Put a barrier after the new slices of each parameter; ``counts`` says how many it has.
 
-    All that they are computed from is then read before any of them is written. Else the compiler
-    would copy a stack that it writes, and computes another's slice from, in every iteration.
+    All old slices are then read before a new one is written. Otherwise the compiler may write a
+    stack before it has read that stack for another slice, and copies it in every iteration.
     """
     rest, found = list(slices), []
     for count in counts:

@@ -1,24 +1,22 @@
-"""The two loops that run identical blocks forward and backward: what each iteration computes.
+"""Trace the forward loop and the backward loop of identical blocks.
 
-One iteration is one block. In the words of ``distributed.xla.loop``:
+Each iteration runs one block. Terms are those of ``distributed.xla.loop``:
 
-forward    carry      the blocks' input x, the unsharded parameters that are prefetched (before the
-                      loop: those of block 0)
-           xs         what is sent of large parameters (of prefetched ones: the next block's),
+forward    carry      the block's input x, unsharded prefetched parameters (at first of block 0)
+           xs         sent tensors of large parameters (prefetched ones: of the next block),
                       unsharded small parameters, tensors that differ between blocks
            constants  the other arguments, tensors that all blocks share
-           ys         each block's input x, and what the policy keeps of its activations; nothing
-                      where there will be no backward
-backward   carry      the gradient of x, prefetched parameters (before the loop: the last block's),
-                      what the activation store carries, gradients of the other arguments so far
+           ys         each block's input x and the activations that the policy saves; none without
+                      backward
+backward   carry      gradient of x, unsharded prefetched parameters (at first of the last block),
+                      activations fetched from the host, gradients of the other arguments so far
            xs         as in forward, then forward's ys
            constants  as in forward
-           ys         gradients: of large parameters reduced over the ranks, of small ones
-                      unsharded, to be reduced after the loop; all unsharded, where they are not to
-                      be reduced yet
+           ys         reduced gradients of large parameters, unsharded gradients of small ones
+                      (reduced after the loop); all unsharded if they are not reduced yet
 
-Invariant: an iteration gathers what its block needs, so that one block's parameters are unsharded
-at a time, and of the next one those that are prefetched.
+Invariant: only one block's parameters, and the prefetched ones of the next block, are unsharded at
+a time.
 """
 
 from __future__ import annotations
@@ -41,25 +39,23 @@ from xla_fsdp.fsdp.scan.weights import BlockWeights
 class Inputs:
     """The inputs that both loops have in common, or one iteration's slices of them."""
 
-    # stacks by large parameter, in order, of what is sent or is to be cast for that
-    sent: list[Tensor]
-    small: list[Tensor]  # stacks by original of small parameters
+    sent: list[Tensor]  # stacks of sent tensors, by large parameter; cast in the loop if necessary
+    small: list[Tensor]  # stacks of unsharded small parameters, by original
     own: list[Tensor]  # stacks of tensors that differ between blocks
-    others: list[Tensor]  # arguments but the first
-    shared: list[Tensor]  # tensors that blocks share
+    others: list[Tensor]  # the tensor arguments except the first
+    shared: list[Tensor]  # tensors that all blocks hold
 
     @property
     def xs(self) -> list[Tensor]:
-        """Those that are sliced, in order."""
         return [*self.sent, *self.small, *self.own]
 
     @property
     def constants(self) -> list[Tensor]:
-        """The rest."""
         return [*self.others, *self.shared]
 
     def sliced(self, values: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-        """Return the part of an iteration's (xs, further xs, constants), and the further xs."""
+        """Split the values (xs, further xs, constants) of an iteration into the slices of these
+        inputs and the further xs."""
         num_further = len(values) - len(self.xs) - len(self.constants)
         sliced = (self.sent, self.small, self.own)
         sizes = [*map(len, sliced), num_further, len(self.others)]
@@ -69,17 +65,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What both loops are made of besides their inputs."""
+    """Everything besides the inputs that both loops are built from."""
 
     template: Template  # the block that is traced
-    weights: BlockWeights  # how its parameters come into the loop
+    weights: BlockWeights
     length: int  # number of blocks
-    policy: RematPolicy  # which activations forward keeps for backward
-    store: ActivationStore  # in which memory
+    policy: RematPolicy
+    store: ActivationStore
 
     @property
     def prefetched(self) -> list[TensorSpec]:
-        """Of the originals of prefetched parameters."""
+        """Specs of the unsharded originals of prefetched parameters."""
         params = [self.weights.group.params[at] for at in self.weights.prefetched]
         return [
             TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
@@ -89,11 +85,11 @@ class Blocks:
 
     @property
     def prefetched_xs(self) -> list[int]:
-        """Which of the loops' xs are sent one iteration early."""
+        """Indices of the xs that are sent one iteration early."""
         return [self.weights.large.index(at) for at in self.weights.prefetched]
 
     def run(self, params: list[Tensor], given: Inputs, x: Tensor, others: list[Tensor]) -> Tensor:
-        """Return what the block returns for ``x``; ``given`` has the tensors that it holds."""
+        """Run the block with unsharded parameters and the slices ``given``; return its output."""
         template = self.template
         own, shared = iter(given.own), iter(given.shared)
         held = [
@@ -103,7 +99,7 @@ class Blocks:
         return only_tensor(template.run(params, held, [x, *others]), x)
 
     def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
-        """Return parameters as leaves of a graph of their own; frozen ones need no gradient."""
+        """Copy parameters to new autograd leaves; frozen ones need no gradient."""
         pairs = zip(self.weights.group.params, self.template.trained, strict=True)
         needs = [need for param, need in pairs for _ in param.originals]
         return [each.clone().requires_grad_(need) for each, need in zip(params, needs, strict=True)]
@@ -113,28 +109,25 @@ class Blocks:
 class ForwardProgram:
     """The forward loop."""
 
-    loop: Loop  # of (x, prefetched, ...) to (x, prefetched, ys)
-    replay: Replay  # runs it again in backward
-    places: list[int]  # where among the ys the block's input is, and what the policy keeps
+    loop: Loop  # maps (x, prefetched, xs, constants) to (x, prefetched, ys)
+    replay: Replay  # recomputes a block in backward
+    # Among the ys: index of the block's input, then of each activation that the policy saves. Equal
+    # ones are stored once.
+    saved_at: list[int]
 
 
 @dataclass
 class BackwardProgram:
     """The backward loop."""
 
-    loop: Loop  # of (gradient, prefetched, gradients of others, ...) to the same and ys
-    reduced: list[int]  # large parameters whose reduced gradients are the first ys, in order
-    unsharded: list[int]  # originals whose unsharded gradients are the other ys
+    loop: Loop
+    reduced: list[int]  # parameters whose reduced gradients are the first ys
+    unsharded: list[int]  # originals whose unsharded gradients are the remaining ys
 
 
 def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None) -> ForwardProgram:
-    """Trace an iteration of the forward loop.
-
-    Args:
-        blocks: the blocks.
-        inputs: what the loop will take.
-        needs: which of the other arguments need gradients; None where there will be no backward.
-    """
+    """Trace an iteration of the forward loop. ``needs`` says which of the other arguments need
+    gradients; it is None if there is no backward."""
     result: dict[str, Any] = {}
     prefetched = blocks.prefetched
     num_carry = 1 + len(prefetched)
@@ -142,8 +135,8 @@ def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None
     def body(values: list[Tensor]) -> list[Tensor]:
         x, given = values[0], values[1:num_carry]
         own, _ = inputs.sliced(values[num_carry:])
-        # One gather travels at a time: left to themselves, all would travel early, and the last
-        # product of a block would hide none.
+        # Start the prefetch only after the last other gather. Otherwise XLA starts all gathers
+        # early, and none is left for the last matmul of the block to hide.
         params, following = _gathered(blocks.weights, given, own, follows_last=True)
         if needs is None:
             return [blocks.run(params, own, x, own.others), *following]
@@ -155,14 +148,14 @@ def forward_program(blocks: Blocks, inputs: Inputs, needs: Sequence[bool] | None
             lambda: blocks.run(params, own, x, others), blocks.template.module, x
         )
         result["replay"] = recorded.replay
-        once, result["places"] = _once_each([values[0], *recorded.kept])
+        once, result["saved_at"] = _deduplicate([values[0], *recorded.kept])
         return [recorded.output, *following, *blocks.store.put(once)]
 
     specs = _specs([blocks.template.specs[0], *prefetched], inputs, [])
     traced = trace_body(body, specs, "fsdp_block_forward")  # calls body, which fills result
     loop = Loop(traced, blocks.length, num_carry, len(inputs.xs), prefetched=blocks.prefetched_xs)
     replay = result.get("replay", lambda run, module, kept: run())
-    return ForwardProgram(loop, replay, result.get("places", []))
+    return ForwardProgram(loop, replay, result.get("saved_at", []))
 
 
 def backward_program(
@@ -174,16 +167,9 @@ def backward_program(
     *,
     reduces: bool,
 ) -> BackwardProgram:
-    """Trace an iteration of the backward loop.
-
-    Args:
-        blocks: the blocks.
-        inputs: what both loops take.
-        forward: the other loop.
-        ys: of that.
-        needs: which of the other arguments need gradients.
-        reduces: whether gradients are reduced over the ranks.
-    """
+    """Trace an iteration of the backward loop for the ``ys`` of the forward loop. ``needs`` says
+    which of the other arguments need gradients; with ``reduces``, the loop reduces gradients of
+    large parameters over the ranks."""
     result: dict[str, list[int]] = {}
     weights, store = blocks.weights, blocks.store
     prefetched, stored = blocks.prefetched, store.carry_specs(ys)
@@ -191,26 +177,24 @@ def backward_program(
 
     def body(values: list[Tensor]) -> list[Tensor]:
         sizes = [1, len(prefetched), len(stored), len(wanted)]
-        [grad], given, carried, so_far, rest = split(values, sizes)
+        [grad], given, fetched, so_far, rest = split(values, sizes)
         own, slices = inputs.sliced(rest)
-        once, next_carried = store.take(carried, slices)
-        x, *kept = (once[at] for at in forward.places)
+        once, next_stored = store.take(fetched, slices)
+        x, *saved = (once[at] for at in forward.saved_at)
         params, following = _gathered(weights, given, own)
         grad_x, grads, other_grads = _differentiate(
-            blocks, forward.replay, own, x, params, kept, needs, grad
+            blocks, forward.replay, own, x, params, saved, needs, grad
         )
         sums = [a if b is None else a + b for a, b in zip(so_far, other_grads, strict=True)]
         large = weights.large if reduces else []
         reduced = weights.reduce(large, grads)
         done = weights.originals(large)
         left = {original: each for original, each in grads.items() if original not in done}
-        # Which parameters have gradients is only known now.
+        # Only tracing tells which parameters get gradients.
         result["reduced"], result["unsharded"] = list(reduced), list(left)
-        return [grad_x, *following, *next_carried, *sums, *reduced.values(), *left.values()]
+        return [grad_x, *following, *next_stored, *sums, *reduced.values(), *left.values()]
 
-    carry = [
-        blocks.template.specs[0], *prefetched, *stored, *map(TensorSpec.of, wanted)
-    ]  # fmt: skip
+    carry = [blocks.template.specs[0], *prefetched, *stored, *map(TensorSpec.of, wanted)]
     loop = Loop(
         trace_body(body, _specs(carry, inputs, ys), "fsdp_block_backward"),
         blocks.length,
@@ -228,57 +212,40 @@ def _differentiate(
     given: Inputs,
     x: Tensor,
     params: list[Tensor],
-    kept: list[Tensor],
+    saved: list[Tensor],
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
-    """Run the block again and differentiate it.
-
-    Args:
-        blocks: the blocks.
-        replay: runs one again.
-        given: the iteration's slices.
-        x: its input.
-        params: its unsharded parameters.
-        kept: its activations that were kept.
-        needs: which of the other arguments need gradients.
-        grad: of what it returns.
+    """Recompute the block with unsharded ``params`` and ``saved`` activations; differentiate it.
 
     Returns:
-        Gradients of its input, by original, and of the other arguments that need them.
+        The gradients of x, of the parameters by original, and of the other arguments that need one.
     """
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         params = blocks.as_leaves(params)
         others = _requiring_grad(given.others, needs)
-        y = replay(lambda: blocks.run(list(params), given, x, others), blocks.template.module, kept)
+        y = replay(
+            lambda: blocks.run(list(params), given, x, others), blocks.template.module, saved
+        )
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, need in zip(others, needs, strict=True) if need]
         leaves = [x, *trained.values(), *asked]
         found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     grad_x = torch.zeros_like(x) if found[0] is None else found[0]
-    by_member = zip(trained, found[1:], strict=False)
-    grads = {original: each for original, each in by_member if each is not None}
+    by_original = zip(trained, found[1:], strict=False)
+    grads = {original: each for original, each in by_original if each is not None}
     return grad_x, grads, list(found[1 + len(trained) :])
 
 
 def _gathered(
-    weights: BlockWeights,
-    prefetched: Sequence[Tensor],
-    own: Inputs,
-    *,
-    follows_last: bool = False,
+    weights: BlockWeights, prefetched: Sequence[Tensor], own: Inputs, *, follows_last: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gather in an iteration.
-
-    Args:
-        weights: the block's parameters.
-        prefetched: those that the iteration before has gathered.
-        own: the iteration's slices.
-        follows_last: gather what is prefetched once the last of the others is there.
+    """Gather the large parameters of this iteration's block, and prefetch for the next block; with
+    ``follows_last``, prefetch after the last other gather has finished.
 
     Returns:
-        All unsharded parameters of the block, and what is prefetched for the next one.
+        All unsharded originals of this block, and the prefetched ones of the next block.
     """
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.prefetched]
@@ -303,7 +270,7 @@ def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Ten
 
 
 def split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """Cut ``values`` into parts of these sizes, and the rest."""
+    """Split ``values`` into lists of these sizes, and a last one with the rest."""
     rest, parts = list(values), []
     for size in sizes:
         parts.append(rest[:size])
@@ -311,12 +278,12 @@ def split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
     return [*parts, rest]
 
 
-def _once_each(values: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """``values`` without those that are computed alike, and where each is among them."""
+def _deduplicate(values: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return ``values`` with equal graphs only once, and the index of each value among these."""
     known: dict[tuple[bytes, TensorSpec], int] = {}
     keys = [(graph_hash(each), TensorSpec.of(each)) for each in values]
-    places = [known.setdefault(key, len(known)) for key in keys]
-    return [values[places.index(at)] for at in range(len(known))], places
+    indices = [known.setdefault(key, len(known)) for key in keys]
+    return [values[indices.index(at)] for at in range(len(known))], indices
 
 
 def _specs(

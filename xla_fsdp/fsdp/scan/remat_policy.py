@@ -1,10 +1,10 @@
-"""Which activations of a block the forward loop keeps for backward, and in which memory.
+"""Choose which activations of a block the forward loop saves for backward, and where.
 
-A policy traces a block twice: in the forward loop, and again in the backward loop with the kept
-activations at hand. The block's input is kept by the loop in any case.
+A policy traces a block twice: in the forward loop, and in the backward loop, where the saved
+activations replace the recomputed ones. XLA removes the recomputation that nobody uses then. The
+loop itself always saves the block's input.
 
-Invariants: the second run gives the values of the first, random numbers included. What follows from
-nothing but kept values is not computed again, as XLA drops what nobody uses.
+Invariant: the recomputation gives the same values as forward, random numbers included.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from xla_fsdp.distributed.xla.loop import TensorSpec, depends_on, graph_hash
 Run = Callable[[], Tensor]
 
 Replay = Callable[[Run, nn.Module, Sequence[Tensor]], Tensor]
-"""Runs a block again: (how, the block's module, the kept activations) to its output."""
+"""Recomputes a block: takes (function to run, the block's module, saved activations)."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a block returned in forward, what to keep of it, and how to run it again."""
+    """Output of a block in forward, the activations to save, and how to recompute it."""
 
     output: Tensor
     kept: list[Tensor]
@@ -40,14 +40,14 @@ class Recorded:
 
 
 RematPolicy = Callable[[Run, nn.Module, Tensor], Recorded]
-"""Runs a block in forward: (how, the block's module, its input)."""
+"""Runs a block in forward: takes (function to run, the block's module, its input)."""
 
 
 def policy_of(remat: str | Sequence[str]) -> RematPolicy:
-    """Return the policy that a user calls ``remat``.
+    """Return the policy for the option ``remat`` of ``scan_blocks``.
 
     Raises:
-        ValueError: if it is neither "full", "none" nor names.
+        ValueError: if it is neither "full", "none" nor a list of names.
     """
     if remat == "full":
         return save_nothing
@@ -62,13 +62,13 @@ def policy_of(remat: str | Sequence[str]) -> RematPolicy:
 
 
 def save_nothing(run: Run, module: nn.Module, x: Tensor) -> Recorded:
-    """Compute everything again."""
+    """Recompute everything."""
     with torch.no_grad():
         return Recorded(run(), [], lambda again, module, kept: again())
 
 
 def save_everything(run: Run, module: nn.Module, x: Tensor) -> Recorded:
-    """Keep what autograd saves, each value once, except for what follows from parameters alone."""
+    """Save every tensor that autograd saves, once, unless it is computed from parameters alone."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
@@ -78,15 +78,15 @@ def save_everything(run: Run, module: nn.Module, x: Tensor) -> Recorded:
     with torch.enable_grad(), saved_tensors_hooks(pack, _refuse_backward):
         output = run().detach()
     kept: list[Tensor] = []
-    places: dict[int, int] = {}
+    index_of: dict[int, int] = {}  # by position among all that autograd saves: index in ``kept``
     for number, tensor in enumerate(saved):
         if not depends_on(tensor, x):
             continue
         same = (at for at, each in enumerate(kept) if _same(each, tensor))
-        places[number] = next(same, len(kept))
-        if places[number] == len(kept):
+        index_of[number] = next(same, len(kept))
+        if index_of[number] == len(kept):
             kept.append(tensor)
-    return Recorded(output, kept, partial(_replay_saved, places))
+    return Recorded(output, kept, partial(_replay_saved, index_of))
 
 
 def _refuse_backward(_: Any) -> Tensor:
@@ -98,10 +98,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _replay_saved(
-    places: dict[int, int], run: Run, module: nn.Module, kept: Sequence[Tensor]
+    index_of: dict[int, int], run: Run, module: nn.Module, kept: Sequence[Tensor]
 ) -> Tensor:
-    """Run a block again; take what autograd saves from ``kept``, by the number of the saved tensor
-    in order, where it is there."""
+    """Recompute a block; for the n-th tensor that autograd saves, save ``kept[index_of[n]]`` if n
+    is in ``index_of``."""
     numbers = itertools.count()
 
     def pack(tensor: Tensor) -> tuple[int, Tensor]:
@@ -109,17 +109,17 @@ def _replay_saved(
 
     def unpack(packed: tuple[int, Tensor]) -> Tensor:
         number, tensor = packed
-        return kept[places[number]] if number in places else tensor
+        return kept[index_of[number]] if number in index_of else tensor
 
     with saved_tensors_hooks(pack, unpack):
         return run()
 
 
 def save_named(names: tuple[str, ...], run: Run, module: nn.Module, x: Tensor) -> Recorded:
-    """Keep the activations of these names: of submodules, or given by ``checkpoint_name``.
+    """Save the activations with these names: of submodules, or given by ``checkpoint_name``.
 
     Raises:
-        ValueError: for a name that did not occur.
+        ValueError: if no activation has one of the names.
     """
     kept: list[tuple[str, Tensor]] = []
 
@@ -143,7 +143,7 @@ def save_named(names: tuple[str, ...], run: Run, module: nn.Module, x: Tensor) -
 def _replay_named(
     names: tuple[str, ...], run: Run, module: nn.Module, kept: Sequence[Tensor]
 ) -> Tensor:
-    """Run a block again, with kept values in place of named ones."""
+    """Recompute a block, and replace named activations by the saved ones."""
     values = iter(kept)
     known: dict[bytes, Tensor] = {}
 
@@ -155,7 +155,7 @@ def _replay_named(
         return _Replaced.apply(value, mine)
 
     def unpack(saved: Tensor) -> Tensor:
-        # The operation that made the named value may have saved it, too, as tanh does.
+        # The operation that computed the named value may have saved it as well, as tanh does.
         return known.get(graph_hash(saved), saved)
 
     hooks = saved_tensors_hooks(lambda saved: saved.detach(), unpack)
@@ -164,7 +164,7 @@ def _replay_named(
 
 
 class _Replaced(torch.autograd.Function):
-    """A kept value in place of the computed one, which gets the gradient."""
+    """Return the saved value; pass the gradient to the computed one."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, kept: Tensor) -> Tensor:
@@ -181,29 +181,28 @@ _intercept: ContextVar[Intercept | None] = ContextVar("_intercept", default=None
 
 
 def checkpoint_name(tensor: Tensor, name: str) -> Tensor:
-    """Name an activation of a block, so that ``scan_blocks(..., remat=[name])`` keeps it for
-    backward. Elsewhere this does nothing.
+    """Name an activation of a block, so that ``scan_blocks(..., remat=[name])`` saves it for
+    backward. Outside of scanned blocks this does nothing.
 
     Args:
         tensor: the activation, of any shape.
-        name: may be given to several.
+        name: its name; several activations may have the same.
 
     Returns:
-        The tensor to go on with.
+        The tensor to compute with from here on.
     """
     intercept = _intercept.get()
     return tensor if intercept is None else intercept(name, tensor)
 
 
-name_activation = checkpoint_name
-"""Its earlier name."""
+name_activation = checkpoint_name  # its earlier name
 
 
 @contextlib.contextmanager
 def _intercept_named(
     module: nn.Module, names: Sequence[str], intercept: Intercept
 ) -> Iterator[None]:
-    """Inside, call ``intercept`` with every named activation, and go on with what it returns."""
+    """Inside, replace every named activation by what ``intercept`` returns for it."""
 
     def hook(name: str) -> Callable[..., Any]:
         return lambda _, args, out: intercept(name, out) if isinstance(out, Tensor) else None
@@ -219,33 +218,33 @@ def _intercept_named(
             handle.remove()
 
 
-# ---------------------------------------------------------------- in which memory
+# ---------------------------------------------------------------- device or host memory
 
 
 @dataclass(frozen=True)
 class ActivationStore:
-    """Where the ys of the forward loop are until backward needs them."""
+    """Stores the ys of the forward loop until backward needs them."""
 
-    # in the host's memory. Backward then takes their slices one iteration early, and carries them:
-    # else each iteration, which begins with them, would wait for the copy.
+    # In host memory. Backward then fetches slices one iteration early and carries them; otherwise
+    # each iteration would wait for its copy.
     on_host: bool
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the ys of an iteration of the forward loop that keep these values."""
+        """Return the ys of a forward iteration that saves these values."""
         return [offload(each) for each in values] if self.on_host else list(values)
 
     def carry_specs(self, ys: Sequence[Tensor]) -> list[TensorSpec]:
-        """Return what the backward loop carries for these ys."""
+        """Return the specs of the fetched slices that the backward loop carries."""
         return [TensorSpec.slice_of(each) for each in ys] if self.on_host else []
 
     def first_carry(self, ys: Sequence[Tensor]) -> list[Tensor]:
-        """Return that for its first iteration, which is of the last block."""
+        """Fetch the slices for the first iteration of backward, which runs the last block."""
         return [fetch(each[-1]) for each in ys] if self.on_host else []
 
     def take(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the values that an iteration of the backward loop needs, and its next carry."""
+        """Return the values for this backward iteration, and the carry for the next one."""
         if self.on_host:
             return list(carry), [fetch(each) for each in slices]
         return list(slices), []

@@ -1,7 +1,7 @@
 """Trace a block apart from the program around it, and compare blocks by what they compute.
 
-Tensors have no values while a block is traced (torch_xla ends the process where one is asked for),
-and what runs on the host would run once for all blocks and steps, so both raise an error here.
+Tensors have no values while a block is traced; torch_xla aborts the process if code reads one.
+Random numbers drawn on the host would be the same in all blocks and steps. Both raise here.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Template:
-    """A block that is traced."""
+    """A block to trace."""
 
-    unit: FSDPState  # its unit
-    module: nn.Module  # the module itself, for its submodules' names
-    forward: Callable[..., Any]  # its forward
-    state: BlockState  # its tensors and settings
-    shared: frozenset[int]  # numbers of the tensors that all blocks share
-    arguments: Arguments  # what it is called with, without the tensors
+    unit: FSDPState
+    module: nn.Module  # without the FSDP wrapper
+    forward: Callable[..., Any]
+    state: BlockState
+    shared: frozenset[int]  # indices of the tensors in ``state`` that all blocks share
+    arguments: Arguments  # of the call, without tensors
     specs: tuple[TensorSpec, ...]  # of the arguments' tensors
-    trained: tuple[bool, ...]  # which of its parameters need gradients, in some block
+    trained: tuple[bool, ...]  # by parameter: whether it needs a gradient in any block
 
     def run(
         self, params: list[Tensor], tensors: Sequence[Tensor], given: Sequence[Tensor]
     ) -> Arguments:
-        """Return what the block returns, taken apart.
+        """Run the forward of the block, and return its output.
 
         Args:
-            params: unsharded parameters.
-            tensors: in place of the block's own.
-            given: the arguments' tensors.
+            params: unsharded parameters, by original.
+            tensors: replace the tensors in ``state``.
+            given: tensors of the arguments.
         """
         args, kwargs = self.arguments.put_together(given)
         with (
-            regions_run_once(),  # the loop itself rematerializes
+            regions_run_once(),  # the loop recomputes, so checkpoint_module must not
             TraceGuard(),
             self.unit.computing_with(params),
             self.state.replaced(tensors),
@@ -67,7 +67,7 @@ def only_tensor(returned: Arguments, x: Tensor) -> Tensor:
     """Return the tensor that a block returned for its input ``x``.
 
     Raises:
-        ValueError: if there is not one, or it has another shape or dtype.
+        ValueError: if there is not exactly one, or it has another shape or dtype than ``x``.
     """
     if len(returned.tensors) != 1 or returned.opaque:
         what = [*(name or "a tensor" for name in returned.names), *returned.opaque]
@@ -89,25 +89,22 @@ def only_tensor(returned: Arguments, x: Tensor) -> Tensor:
 
 
 class BlockComparison:
-    """Compares every block, traced by itself, with the first one, before a loop of them is run.
-
-    Compared once for each key; keys are equal for calls that can run the same loops.
-    """
+    """Compares the trace of every block with that of block 0, once for each key of a call."""
 
     def __init__(self) -> None:
         self._first: dict[Hashable, tuple[Body, Arguments, BlockState]] = {}
         self._done: set[Hashable] = set()
 
     def is_done(self, number: int, key: Hashable) -> bool:
-        """Whether block ``number`` was compared with the first one."""
+        """Return whether block ``number`` was compared for this key."""
         return (number, key) in self._done
 
     def compare(self, number: int, template: Template, key: Hashable) -> Arguments:
-        """Compare block ``number``, unless that was done; return what blocks return, without the
-        tensor.
+        """Compare block ``number`` with block 0, unless that was done; return the output of block 0
+        without the tensor.
 
         Raises:
-            ValueError: if it differs, or cannot run in a loop.
+            ValueError: if it computes something else than block 0, or cannot run in a loop.
         """
         if not self.is_done(number, key):
             body, returned = refusing_host_draws(lambda: trace_block(template))
@@ -128,17 +125,22 @@ class BlockComparison:
 
 
 def trace_block(template: Template) -> tuple[Body, Arguments]:
-    """Trace a block by itself: (arguments, parameters, buffers) to the tensor that it returns.
-    Return that, and what the block returns without the tensor.
+    """Trace the function from (arguments, unsharded parameters, buffers) to the block's output.
+
+    Returns:
+        The traced function, and the block's output without the tensor.
 
     Raises:
-        ValueError: if it changes something in place, or does not return one tensor like its input.
+        ValueError: if it changes an input in place, or does not return one tensor like its input.
     """
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
     specs = [
         *template.specs,
-        *(TensorSpec(tuple(m.shape), p.compute_dtype or p.leaf.dtype) for p, m in params),
+        *(
+            TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
+            for param, original in params
+        ),
         *map(TensorSpec.of, template.state.tensors),
     ]
     names = [
@@ -150,8 +152,8 @@ def trace_block(template: Template) -> tuple[Body, Arguments]:
     result: list[Arguments] = []
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        given, full = values[:count], values[count : count + len(params)]
-        returned = template.run(full, values[count + len(params) :], given)
+        given, unsharded = values[:count], values[count : count + len(params)]
+        returned = template.run(unsharded, values[count + len(params) :], given)
         result.append(returned.without_tensors())
         return [only_tensor(returned, given[0])]
 
@@ -181,9 +183,10 @@ def _value(tensor: Tensor) -> Any:
 
 
 def _different_setting(first: BlockState, other: BlockState, number: int) -> str | None:
-    """Return the first setting that differs: a hint only, as not all settings matter."""
+    """Describe the first setting that differs. It may not be the cause: some settings do not
+    matter."""
     for mine, its in zip(first.settings, other.settings, strict=False):
-        # A block that knows its own number differs in that.
+        # Skip attributes that hold the index of the block.
         if mine != its and (mine[2], its[2]) != (0, number):
             return f"{its[0]}.{its[1]}".lstrip(".") + f" is {its[2]!r}, not {mine[2]!r}"
     return None
@@ -201,7 +204,7 @@ def _captured_problem(body: Body) -> str | None:
     )
 
 
-# ---------------------------------------------------------------- what a trace cannot follow
+# ---------------------------------------------------------------- values read or drawn on the host
 
 _READS = frozenset(
     {
@@ -212,7 +215,7 @@ _READS = frozenset(
 
 _SHAPES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
-)  # whose results are as large as values say
+)  # the shapes of their results depend on values
 
 _INDEXES = frozenset({"__getitem__", "__setitem__"})
 
@@ -226,14 +229,10 @@ _DRAWS = frozenset(
 
 
 class TraceGuard(TorchFunctionMode):
-    """Inside, what a trace cannot follow raises ValueError."""
+    """Inside, reading a value of a tensor or drawing on the host raises ValueError."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
@@ -268,13 +267,13 @@ def _on_device(value: Any) -> bool:
 
 
 def refusing_host_draws(trace: Callable[[], T]) -> T:
-    """Return what ``trace`` returns.
+    """Return ``trace()``.
 
-    Where random numbers of Python or numpy were drawn meanwhile, which another thread may have done
-    (one that loads data, say), ``trace`` is called once more to find out.
+    If random numbers of Python or numpy were drawn meanwhile, call ``trace`` once more to find out
+    whether it drew them, or another thread (one that loads data, say).
 
     Raises:
-        ValueError: if it draws such numbers.
+        ValueError: if ``trace`` draws such numbers.
     """
     before, before_numpy = random.getstate(), _numpy_state()
     result = trace()
@@ -286,7 +285,7 @@ def refusing_host_draws(trace: Callable[[], T]) -> T:
 
 
 def _draws_in_python(trace: Callable[[], Any]) -> bool:
-    """Whether this thread draws from a generator of the module ``random``."""
+    """Return whether this thread draws from a generator of the module ``random``."""
     found = False
     profile = sys.getprofile()
 
@@ -303,9 +302,10 @@ def _draws_in_python(trace: Callable[[], Any]) -> bool:
 
 
 def _draws_in_numpy(trace: Callable[[], Any]) -> bool:
-    """Whether this thread draws from numpy's global generator."""
+    """Return whether this thread draws from numpy's global generator."""
     lock = np.random.mtrand.get_bit_generator().lock
-    # Other threads wait meanwhile, where the generator's lock lets this thread in again.
+    # Holding the generator's lock makes other threads wait. With a lock that is not reentrant
+    # this thread would wait, too, forever.
     with lock if isinstance(lock, type(threading.RLock())) else contextlib.nullcontext():
         before = _numpy_state()
         trace()

@@ -1,11 +1,11 @@
-"""How the parameters of identical blocks come into a loop, and their gradients out of it.
+"""Gather parameters and reduce gradients of identical blocks, in a loop and around it.
 
-A parameter is *small* where gathering it in every iteration would not pay: it is gathered once
-before the loop for all blocks, and its gradients are reduced once after it. *Large* ones are
-gathered in the loop, one block at a time, the first of them one iteration early (*prefetched*). The
-loop takes stacks of what is *sent*: shards as they are gathered, [length, ...].
+A *small* parameter is gathered once before the loop for all blocks, and its gradients are reduced
+once after the loop. A *large* one is gathered in each iteration for one block; the first large one
+is gathered one iteration early (*prefetched*). *Sent* tensors are the inputs of an all-gather; the
+loop takes stacks of them, [length, ...], where length is the number of blocks.
 
-Invariant: nothing depends on the number of blocks but the first dim of stacks.
+Invariant: only the first dim of a stack depends on the number of blocks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 
 class BlockWeights:
-    """The parameters of one block, which stands for all. They go by their number in the group;
-    the original parameters that they hold (several in a flat one) by that of the *original*.
+    """Gathers and reduces the parameters of any one block.
+
+    Parameters are identified by their index in ``group.params``, original parameters (several in a
+    flat parameter) by their index among all originals of the group.
 
     Args:
-        group: the block's parameters.
-        gather_once_below: elements below which a parameter is small.
+        group: parameters of the first block.
+        gather_once_below: a parameter of fewer elements is small.
     """
 
     def __init__(self, group: FSDPParamGroup, gather_once_below: int) -> None:
@@ -37,8 +39,8 @@ class BlockWeights:
         numels = [param.packing.layout.numel for param in group.params]
         self.small = [at for at, numel in enumerate(numels) if numel < gather_once_below]
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
-        # Registered first is used first, in most modules: nothing before it in an iteration could
-        # hide its gather.
+        # Most modules use the parameter that is registered first before all others, so no compute
+        # in the same iteration could hide its gather.
         self.prefetched = self.large[:1]
         # Rings of point-to-point sends, which the compute of an iteration can hide.
         self._rings = group.collectives.in_rings()
@@ -51,7 +53,7 @@ class BlockWeights:
         }
 
     def originals(self, params: Sequence[int]) -> list[int]:
-        """Return the numbers of the originals of these parameters."""
+        """Return the indices of the originals that these parameters hold."""
         return [original for at in params for original in self._originals[at]]
 
     def gather(
@@ -60,20 +62,21 @@ class BlockWeights:
         sent: Sequence[Tensor],
         cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
     ) -> list[Tensor]:
-        """Gather the originals of these parameters of one block, from what is sent once it is
-        cast."""
+        """All-gather parameters of one block from their sent tensors, cast to the compute dtype;
+        return the unsharded originals."""
         pairs = zip(self._params(params), sent, strict=True)
         ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
         return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Reduce-scatter one block's unsharded gradients, by original; return sums by parameter,
-        without those that have no gradient."""
+        """Reduce-scatter unsharded gradients of one block, by original; return the sums by
+        parameter, without parameters that have no gradient."""
         reduction = self.group.reduction
         return reduction.unpack(reduction.scatter(grads, params, self._rings))
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Gather small parameters, [length, *shape] each, from stacks of what is sent."""
+        """All-gather the small parameters of all blocks from stacks of sent tensors; return their
+        originals, [length, *shape] each."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
             gathered = self.group.gather.gather_tensors(sent)
@@ -86,8 +89,8 @@ class BlockWeights:
             ]
 
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Reduce-scatter gradients, [length, *shape], by original; return sums, [length, n], by
-        small parameter."""
+        """Reduce-scatter gradients of small parameters, [length, *shape] by original; return the
+        sums, [length, shard size] by parameter."""
         packed = {
             at: _pack(param, [grads.get(original) for original in self._originals[at]])
             for at, param in zip(self.small, self._params(self.small), strict=True)
@@ -100,7 +103,7 @@ class BlockWeights:
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Add the stacks ``sums``, by parameter, over the replicas."""
+        """All-reduce stacks of gradients, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
         added = self.group.reduction.sum_replicas_of(flat)
         return {at: ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
@@ -110,25 +113,26 @@ class BlockWeights:
 
 
 def _swap(stack: Tensor, first: int, second: int) -> Tensor:
-    """[first, second * n] to [second, first * n]."""
+    """Transpose blocks and ranks: [first, second * n] to [second, first * n]."""
     return stack.reshape(first, second, -1).transpose(0, 1).reshape(second, -1)
 
 
 def _pack(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor:
-    """[length, padded size], from the originals' gradients; zeros where there is none."""
+    """Flatten and pad the originals' gradients as the parameter is: [length, padded size]. A
+    gradient of None becomes zeros."""
     example = next(grad for grad in grads if grad is not None)
     length, dim = len(example), param.packing.dim
-    full = [
+    present = [
         example.new_zeros(length, *original.shape) if grad is None else grad
         for original, grad in zip(param.originals, grads, strict=True)
     ]
-    rows = [each.movedim(1 + dim, 1) if dim else each for each in full]
+    rows = [each.movedim(1 + dim, 1) if dim else each for each in present]
     flat = torch.cat([each.reshape(length, -1) for each in rows], dim=1)
     return F.pad(flat, (0, param.packing.layout.padded_numel - param.packing.layout.numel))
 
 
 def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
-    """The inverse: originals, [length, *shape]."""
+    """Undo ``_pack``: return the originals, [length, *shape] each."""
     length, dim = len(packed), param.packing.dim
     numels = [original.shape.numel() for original in param.originals]
     flat = [
@@ -148,16 +152,16 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
 
 
 def shards_of(groups: Sequence[FSDPParamGroup]) -> BlockShards:
-    """Return those of blocks with these groups."""
+    """Return the shards of blocks with these parameter groups."""
     stacked = any(param.slots.part is not None for param in groups[0].params)
     return StackedShards(groups[:1]) if stacked else SeparateShards(groups)
 
 
 class BlockShards(ABC):
-    """The shards of all blocks: the leaves of autograd that a loop computes with.
+    """The shards of all blocks, which are the leaves of autograd.
 
     Args:
-        groups: parameters of all blocks; of one, if all share stacks.
+        groups: parameter groups of all blocks; of the first block only if all share stacks.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
@@ -165,16 +169,16 @@ class BlockShards(ABC):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All of them, one block's after the other's."""
+        """The shards of all blocks, ordered by block, then by parameter."""
         return [leaf for group in self._groups for leaf in group.leaves]
 
     @property
     def versions(self) -> list[int]:
-        """How often each was changed in place."""
+        """The version counter of each leaf."""
         return [version for group in self._groups for version in group.versions]
 
     def of(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return the leaves of these parameters, one block's after the other's."""
+        """Return the leaves of these parameters, ordered by block, then by parameter."""
         by_block = [group.leaves for group in self._groups]
         return [leaves[at] for leaves in by_block for at in numbers]
 
@@ -182,35 +186,35 @@ class BlockShards(ABC):
     def sent(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Return stacks of what is sent.
+        """Return the sent tensors of all blocks, one stack [length, ...] for each parameter.
 
         Args:
-            numbers: of which parameters.
-            leaves: theirs, as ``of`` returns them.
-            after: what is to be computed first.
+            numbers: indices of the parameters.
+            leaves: their leaves, as ``of`` returns them.
+            after: tensors to compute before the stacks.
         """
 
     def to_send(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return stacks of which each iteration sends a slice, once it is cast."""
+        """Return stacks of which each iteration casts and sends one slice."""
         return self.sent(numbers, leaves, after)
 
     def is_sent_as_stored(self, number: int) -> bool:
-        """Whether what ``to_send`` makes of this parameter is its leaf."""
+        """Whether ``to_send`` returns the leaf of this parameter itself."""
         return False
 
     @abstractmethod
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Return gradients of all leaves, from stacks of sums by parameter."""
+        """Return the gradients of all leaves from stacks of reduced gradients by parameter."""
 
     @abstractmethod
     def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Return gradients of all leaves, from those of shards, by block."""
+        """Return the gradients of all leaves from the gradients of each block's shards."""
 
 
 class SeparateShards(BlockShards):
-    """Every block has its own, which are stacked in every step."""
+    """Shards of blocks that each have their own; they are stacked in every step."""
 
     def sent(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
@@ -225,11 +229,11 @@ class SeparateShards(BlockShards):
             ]
             by_param = list(zip(*sent, strict=True))
             params = [self._groups[0].params[at] for at in numbers]
-            joined = [
+            concatenated = [
                 torch.cat([_as_stored(param, each) for each in own])
                 for param, own in zip(params, by_param, strict=True)
             ]
-            stacks = ops.barrier(ops.once_computed(after, joined))
+            stacks = ops.barrier(ops.once_computed(after, concatenated))
             pairs = zip(stacks, by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
 
@@ -249,8 +253,8 @@ class SeparateShards(BlockShards):
 
 
 class StackedShards(BlockShards):
-    """All blocks share stacks, one for each parameter: nothing is joined or taken apart, so that
-    the program has as many operations for any number of blocks."""
+    """Shards of blocks whose parameters are stacked for good. Nothing is stacked or sliced outside
+    the loop, so the number of operations does not depend on the number of blocks."""
 
     @property
     def _group(self) -> FSDPParamGroup:
@@ -267,8 +271,8 @@ class StackedShards(BlockShards):
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
         pairs = list(zip(numbers, leaves, strict=True))
-        # The leaves themselves take no memory, where they are stored as they are sent. Others are
-        # cast here, not in the loop, as their copy then takes less.
+        # A leaf that is stored as it is sent needs no copy. Others are copied anyway; cast before
+        # the loop, the copy takes less memory.
         found = {at: leaf.detach() for at, leaf in pairs if self.is_sent_as_stored(at)}
         others = [at for at in numbers if at not in found]
         sent = self.sent(others, [leaf for at, leaf in pairs if at in others], after)
@@ -292,20 +296,20 @@ class StackedShards(BlockShards):
         """Stack the blocks' gradients.
 
         Raises:
-            RuntimeError: if only some blocks have gradients.
+            RuntimeError: if some blocks have gradients and others have none.
         """
-        kept = [at for at, of_block in enumerate(grads) if all(each is None for each in of_block)]
-        if kept and len(kept) < len(grads):
+        waiting = [n for n, of_block in enumerate(grads) if all(grad is None for grad in of_block)]
+        if waiting and len(waiting) < len(grads):
             raise RuntimeError(
-                f"the gradients of scanned blocks {', '.join(map(str, kept))} are kept, and those "
-                f"of others were reduced; their parameters are stacked, so they have one gradient. "
-                f"Synchronize the gradients of all blocks, or of none"
+                f"the gradients of scanned blocks {', '.join(map(str, waiting))} are kept, and "
+                f"those of others were reduced; their parameters are stacked, so they have one "
+                f"gradient. Synchronize the gradients of all blocks, or of none"
             )
         return [_stack_grads(of_param) for of_param in zip(*grads, strict=True)]
 
 
 def _stack_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
-    """With zeros for what is missing; None if all is."""
+    """Stack gradients; one that is None becomes zeros. Return None if all are None."""
     example = next((grad for grad in grads if grad is not None), None)
     if example is None:
         return None
@@ -313,12 +317,12 @@ def _stack_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _slices(param: FSDPParam, stack: Tensor) -> list[Tensor]:
-    joined = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
-    return list(_as_stored(param, joined).chunk(len(stack)))
+    flat = stack.flatten(0, 1) if stack.dim() > 2 else stack.reshape(-1)
+    return list(_as_stored(param, flat).chunk(len(stack)))
 
 
 def _as_stored(param: FSDPParam, sent: Tensor) -> Tensor:
-    """Flat, if shard parameters are; else in rows."""
-    # To lay rows out is an operation of its own on the TPU. Of all blocks' shards, concatenated
-    # behind one barrier, it is done at once.
+    """Return a sent tensor in the shape of the shard parameter: flat, or in rows."""
+    # On a TPU the change between flat and rows is a copy. Done for the concatenated shards of all
+    # blocks, after one barrier, it is a single operation.
     return sent if param.by_rows else ops.shaped(sent, (sent.numel(),))

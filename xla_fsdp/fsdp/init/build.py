@@ -303,8 +303,9 @@ class _Sharder:
             )
         if theirs.slots.part is not None:
             raise ValueError(
-                f"{name} is tied to {theirs.originals[0].names[0]} of a stacked block, and no other "
-                f"unit can hold a slice of a stack. Scan the blocks without stacked, or untie them"
+                f"{name} is tied to {theirs.originals[0].names[0]} of a stacked block, and no "
+                f"other unit can hold a slice of a stack. Scan the blocks without stacked, or "
+                f"untie them"
             )
         if theirs.packing.layout != layout:
             raise ValueError(

@@ -320,7 +320,7 @@ class _Sharder:
             theirs.leaf,
             layout,
             dtype,
-            places=theirs.slots,
+            slots=theirs.slots,
             dim=theirs.packing.dim,
         )
 

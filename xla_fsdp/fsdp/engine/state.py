@@ -36,6 +36,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     SavedParams,
     connect,
     on_device,
+    present,
     reduce_early,
     through,
     version_of,
@@ -638,7 +639,7 @@ class FSDPState:
         needs_params = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
         unshards = settings.unshard_in_backward or not call.reshards
         if needs_params and self.group.params and unshards:
-            before = self._before([grad for grad in grads if grad is not None])
+            before = self._before(present(grads))
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
@@ -695,7 +696,7 @@ class FSDPState:
         """Return the gradients of the inputs, each available only once all are."""
         self.context.watch()
         ready = self._tie_grads(grads)
-        self.context.pending.extend(grad for grad in ready if grad is not None)
+        self.context.pending.extend(present(ready))
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -755,7 +756,7 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
+        tied = iter(ops.barrier(present(grads)))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:

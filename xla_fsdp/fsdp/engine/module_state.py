@@ -241,9 +241,8 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
         loading.finish()
     for unit in units_in(module):
         for param in unit.group.params:
-            if (
-                not param.is_flat and param.slots.shard.is_meta
-            ):  # after load_state_dict(assign=True)
+            # On the meta device before load_state_dict(assign=True).
+            if not param.is_flat and param.slots.shard.is_meta:
                 param.take_memory(has_values=True)
 
 

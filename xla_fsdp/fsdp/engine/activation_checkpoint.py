@@ -1,14 +1,13 @@
-"""Rematerialization: recompute a module's forward in backward instead of keeping activations.
+"""Activation checkpointing: recompute a module's forward in backward to save activation memory.
 
-When backward asks for the first tensor that a checkpointed forward has saved, the forward runs
-again, and what autograd would have saved is picked up by position. Inputs need no gradient, keyword
-arguments and nested containers work, and checkpoints nest, as the original graph is differentiated.
-(The idea of saved-tensor hooks as a checkpoint is that of ``torch.utils.checkpoint``, which knows
-no XLA device.)
+When backward unpacks the first tensor that a checkpointed forward has saved, the forward runs again
+and its saved tensors are used, by position, in the original graph. Inputs need not require a
+gradient, keyword arguments and nested containers work, and checkpoints nest. (Saved-tensor hooks as
+in ``torch.utils.checkpoint``, which does not support XLA devices.)
 
-Invariants: the recomputation sees the inputs, random numbers, autocast state and buffers of the
-original, leaves buffers and the random state as they were, and stands behind a barrier on the
-incoming gradients, so that XLA neither merges it with the original nor runs it early.
+Invariants: the recomputation has the inputs, random numbers, autocast state and buffers of the
+original forward, and does not change buffers or random state. It waits at a barrier for the
+incoming gradients; else XLA would merge it with the original forward or run it early.
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ _SAME_TWICE = (
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
-    """Make ``module`` rematerialize: its forward is replaced in place by one that keeps only its
-    inputs for backward.
+    """Replace the forward of ``module`` by one that saves only its inputs for backward, and
+    recomputes the rest.
 
-    Composes with FSDP inside and outside: ``FSDP(checkpoint_module(m))`` is the usual order.
+    ``module`` may contain FSDP modules or be wrapped; ``FSDP(checkpoint_module(m))`` is the usual
+    order.
 
     Returns:
         The same module.
@@ -60,7 +60,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _mode.keeps_activations:
+        if not torch.is_grad_enabled() or _mode.saves_activations:
             return original(self, *args, **kwargs)
         return _Region(self, partial(original, self)).run(args, kwargs)
 
@@ -71,10 +71,8 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
 
 class _Mode(threading.local):
-    """Whether the calling thread keeps the activations of checkpointed modules."""
-
     def __init__(self) -> None:
-        self.keeps_activations = False
+        self.saves_activations = False
 
 
 _mode = _Mode()
@@ -82,13 +80,12 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def regions_run_once() -> Iterator[None]:
-    """Let checkpointed modules keep their activations inside the block, for callers that recompute
-    by themselves."""
-    before, _mode.keeps_activations = _mode.keeps_activations, True
+    """Turn checkpointing off inside the block, for callers that recompute by themselves."""
+    before, _mode.saves_activations = _mode.saves_activations, True
     try:
         yield
     finally:
-        _mode.keeps_activations = before
+        _mode.saves_activations = before
 
 
 def checkpoint_wrapper(
@@ -97,19 +94,19 @@ def checkpoint_wrapper(
     *,
     every: int = 1,
 ) -> nn.Module:
-    """Rematerialize selected modules: ``module`` itself, or those in it that ``predicate`` selects.
+    """Apply ``checkpoint_module`` to ``module``, or to those modules in it that ``predicate``
+    selects.
 
-    Keeping the activations of some blocks trades memory for the time of their recomputation:
+    Recomputing fewer blocks takes more memory and less time:
     ``checkpoint_wrapper(model, lambda m: isinstance(m, Block), every=2)`` recomputes every second
     block. Works before and after wrapping with FSDP.
 
     Args:
-        module: a module, or a whole model.
-        predicate: called with every module in ``module`` that has a forward, itself included;
-            wrappers of FSDP are passed over, what they wrap is not. Selected modules may lie in one
-            another.
-        every: of the selected modules, in the order of ``named_modules()``, only the first, the
-            ``every``-th after it, and so on.
+        module: a module or a model.
+        predicate: called with every module in ``module`` that has a forward, itself included,
+            except FSDP wrappers. Selected modules may be nested.
+        every: checkpoint only the first and every ``every``-th after it of the selected modules,
+            in the order of ``named_modules()``.
 
     Returns:
         The same module.
@@ -144,9 +141,9 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class _Environment:
-    """Random numbers, autocast state and buffers that a forward begins with.
+    """Random state, autocast state and buffers at the beginning of a forward.
 
-    Made just before the forward; ``settle``, called just after it, drops what it did not touch.
+    Create it before the forward and call ``settle`` after it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -160,19 +157,16 @@ class _Environment:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def settle(self) -> None:
-        """Keep only what the forward may have changed.
-
-        The host's random state is shared by ranks that are threads of one process, so it is set
-        back only where the forward drew from it.
-        """
+        """Drop the state that the forward has not changed."""
+        # CPU ranks share the CPU's random state, so it is restored only if the forward used it.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        # Not by version counter: torch_xla's BatchNorm updates its statistics without counting.
+        # Not by version: torch_xla's BatchNorm changes its statistics without a new one.
         self._buffers = [entry for entry in self._buffers if ops.is_pending(entry[0])]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore what the forward began with inside the block, and today's state after it."""
+        """Restore the state of the forward inside the block, and the present state after it."""
         xla_rng, cpu_rng = ops.get_rng_state(self._device), torch.get_rng_state()
         buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
         self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
@@ -209,15 +203,15 @@ class _Region:
         """Run the original forward."""
         inputs = (args, kwargs)
         tensors = tensors_in(inputs)
-        # Saved by a node of its own, inputs go through the hooks of regions around this one.
-        self._keeper = _KeepInputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        # Saved by a node outside of the hooks below, so that an outer checkpoint may drop them.
+        self._saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._pick):
             outputs = self._forward(*args, **kwargs)
         self._environment.settle()
-        # Of the region, the last node knows this list only: it lives as long as the outputs do.
-        left = through(partial(_LeaveRegion.apply, self._output_grads), tensors_in(outputs))
-        return replace_tensors(outputs, left)
+        # The node gets this list, not the region, which would live as long as the outputs.
+        results = through(partial(_NoteGrads.apply, self._output_grads), tensors_in(outputs))
+        return replace_tensors(outputs, results)
 
     def _drop(self, tensor: Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
@@ -234,11 +228,11 @@ class _Region:
 
     def _recompute(self) -> list[Tensor]:
         if current_pass() != -1:
-            # The thread that ran backward may give up its callbacks when a step has ended already;
-            # the inputs of a region that they kept alive would be outputs of the step's program.
+            # By weak reference: a callback may outlive the step, and the inputs of a region that it
+            # holds would become outputs of the step's program.
             own = weakref.ref(self)
             Variable._execution_engine.queue_callback(partial(_forget, own))
-        # Usually open already; not if backward began at a tensor that the outputs do not lead to.
+        # Usually unsharded already; not if backward began at a tensor inside the module.
         for unit in self._units:
             unit.ensure_unsharded()
         found: list[Tensor] = []
@@ -258,12 +252,12 @@ class _Region:
         return found
 
     def _inputs(self) -> Any:
-        """Return the inputs as fresh leaves, not available before the gradients of the outputs."""
-        kept = self._keeper.grad_fn.saved_tensors
-        lazy = [tensor for tensor in kept if on_device(tensor)]
+        """Return the inputs as new leaves, available only once the gradients of the outputs are."""
+        saved = self._saved_inputs.grad_fn.saved_tensors
+        lazy = [tensor for tensor in saved if on_device(tensor)]
         ready = iter(ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
-        fresh = [next(ready) if on_device(t) else t.detach() for t in kept]
-        for tensor, original in zip(fresh, kept, strict=True):
+        fresh = [next(ready) if on_device(t) else t.detach() for t in saved]
+        for tensor, original in zip(fresh, saved, strict=True):
             tensor.requires_grad_(original.requires_grad)
         return replace_tensors(self._input_tree, fresh)
 
@@ -275,18 +269,14 @@ class _Region:
                 f"backward, and {len(found)} (or others) when it was recomputed. {_SAME_TWICE}"
             )
 
-    def forget(self) -> None:
-        """Drop what was recomputed."""
-        self._recomputed = []
-
 
 def _forget(region: weakref.ref[_Region]) -> None:
     if (alive := region()) is not None:
-        alive.forget()
+        alive._recomputed = []
 
 
-class _KeepInputs(torch.autograd.Function):
-    """Holds a region's inputs; never differentiated."""
+class _SaveInputs(torch.autograd.Function):
+    """Saves the inputs of a region; never differentiated."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
@@ -298,8 +288,9 @@ class _KeepInputs(torch.autograd.Function):
         raise AssertionError("nothing depends on the output of this node")
 
 
-class _LeaveRegion(torch.autograd.Function):
-    """Outputs of a region; backward notes their gradients for the recomputation's barrier."""
+class _NoteGrads(torch.autograd.Function):
+    """Identity of a region's outputs; backward stores their gradients in ``noted``, for the barrier
+    of the recomputation."""
 
     @staticmethod
     def forward(ctx: Any, noted: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:

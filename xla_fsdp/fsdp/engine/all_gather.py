@@ -1,9 +1,10 @@
-"""From the shards of a unit's parameters to unsharded tensors.
+"""All-gather the shards of a unit's parameters to unsharded tensors.
 
-A shard is *sent* in the compute dtype, flat [n] or in rows [rows, width]. A *larger* shard is one
-that the ranks of a smaller group share between forward and backward.
+A shard is *sent* in the compute dtype, flat [n] or in rows [rows, width]. *Larger* shards are the
+parameters divided over a smaller group of ranks, which holds them between forward and backward.
+
 Invariants: one collective per dtype, and one for each large matrix, whose shards are rows, unless
-the configuration asks for one per parameter. Nothing here is known to autograd.
+the configuration asks for one per parameter. Results have no autograd graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class AllGather:
     Args:
         params: the unit's parameters, in the order of the module's.
         collectives: communication among the ranks that share them.
-        smaller: for parameters that are kept in larger shards between forward and backward.
+        smaller: groups of ranks that share larger shards, if any.
         config: whether tensors share collectives.
     """
 
@@ -55,12 +56,12 @@ class AllGather:
     def pack(self, before: Sequence[Tensor] = (), *, again: bool = False) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets for ``unshard``, in the dtype of the shards.
 
-        They are cast when they are sent: what is cast early takes memory until then.
+        They are cast to the compute dtype only when sent, as a cast copy takes memory until then.
 
         Args:
-            before: tensors that are to be computed first.
-            again: whether the program has gathered the same shards already. Its cast and packed
-                copies must not be kept for this: they take as much memory as all shards.
+            before: tensors to be computed first.
+            again: whether the program has gathered the same shards already. A barrier then keeps
+                XLA from reusing the packed copies, which take as much memory as all shards.
         """
         with torch.no_grad():
             shards = [param.shard for param in self._params]
@@ -74,11 +75,11 @@ class AllGather:
             return dict(zip(buckets, packed, strict=True))
 
     def unshard(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
-        """Return the unsharded tensors of all original parameters, in their compute dtype."""
+        """Return the unsharded tensors of all original parameters, in the compute dtype."""
         return self._unshard(packed, self._collectives.all_gather)
 
     def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
-        """Return this rank's larger shards, packed, in their compute dtype."""
+        """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
         across = self._smaller_groups.across
         with torch.no_grad():
             return [across.all_gather(t.to(each.dtype)).clone() for each, t in packed.items()]
@@ -93,18 +94,18 @@ class AllGather:
         self, packed: Mapping[Bucket, Tensor], gather: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         num_shards = self._collectives.num_shards
-        gathered: dict[int, Tensor] = {}
-        for bucket, tensor in packed.items():
-            tensors = bucket.unpack(gather(tensor.to(bucket.dtype)), num_shards)
-            gathered.update(zip(bucket.numbers, tensors, strict=True))
+        gathered = by_number(
+            packed, lambda each: each.unpack(gather(packed[each].to(each.dtype)), num_shards)
+        )
         return _unpack(self._params, gathered)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
-        by, width = self._smaller_groups, larger.shape[-1]
-        gathered = by.within.all_gather(larger)
-        # Rank r is number r % ranks of its group, and each group holds one of each.
-        in_order = gathered.reshape(by.within.num_shards, by.across.num_shards, -1, width)
-        return in_order.transpose(0, 1).reshape(-1, width)
+        groups, width = self._smaller_groups, larger.shape[-1]
+        gathered = groups.within.all_gather(larger)
+        # [ranks of a group, groups]: number i of each group holds the shards of the ranks r with
+        # r % (ranks of a group) == i. Transposed, the shards are in the order of the ranks.
+        shards = gathered.reshape(groups.within.num_shards, groups.across.num_shards, -1, width)
+        return shards.transpose(0, 1).reshape(-1, width)
 
     @property
     def _smaller_groups(self) -> SmallerGroups:
@@ -125,11 +126,11 @@ class AllGather:
     def sent(
         self, params: Sequence[FSDPParam], shards: Sequence[Tensor], *, stacked: bool = False
     ) -> list[Tensor]:
-        """Return what is sent of this rank's shards of some of the unit's parameters.
+        """Return this rank's shards of some parameters in the dtype and shape to be sent.
 
         Args:
             params: some of the unit's.
-            shards: of this rank, in any shapes; if ``stacked``, [length, *shape] each.
+            shards: of this rank; if ``stacked``, [length, *shape of a shard] each.
             stacked: whether shards of several blocks lie along a first dim, as do the results.
         """
         return [
@@ -141,34 +142,30 @@ class AllGather:
         ]
 
     def unshard_sent(self, params: Sequence[FSDPParam], sent: Sequence[Tensor]) -> list[Tensor]:
-        """Return the unsharded tensors of some of the unit's parameters from what is ``sent``."""
+        """Return the unsharded tensors of some of the unit's parameters from results of
+        ``sent``."""
         buckets = self._plan(params, [each.dtype for each in sent])
         return _unpack(params, self._gather(buckets, sent))
 
     def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return unsharded tensors in the dtype of ``shards``, of some of the unit's parameters or
-        of what is cut like these: gradients, optimizer state."""
+        """Return the unsharded tensors of ``shards``, in their dtype: of some of the unit's
+        parameters, or of their gradients or optimizer states."""
         with torch.no_grad():
             pairs = zip(params, shards, strict=True)
             rows = [param.packing.in_rows(shard) for param, shard in pairs]
             return self.unshard_sent(params, rows)
 
     def gather_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return [num_shards, n] each, from any tensors [n] of every rank."""
+        """Gather each of ``tensors``, [n] on every rank, to [num_shards, n]."""
         gathered = self._gather(buckets_for(dict(enumerate(tensors)), self._limit), tensors)
         return [gathered[at] for at in range(len(tensors))]
 
     def _gather(self, buckets: Sequence[Bucket], sent: Sequence[Tensor]) -> dict[int, Tensor]:
+        gather, num_shards = self._collectives.all_gather, self._collectives.num_shards
         with torch.no_grad():
-            gather = self._collectives.all_gather
-            return self._unpacked(buckets, lambda bucket: gather(bucket.pack(sent)))
-
-    def _unpacked(
-        self, buckets: Sequence[Bucket], gather: Callable[[Bucket], Tensor]
-    ) -> dict[int, Tensor]:
-        """Return the gathered tensors of all buckets, by number."""
-        num_shards = self._collectives.num_shards
-        return by_number(buckets, lambda bucket: bucket.unpack(gather(bucket), num_shards))
+            return by_number(
+                buckets, lambda bucket: bucket.unpack(gather(bucket.pack(sent)), num_shards)
+            )
 
     def _plan(
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]

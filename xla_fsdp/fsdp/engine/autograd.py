@@ -3,12 +3,12 @@
     inputs ── PostBackward ── module's forward ── PreBackward ── outputs
     shards ── Unshard ── (EarlyReduce, of a root) ──┘
 
-Backward meets them in reverse: ``PreBackward`` gathers the parameters again, ``Unshard``
-reduce-scatters their gradients, ``PostBackward`` hands the gradients of the inputs on. Each node is
-given the tensors that it returns; what computes them stands at the caller.
+Backward runs them in reverse: ``PreBackward`` gathers the parameters again, ``Unshard``
+reduce-scatters their gradients, ``PostBackward`` returns the gradients of the inputs. The caller
+computes the tensors that a node returns in forward, and passes them to it.
 
-Invariants: autograd itself decides when a unit's gradients are complete, and accumulates those of
-the shards. Only tensors on an XLA device go through a node; for others there is nothing to order.
+Invariants: autograd decides when a unit's gradients are complete, and accumulates the gradients of
+the shards. Only tensors on an XLA device go through a node; others need no ordering.
 """
 
 from __future__ import annotations
@@ -27,45 +27,32 @@ from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
 class BackwardSteps(Protocol):
-    """The part of ``FSDPState`` that the nodes call in backward."""
+    """The methods of ``FSDPState`` that the nodes call in backward."""
 
     group: FSDPParamGroup
 
     def pre_backward(
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Gather the parameters; return the gradients of the outputs, tied to that."""
-        ...
-
-    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
-        """Reduce one gradient ahead of the rest, or return it."""
-        ...
-
+    ) -> list[Tensor | None]: ...
+    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
-    ) -> list[Tensor | None]:
-        """Return gradient shards for unsharded gradients."""
-        ...
-
-    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, tied."""
-        ...
-
-    def post_backward(self, call: ForwardCall) -> None:
-        """Free the parameters: all gradients of the call are computed."""
-        ...
+    ) -> list[Tensor | None]: ...
+    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]: ...
+    def post_backward(self, call: ForwardCall) -> None: ...
 
 
 class ForwardCall:
-    """What the nodes of one forward call share.
+    """State shared by the autograd nodes of one forward call.
 
     Args:
-        unit: handles backward.
+        unit: runs the unit's part of backward.
         recomputed: whether the call recomputes a forward inside a backward pass.
         reshards: whether the parameters are freed between forward and backward.
 
     Attributes:
-        versions: of the shards that forward has seen.
+        versions: version of each shard at the time of the call.
+        reduced_early: gradients that ``EarlyReduce`` nodes have reduced in this backward pass.
     """
 
     def __init__(self, unit: BackwardSteps, *, recomputed: bool, reshards: bool) -> None:
@@ -74,36 +61,34 @@ class ForwardCall:
         self.reshards = reshards
         self.versions = unit.group.versions
         self.reduced_early: ReducedBuckets = {}
-        self._num_nodes = 0  # that take part in backward
-        self._waiting: set[int] = set()
+        self._num_nodes = 0
+        self._waiting: set[int] = set()  # nodes that this backward pass has not run yet
         self._restarted_in = -1
 
-    def take_reduced_early(self) -> ReducedBuckets:
-        """Return, and forget, what ``EarlyReduce`` nodes have reduced in this backward pass."""
-        early, self.reduced_early = self.reduced_early, {}
-        return early
-
     def add_node(self) -> int:
-        """Count one more node that takes part in backward; return its number."""
+        """Register a node that takes part in backward; return its number."""
         self._num_nodes += 1
         return self._num_nodes
 
     def restart(self, number: int) -> None:
-        """Wait for all nodes anew, if the backward pass of this number has only just come here.
-        With ``retain_graph`` there may be several passes."""
+        """Wait for all nodes again at the first call in backward pass ``number``; with
+        ``retain_graph`` several passes run through one graph."""
         if number != self._restarted_in:
             self._restarted_in = number
             self._waiting = set(range(1, self._num_nodes + 1))
 
     def node_done(self, node: int) -> None:
-        """Note that this node has run backward; after the last one the parameters are freed."""
+        """Record that ``node`` has run backward; after the last one, free the parameters."""
         self._waiting.discard(node)
         if not self._waiting:
             self.unit.post_backward(self)
 
 
 class PostBackward(torch.autograd.Function):
-    """Inputs; backward hands their gradients on. ``ready`` are the inputs behind a barrier."""
+    """Identity of the inputs; backward frees the parameters once all nodes of the call have run.
+
+    ``ready`` are the inputs behind a barrier.
+    """
 
     @staticmethod
     def forward(
@@ -124,8 +109,10 @@ class PostBackward(torch.autograd.Function):
 
 
 class Unshard(torch.autograd.Function):
-    """Shards to unsharded parameters; backward reduce-scatters the gradients. ``unsharded`` are all
-    gathered parameters, of tensors that autograd knows nothing of."""
+    """Shards to unsharded parameters; backward reduce-scatters the gradients.
+
+    ``unsharded`` are the gathered parameters, which have no graph.
+    """
 
     @staticmethod
     def forward(
@@ -145,8 +132,10 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.reduce_grads(grads, ctx.call.take_reduced_early())
-        ctx.call.node_done(ctx.number)
+        call = ctx.call
+        early, call.reduced_early = call.reduced_early, {}
+        result = call.unit.reduce_grads(grads, early)
+        call.node_done(ctx.number)
         return (None, None, *result)
 
 
@@ -157,10 +146,11 @@ def connect(call: ForwardCall, unsharded: list[Tensor]) -> list[Tensor]:
 
 
 class EarlyReduce(torch.autograd.Function):
-    """An unsharded parameter; backward reduces its gradient at once, if it travels alone.
+    """Identity of an unsharded parameter; backward reduces its gradient at once, if the gradient
+    has a bucket of its own.
 
-    The ``Unshard`` of a root has all gradients when the last one is there, which is after the units
-    inside it. Until then the head's would wait, or what it is computed from: the logits.
+    The ``Unshard`` node of a root runs after the backward of all units inside it. Until then the
+    gradient of the head would take memory, or the logits that it is computed from.
     """
 
     @staticmethod
@@ -178,13 +168,13 @@ class EarlyReduce(torch.autograd.Function):
 
 
 AT_ONCE = 2**64 - 1
-"""Sequence number of a node that comes before any others that are ready, as autograd's own nodes of
-leaves do; else those of the latest forward operations come first."""
+"""Sequence number of a node that runs before all others that are ready, as autograd's own nodes of
+leaves do. By default the nodes of the latest forward operations run first."""
 
 
 def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
-    """Return original parameter ``number`` behind an ``EarlyReduce`` that runs as soon as the
-    gradient is complete."""
+    """Return original parameter ``number`` as the output of an ``EarlyReduce`` node that runs as
+    soon as the gradient is complete."""
     if not unsharded.requires_grad:
         return unsharded
     result = EarlyReduce.apply(call, number, unsharded)
@@ -194,11 +184,11 @@ def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
 
 
 class PreBackward(torch.autograd.Function):
-    """Outputs; backward gathers the parameters again. ``ready`` are the outputs behind a barrier.
+    """Identity of the outputs; backward gathers the parameters again.
 
-    The first ``num_saved`` tensors are what the unit keeps of its parameters until backward. They
-    are saved the way autograd saves tensors, which frees them when the backward is over; as
-    attributes they would live as long as the loss that the user still holds.
+    ``ready`` are the outputs behind a barrier. The first ``num_saved`` tensors are saved for
+    backward: unsharded parameters or larger shards. ``save_for_backward`` frees them when the
+    backward ends; as attributes they would live as long as the user holds the loss.
     """
 
     @staticmethod
@@ -233,21 +223,23 @@ class _PackedOutside:
 
 
 class SavedParams:
-    """Saved-tensor hooks of one forward: keep the parameters out of what autograd saves.
+    """Saved-tensor hooks of one forward, so that autograd saves no unsharded parameter.
 
-    Autograd stores a reference in place of a parameter, or of a view of one such as the transpose
-    that ``F.linear`` saves; it is resolved against the parameters gathered again in backward. Every
-    other tensor goes through the hooks that were active outside (a checkpoint's, say).
+    Autograd saves the index of a parameter in its place, also for a view such as the transpose that
+    ``F.linear`` saves; in backward, the index is resolved among the parameters gathered again.
+    Every other tensor goes through the hooks that were active outside (a checkpoint's, say).
 
     Args:
-        full: the gathered parameters that this forward computes with.
+        unsharded: the parameters that this forward computes with.
         regathered: returns the parameters in backward, in the same order.
     """
 
-    def __init__(self, full: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]) -> None:
-        self._full = list(full)
-        self._versions = [_version(tensor) for tensor in full]
-        self._index = {id(tensor): index for index, tensor in enumerate(full)}
+    def __init__(
+        self, unsharded: Sequence[Tensor], regathered: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._unsharded = list(unsharded)
+        self._versions = [version_of(tensor) for tensor in unsharded]
+        self._index = {id(tensor): index for index, tensor in enumerate(unsharded)}
         self._views: list[Tensor] = []
         self._regathered = regathered
         self._outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -258,18 +250,21 @@ class SavedParams:
 
     def changed_in_place(self) -> list[int]:
         """Return the indices of parameters that the forward modified."""
-        pairs = zip(self._full, self._versions, strict=True)
-        return [index for index, (tensor, before) in enumerate(pairs) if _version(tensor) > before]
+        pairs = zip(self._unsharded, self._versions, strict=True)
+        return [
+            index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) > before
+        ]
 
     def release(self, dummy: Tensor) -> None:
-        """Point the parameters of this forward, and their saved views, at ``dummy``."""
-        for tensor in (*self._full, *self._views):
+        """Free the parameters of this forward, and their saved views, by letting these tensors
+        share the data of ``dummy``."""
+        for tensor in (*self._unsharded, *self._views):
             ops.release(tensor, dummy)
         self.forget()
 
     def forget(self) -> None:
         """Drop this object's own references to the parameters; the hooks outlive the forward."""
-        self._full.clear()
+        self._unsharded.clear()
         self._views.clear()
         self._index.clear()
 
@@ -291,37 +286,36 @@ class SavedParams:
             return packed.unpack(packed.value)
         if not isinstance(packed, _ParamReference):
             return packed
-        full = self._regathered()[packed.index]
+        unsharded = self._regathered()[packed.index]
         if packed.view is None:
-            return full
+            return unsharded
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.
         with torch.no_grad():
-            return packed.view._view_func_unsafe(full)
-
-
-def _version(tensor: Tensor) -> int:
-    # In inference mode nothing counts changes in place.
-    return 0 if tensor.is_inference() else tensor._version
+            return packed.view._view_func_unsafe(unsharded)
 
 
 # ---------------------------------------------------------------- shared by all nodes
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; 0 in inference mode, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def through(node: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, those on the device replaced by ``node(*device_tensors)``."""
-    lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
-    moved = iter(node(*lazy))
-    return [next(moved) if tensor.device.type == "xla" else tensor for tensor in tensors]
+    """Return the tensors, those on an XLA device replaced by ``node(*device_tensors)``."""
+    results = iter(node(*[tensor for tensor in tensors if on_device(tensor)]))
+    return [next(results) if on_device(tensor) else tensor for tensor in tensors]
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is lazy, on an XLA device."""
+    """Return whether ``tensor`` is on an XLA device."""
     return tensor.device.type == "xla"
 
 
 def mark_constants(ctx: Any, outputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
-    """Declare that outputs whose inputs need no gradient need none either; one input that needs a
-    gradient would otherwise make every output of the node need one."""
+    """Mark outputs whose inputs need no gradient as not differentiable; autograd would otherwise
+    let every output need one as soon as any input does."""
     constants = [out for out, needed in zip(outputs, needs_grad, strict=True) if not needed]
     ctx.mark_non_differentiable(*constants)
     ctx.set_materialize_grads(False)

@@ -1,4 +1,4 @@
-"""The options of one unit, as one frozen object that is validated when it is made."""
+"""The options of one unit, as one frozen dataclass that checks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class UpstreamOptions:
-    """The options of torch_xla's own FSDP, which ``XlaFullyShardedDataParallel`` documents."""
+    """Options of torch_xla's own FSDP, documented in ``XlaFullyShardedDataParallel``."""
 
     reshard_after_forward: bool | int = True
     flatten_parameters: bool = False
@@ -42,11 +42,11 @@ class FSDPConfig(UpstreamOptions):
 
     Args:
         mesh: of one axis, to shard over, or of two: replicas and shards.
-        reduce_dtype: in which gradients are reduced; None for the one they are computed in.
+        reduce_dtype: of the reduction of gradients; None for the dtype they are computed in.
         output_dtype: to which floating-point outputs are cast; None for no cast.
-        cast_buffers: cast buffers to the compute dtype where there is no buffer dtype.
+        cast_buffers: cast buffers to the compute dtype if there is no buffer dtype.
         cast_forward_inputs: cast inputs of units inside others to the compute dtype.
-        cast_root_forward_inputs: the same for the outermost unit.
+        cast_root_forward_inputs: cast inputs of the outermost unit to the compute dtype.
 
     Raises:
         ValueError: for options that contradict each other or are out of range.
@@ -90,11 +90,11 @@ class FSDPConfig(UpstreamOptions):
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced; None for the one they are computed in."""
+        """Dtype of the reduction of gradients; None for the dtype they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
     def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
-        """Dtype to which floating-point inputs of a unit are cast; None for no cast."""
+        """Return the dtype to which floating-point inputs of a unit are cast; None for no cast."""
         casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
         return self.compute_dtype if casts else None
 

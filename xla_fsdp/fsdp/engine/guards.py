@@ -1,8 +1,7 @@
-"""Refuse what is right for unsharded parameters and silently wrong for shards.
+"""Raise where torch functions would compute something wrong from shards without an error.
 
-Functions of torch and torch_xla are replaced by ones that raise for shards, once in a process, by
-the first unit or tensor-parallel module. Functions that a script imported by name before that are
-not guarded.
+The first unit or tensor-parallel module of a process replaces functions of torch and torch_xla by
+ones that raise for shards. A function that a script imported by name before that is not guarded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from xla_fsdp.fsdp.engine.param import FSDPParam, is_sharded, known_shard, refus
 
 
 class _OptimizerGuard:
-    """Checks that optimizers hold what is trained, before the first step and after a change."""
+    """Checks the parameters of optimizers before their first step, and again after a change."""
 
     def __init__(self) -> None:
         self._num_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -40,7 +39,7 @@ class _OptimizerGuard:
         return is_new
 
     def forget(self) -> None:
-        """Check all again: a new unit may have replaced parameters of optimizers."""
+        """Check every optimizer again, as a new unit may have replaced its parameters."""
         self._num_checked.clear()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,13 +54,13 @@ class _OptimizerGuard:
         self._num_checked[optimizer] = count
 
 
-# What is replaced belongs to the process, so this does, too.
+# Process-wide, not by rank, as are the functions that are replaced.
 _installing = Lock()
 _optimizer_guard = _OptimizerGuard()
 
 
 def install() -> None:
-    """Install the guards, unless they are; they know of a new unit from now on."""
+    """Install the guards once; check optimizers again, as a new unit was made."""
     with _installing:
         ops.refuse_reduce_gradients_of(_is_part)
         _optimizer_guard.forget()
@@ -71,7 +70,7 @@ def install() -> None:
 
 
 def is_guard(hook: Any) -> bool:
-    """Whether a hook that the steps of all optimizers call is the guard of optimizers."""
+    """Return whether a global pre-hook of optimizer steps is this module's guard."""
     return isinstance(hook, _OptimizerGuard)
 
 
@@ -93,7 +92,7 @@ def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_part(param: Tensor) -> bool:
-    """Whether ranks hold different parts of what ``param`` is."""
+    """Return whether ranks hold different parts of ``param``."""
     known = known_shard(param) if is_sharded(param) else None
     if known is not None and known.packing.layout.num_shards > 1:
         return True
@@ -115,7 +114,7 @@ def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
 
 
 def _refuse_empty_groups(optimizer: Optimizer) -> None:
-    # Where parameters are chosen by name, as for weight decay, flattened ones are not found.
+    # A group chosen by name, as for weight decay, finds no parameter among flat shards.
     empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
     known = (known_shard(p) for group in optimizer.param_groups for p in group["params"])
     flat = next((param for param in known if param is not None and param.is_flat), None)
@@ -130,7 +129,7 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
 
 
 def _warn_about_stacks(optimizer: Optimizer) -> None:
-    # Slices of a stack are parameters of their own; elementwise optimizers do not see a difference.
+    # An elementwise optimizer steps a stack as it would step each block's parameter.
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stacks = [param for param in params if getattr(param, "is_stack", False)]
     if stacks and not steps_elementwise(optimizer):
@@ -144,6 +143,6 @@ def _warn_about_stacks(optimizer: Optimizer) -> None:
 
 
 def _names(param: FSDPParam) -> str:
-    # Which original of a flat shard a tensor was is not known.
+    # For a flat shard it is not known which of its originals the optimizer holds.
     names = [original.names[0] for original in param.originals]
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

@@ -1,9 +1,9 @@
 """Let ``load_state_dict`` of a sharded model take shards, full tensors, or torch_xla's shards.
 
-Invariants: whether a state dict holds shards or full tensors is decided once for a load, by a mark
-that our own state dicts carry, else by shapes; where neither tells, the user is asked. Problems are
-reported by original names and full shapes. Full tensors are cut on the device where they are, so
-that the rank's device sees only its shard.
+Invariants: whether a state dict holds shards or full tensors is decided once for each load, by the
+mark in this package's state dicts, else by shapes; if neither decides, ``load_state_dict`` raises.
+Errors name original parameters and full shapes. Full tensors are cut on the device where they are,
+so that only the shard is copied to the rank's device.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import OriginalParam, own_parts
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 
-# Key of the form in the metadata that torch's state dicts carry for each module.
+# Key of the form in a state dict's metadata, which torch has for each module.
 MARK = "xla_fsdp_form"
 
-# Parts of the names that torch_xla's wrappers make.
+# Parts of names in the state dicts of torch_xla's wrappers.
 UPSTREAM_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 UPSTREAM_SHARD = "_fsdp_shard."
 
@@ -38,30 +38,31 @@ class Form(Enum):
 
 
 def mark_shards(local_metadata: dict[str, Any]) -> None:
-    """Note in the metadata of a state dict that it holds shards."""
+    """Mark a state dict, in its metadata, as one of shards."""
     local_metadata[MARK] = Form.SHARDS.value
 
 
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
-    """Return ``state`` as a state dict that says its form, to be loaded into ``module``."""
+    """Return a copy of ``state``, a state dict for ``module``, that is marked as ``form``."""
     result = OrderedDict(state)
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     versions = getattr(state, "_metadata", {})
     metadata = {name: {**versions.get(name, {}), MARK: form.value} for name in names}
-    # The attribute in which torch's state dicts carry what they say of each module.
+    # Where torch stores a state dict's metadata of each module.
     result._metadata = metadata  # type: ignore[attr-defined]
     return result
 
 
 class StateLoading:
-    """Replaces what a state dict holds for one module and the units in it by shards.
+    """Converts a state dict to shards for one module and the units in it.
 
-    Holds no module: a reference back would make every model a cycle, which is freed some time
-    later, with what of its graph has not been computed.
+    Holds no module: a reference cycle would free a model only at the next garbage collection, and
+    its uncomputed tensors would be in later programs.
     """
 
     def __init__(self) -> None:
-        self._done_in: list[str] | None = None  # the load in which an outer module did all
+        # The error list of the load for which an outer module has done the conversion.
+        self._done_in: list[str] | None = None
 
     def translate(
         self,
@@ -79,16 +80,17 @@ class StateLoading:
 
         Args:
             shards: the sharded parameters of the module and of units in it, outer ones first.
-            inside: those of the units in it, which have nothing left to do in this load.
-            state: and what follows, as torch gives them to its hooks.
+            inside: of the units in the module; they skip this load.
+            state: this and the following are the arguments of torch's load hooks.
 
         Raises:
-            ValueError: if the form cannot be told.
+            ValueError: if neither mark nor shapes tell shards from full tensors.
         """
-        if self._done_in is errors:  # torch hands one list through all modules of a load
+        if self._done_in is errors:  # torch passes the same list to all modules of a load
             return
         for shard in shards:
-            shard.param.settle()  # else torch takes one without values for the full parameter
+            # Without values it would have the shape of the full parameter, and torch compares.
+            shard.param.settle()
         load = _Load(shards, state, prefix, missing, errors)
         load.rename_upstream()
         load.complete_ties()
@@ -107,7 +109,7 @@ class StateLoading:
 
 @dataclass
 class _Load:
-    """What a state dict holds for ``shards``, under names that begin with ``prefix``."""
+    """One load of ``shards`` from the names in ``state`` that begin with ``prefix``."""
 
     shards: Sequence[NamedShard]
     state: dict[str, Any]
@@ -116,7 +118,7 @@ class _Load:
     errors: list[str]
 
     def rename_upstream(self) -> None:
-        """Take what torch_xla's wrappers add out of the names."""
+        """Remove from the names what torch_xla's wrappers have added."""
         for key in [key for key in self.state if key.startswith(self.prefix)]:
             name = key.removeprefix(self.prefix).replace(UPSTREAM_SEPARATOR, ".")
             name = self.prefix + original_name(name).replace(UPSTREAM_SHARD, "")
@@ -124,7 +126,7 @@ class _Load:
                 self.state[name] = self.state.pop(key)
 
     def complete_ties(self) -> None:
-        """Put tied parameters under all of their names; torch_xla and safetensors have only one."""
+        """Add the missing names of tied parameters, of which torch_xla and safetensors save one."""
         names: dict[object, list[str]] = defaultdict(list)
         for shard in self.shards:
             if not shard.param.is_flat:
@@ -135,11 +137,10 @@ class _Load:
                 self.state.setdefault(key, self.state[present[0]])
 
     def form(self, mark: Any) -> Form:
-        """Tell the form.
+        """Return the form of the state dict, from its mark and the tensors' shapes.
 
-        A mark that says shards only decides where shapes do not: a user may have put full tensors
-        into what ``state_dict()`` returned. One tensor that can only be full makes all others full,
-        and those of other shapes errors.
+        Shapes take precedence over a mark for shards, as a user may have put full tensors into the
+        result of ``state_dict()``. One tensor that can only be full decides for all.
         """
         full, shards, either = self._evidence()
         if full or mark == Form.FULL.value:
@@ -154,7 +155,7 @@ class _Load:
         return Form.SHARDS
 
     def cut(self) -> None:
-        """Replace full tensors by shards; what is missing or of a wrong size keeps its values."""
+        """Replace full tensors by shards; a tensor of a wrong size, by the model's own shard."""
         for shard in self.shards:
             param = shard.param
             if param.is_flat:
@@ -167,7 +168,7 @@ class _Load:
                     self.state[key] = _cut(shard, [value]) if fits else param.shard.detach()
 
     def drop_other_layouts(self) -> None:
-        """Replace shards that are cut otherwise than the model's by its own; each is an error."""
+        """Replace shards of other shapes than the model's by its own, and report each."""
         for shard in self.shards:
             for key in self._shard_keys(shard):
                 value, own = self.state.get(key), shard.param.shard_shape
@@ -189,8 +190,8 @@ class _Load:
         return self._keys(shard, shard.param.originals[0])
 
     def _evidence(self) -> tuple[list[str], list[str], list[str]]:
-        """Return names in the state dict that can only be full, that can only be shards, and others
-        for which it matters. Sizes that fit neither say nothing."""
+        """Return the names of tensors that can only be full, that can only be shards, and that can
+        be either although the parameter is sharded. Tensors of other shapes are in no list."""
         full: list[str] = []
         shards: list[str] = []
         either: list[str] = []
@@ -215,7 +216,8 @@ class _Load:
         return full, shards, [key.removeprefix(self.prefix) for key in either]
 
     def _flat_shard(self, shard: NamedShard) -> Tensor:
-        """Return a flat shard of the originals that are there and fit, the rest as it is."""
+        """Return a flat shard with the values of the originals that are in the state dict and fit,
+        and its own values elsewhere."""
         param, originals = shard.param, shard.param.originals
         found = [self._pop(shard, original) for original in originals]
         if all(value is None for value in found):
@@ -233,7 +235,8 @@ class _Load:
         return torch.where(is_new, new, param.shard.detach().to(new.device))
 
     def _pop(self, shard: NamedShard, original: OriginalParam) -> Tensor | None:
-        """Take an original of a flat shard out of the state dict, if it is there and fits."""
+        """Remove an original of a flat shard from the state dict and return it, if it is there and
+        has the right shape; else report it and return None."""
         keys = self._keys(shard, original)
         values = [self.state.pop(key, None) for key in keys]
         value = next((value for value in values if value is not None), None)
@@ -254,5 +257,4 @@ class _Load:
 
 
 def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
-    """Return this rank's shard of the full originals."""
     return shard.param.slice_of(own_parts(full, shard.param.originals), shard.rank)

@@ -1,10 +1,10 @@
-"""The FSDP modules of a model: what each carries, how they are found, how their state dicts work.
+"""FSDP modules: the state attached to each, functions that find them, and state-dict hooks.
 
 An FSDP module runs as a unit, or as one of several modules that share a unit. It is a wrapper, or a
-user's own module of which ``fully_shard`` has changed the class.
+user's own module whose class ``fully_shard`` has changed.
 
-Invariants: state dicts of FSDP modules take shards and unsharded tensors, and tell them apart.
-Whoever looks at their parameters sees shards, also after a backward pass that raised.
+Invariants: ``load_state_dict`` of FSDP modules takes shards as well as unsharded tensors. State
+dicts hold shards, also after a backward pass that raised.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_group import ShardedState
-from xla_fsdp.fsdp.engine.stacked_params import shown
+from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 
 class ForwardOverride(Protocol):
-    """Runs a module's forward in another way: several blocks as one loop, a head in chunks."""
+    """Replaces a module's forward: by one loop over several blocks, by chunks of a head."""
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of the forward; called in place of ``unit.run``."""
+        """Return the result of ``forward``; called in place of ``unit.run``."""
         ...
 
 
 @dataclass
 class ModuleState:
-    """What an FSDP module carries.
+    """The state attached to an FSDP module.
 
     Args:
         unit: runs the module's forward.
-        communication: the ranks that share the unit's parameters.
+        communication: collectives among the ranks that share the unit's parameters.
         part: number of the module among those of the unit.
         cast_buffers: original dtype, by name, of the buffers that were cast.
-        loading: makes shards of what is loaded.
-        forward_override: runs the module's forward instead of the unit, where there is one.
+        loading: converts state dicts to shards.
+        forward_override: runs the module's forward in place of the unit.
     """
 
     unit: FSDPState
@@ -59,7 +59,7 @@ class FSDPModuleBase:
     """Base class of FSDP modules, mixed into a module's class."""
 
     _fsdp_module_state: ModuleState
-    _fsdp_is_wrapper = False  # a module around the one that it runs
+    _fsdp_is_wrapper = False  # True for a module around the user's
 
     @property
     def _fsdp_unit(self) -> FSDPState:
@@ -72,7 +72,7 @@ class FSDPModuleBase:
         return self._fsdp_run_alone(forward, args, kwargs)
 
     def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run another method than the forward, which is all that a ``ForwardOverride`` knows."""
+        """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
         return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_module_state.part)
 
@@ -98,9 +98,9 @@ class FSDPModuleLike(Protocol):
 
 
 def attach(module: nn.Module, attachment: ModuleState) -> None:
-    """Let a unit run ``module``, an ``FSDPModuleBase``; units inside join its tree.
+    """Attach the state to ``module``, an ``FSDPModuleBase``; units inside join its context.
 
-    Hooks that change names in state dicts must be registered after this.
+    Register hooks that change names in state dicts after this call.
     """
     module._fsdp_module_state = attachment  # type: ignore[assignment]
     for _, inner in named_fsdp_modules(module):
@@ -113,7 +113,8 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
 
 
 def mark_state_dicts(module: nn.Module) -> None:
-    """Let state dicts hold shards, and say so; to be called after hooks that change names."""
+    """Let state dicts of ``module`` hold shards, and mark them so. Call this after registering
+    hooks that change names."""
     # A partial because torch sets an attribute on this hook.
     module.register_state_dict_post_hook(partial(_mark_shards))
 
@@ -124,7 +125,7 @@ def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` wraps the module that it runs as a unit."""
+    """Return whether ``module`` is an FSDP wrapper, not a module of the user."""
     return isinstance(module, FSDPModuleBase) and module._fsdp_is_wrapper
 
 
@@ -139,11 +140,11 @@ def named_fsdp_modules(
 
 def units_in(module: nn.Module) -> list[FSDPState]:
     """Return the units in ``module``, each once, outer ones first."""
-    return list(dict.fromkeys(host._fsdp_unit for _, host in named_fsdp_modules(module)))
+    return list(dict.fromkeys(inner._fsdp_unit for _, inner in named_fsdp_modules(module)))
 
 
 def outermost_units(module: nn.Module) -> list[FSDPState]:
-    """Return the units in ``module``, each once, that are in no other one."""
+    """Return the units in ``module`` that are inside no other unit, each once."""
     return list(dict.fromkeys(_outermost(module)))
 
 
@@ -156,15 +157,15 @@ def _outermost(module: nn.Module) -> Iterator[FSDPState]:
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Let all of ``module`` hold shards again, after ``unshard`` and backward passes that keep
-    unsharded parameters."""
+    """Reshard all units in ``module`` that hold unsharded parameters after ``unshard``, or after
+    backward without ``reshard_after_backward``."""
     for unit in units_in(module):
         unit.reshard()
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
-    """Yield the sharded parameters in ``module``, those of outer units first. Without
-    ``remove_duplicate`` those of a module that has several names come once for each."""
+    """Yield the sharded parameters in ``module``, those of outer units first. Unless
+    ``remove_duplicate``, names include every name of a module that has several."""
     for unit, prefixes in _units_with_names(module, remove_duplicate=remove_duplicate):
         for param in unit.group.params:
             shard = NamedShard(prefixes, param, unit.group)
@@ -178,22 +179,22 @@ def _units_with_names(
     """Return every unit with the names of its modules in ``module``, by part."""
     found: list[tuple[FSDPState, tuple[list[str], ...]]] = []
     several: dict[FSDPState, tuple[list[str], ...]] = {}
-    for name, host in named_fsdp_modules(module, remove_duplicate=remove_duplicate):
-        unit = host._fsdp_unit
+    for name, inner in named_fsdp_modules(module, remove_duplicate=remove_duplicate):
+        unit = inner._fsdp_unit
         if unit.parts == 1:
             found.append((unit, ([name],)))
             continue
         if unit not in several:
             several[unit] = tuple([] for _ in range(unit.parts))
             found.append((unit, several[unit]))
-        several[unit][host._fsdp_module_state.part].append(name)
+        several[unit][inner._fsdp_module_state.part].append(name)
     return found
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` run like the module's forward: with its parameters gathered,
-    and with gradients. For modules that are used by other methods than ``forward`` (``encode``);
-    ``generate`` needs no registration. Does nothing if ``module`` is not sharded, as in torch.
+    """Let ``module.method_name(...)`` run like the module's forward: with unsharded parameters, and
+    with gradients. For methods such as ``encode`` that compute without ``forward``; ``generate``
+    needs no registration. Does nothing if ``module`` is not sharded, as in torch.
 
     Raises:
         ValueError: if the module has no such method.
@@ -222,10 +223,10 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
 
 
 def _translate(module: nn.Module, *load: Any) -> None:
-    host = cast(FSDPModuleLike, module)
-    if host._fsdp_unit.state is ShardedState.SHARDED:  # else it holds unsharded parameters
+    attached = cast(FSDPModuleLike, module)._fsdp_module_state
+    if attached.unit.state is ShardedState.SHARDED:  # else the module loads unsharded tensors
         shards = list(named_shards(module, remove_duplicate=False))
-        host._fsdp_module_state.loading.translate(shards, _loading_inside(module), *load)
+        attached.loading.translate(shards, _loading_inside(module), *load)
 
 
 def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
@@ -235,19 +236,18 @@ def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
 
 
 def _finish_loading(module: nn.Module, report: Any) -> None:
-    for loading in (
-        cast(FSDPModuleLike, module)._fsdp_module_state.loading,
-        *_loading_inside(module),
-    ):
+    cast(FSDPModuleLike, module)._fsdp_module_state.loading.finish()
+    for loading in _loading_inside(module):
         loading.finish()
     for unit in units_in(module):
         for param in unit.group.params:
-            if not param.is_flat and param.slots.shard.is_meta:  # was loaded by assignment
+            # On the meta device before load_state_dict(assign=True).
+            if not param.is_flat and param.slots.shard.is_meta:
                 param.take_memory(has_values=True)
 
 
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    host = cast(FSDPModuleLike, module)
-    if host._fsdp_unit.state is ShardedState.SHARDED:
-        shown(host._fsdp_unit.group, state, prefix)
+    unit = cast(FSDPModuleLike, module)._fsdp_unit
+    if unit.state is ShardedState.SHARDED:
+        put_stacked_shards(unit.group, state, prefix)
         mark_shards(local_metadata)

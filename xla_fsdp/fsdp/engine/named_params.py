@@ -1,4 +1,4 @@
-"""Sharded parameters by the names that they have in a model, which are those before wrapping."""
+"""Sharded parameters with their names in a model, which are those before wrapping."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A sharded parameter, its group, and the names of its unit in the model at hand.
+    """A sharded parameter, its group, and the names of its unit's modules in a model.
 
     Args:
-        prefixes: names of each module of the unit; none for one that is not in the model.
+        prefixes: for each module of the unit, its names; empty if it is not in the model.
         param: the parameter.
-        group: with which it is gathered.
+        group: gathers the parameter.
     """
 
     prefixes: tuple[Sequence[str], ...]
@@ -26,7 +26,7 @@ class NamedShard:
 
     @property
     def key(self) -> str:
-        """Name of the shard in a state dict of shards."""
+        """Name of the shard in a sharded state dict."""
         if self.param.is_flat:
             return join_name(self.prefixes[0][0], self.param.key)
         return self.names[0]
@@ -42,14 +42,15 @@ class NamedShard:
         return self.group.collectives.rank
 
     def is_of(self, rank: int) -> bool:
-        """Whether this process is ``rank`` of the first replica and tensor-parallel part."""
+        """Return whether this process is ``rank`` in the first replica and the first of its
+        tensor-parallel group."""
         return (
             self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.originals)
         )
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it has a name in the model."""
+        """Whether every original has a name in the model."""
         return all(self.names_of(original) for original in self.param.originals)
 
     def names_of(self, original: OriginalParam) -> list[str]:

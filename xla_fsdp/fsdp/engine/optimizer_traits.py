@@ -1,7 +1,7 @@
-"""Which optimizers treat every element of a parameter by itself, so that slices can be stepped.
+"""Properties of optimizers: elementwise steps, and options that matter on XLA devices.
 
-An optimizer that is not known counts as one that needs whole parameters: the result is right then,
-and only memory is not saved.
+An optimizer is *elementwise* if a step on slices of a parameter gives the same as on the parameter.
+Unknown optimizers count as not elementwise: results are right, only memory is not saved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
-# Not: Adafactor and Muon (rows, columns and norms of a matrix), LBFGS (products of all).
+# Not Adafactor and Muon (rows, columns and norms of a matrix), nor LBFGS (inner products).
 ELEMENTWISE = (
     optim.ASGD,
     optim.Adadelta,
@@ -33,15 +33,15 @@ SYNCFREE = "torch_xla.amp.syncfree"
 
 
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
-    """Return options that keep an optimizer from reading values in the middle of its step."""
-    # Rprop otherwise picks elements by a mask, which on XLA runs the program up to there.
+    """Return options with which an optimizer's step is traced as one program."""
+    # Rprop otherwise selects elements by a mask; that needs values, so XLA would run the program.
     return {"capturable": True} if optimizer_class is optim.Rprop else {}
 
 
 def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Mapping) -> bool:
-    """Whether ``optimizer_class(params, **options)`` steps slices as it steps whole parameters.
+    """Return whether ``optimizer_class(params, **options)`` is elementwise.
 
-    A class of another package says so by a static method ``is_elementwise(options)``.
+    A class of another package can define a static method ``is_elementwise(options)``.
     """
     if isinstance(optimizer_class, partial):
         return is_elementwise(optimizer_class.func, {**optimizer_class.keywords, **options})
@@ -53,13 +53,13 @@ def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Map
 
 
 def steps_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether ``optimizer``, or the one that it steps (``inner``), is elementwise."""
+    """Return whether ``optimizer``, or the one that it wraps (``inner``), is elementwise."""
     inner = getattr(optimizer, "inner", optimizer)
     return is_elementwise(type(inner), inner.defaults)
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step(found_inf=...)`` decides on the device whether to step. An optimizer
-    that hands it on to another one says so by a property of this name."""
+    """Return whether ``optimizer.step`` takes ``found_inf``, a tensor on the device that says
+    whether to skip the step. An optimizer around another one has a property of this name."""
     own = getattr(optimizer, "takes_found_inf", None)
     return "found_inf" in inspect.signature(optimizer.step).parameters if own is None else own

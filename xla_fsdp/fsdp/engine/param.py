@@ -1,16 +1,15 @@
-"""One parameter under FSDP: the leaf that the optimizer sees, what it stands for, how to find it.
+"""One sharded parameter: its shard, its original parameters, and the attributes that hold it.
 
-A shard stands for one original parameter, or for several joined end to end (*flat*). Its *leaf* is
-what the optimizer sees: the shard itself, or the stack of several blocks' shards that it is in. In
-the order of the file: what the modules hold (``ParamSlots``); how originals are packed into a
-shard; ``FSDPParam``; which parameter has replaced a tensor; local and global tensors of tensor
-parallelism; the leaf as a ``ShardParameter``, also before it has values.
+A shard replaces one original parameter, or several joined end to end (*flat*). Its *leaf* is the
+parameter of the optimizer: the shard itself, or a stack of the shards of several blocks. In the
+order of the file: module attributes (``ParamSlots``); layout of originals in a shard
+(``ShardPacking``); ``FSDPParam``; lookup of the parameter that replaced a tensor; local and global
+tensors of tensor parallelism; ``ShardParameter``, the class of leaves; shards without values yet.
 
-Invariants: outside a forward or backward pass of its units, the modules hold the leaf (so names,
-optimizers and state dicts see it), and the originals of a flat shard are no attributes at all;
-while unsharded, the modules hold unsharded tensors. No module and no shard is kept alive from here.
-Keys of what is remembered are tensors of one rank's own model, so ranks that are threads of one
-process never share an entry.
+Invariants: outside of forward and backward the modules hold the leaf, so names, optimizers and
+state dicts see it; the originals of a flat shard are then no attributes. While unsharded, the
+modules hold unsharded tensors. Modules and shards are referenced weakly, and lookup tables are
+keyed by tensors of one rank's model, so that ranks that are threads of one process share no entry.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
+from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
@@ -45,11 +44,7 @@ if TYPE_CHECKING:
 class ModuleAttr:
     """An attribute of a module that holds a parameter.
 
-    The module is not kept alive: it may itself be what holds the unit that holds this.
-
-    Args:
-        module: the module.
-        attribute: name of the attribute.
+    References the module weakly: the module references the unit, and the unit references this.
     """
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
@@ -63,7 +58,6 @@ class ModuleAttr:
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled with the module."""
         return ModuleAttr, (self._module(), self.attribute)
 
     @property
@@ -72,38 +66,39 @@ class ModuleAttr:
 
     @property
     def module(self) -> nn.Module:
-        """The module; an empty one once it is gone, when only a backward pass is left to do."""
+        """The module; an empty one after it was freed, as a backward pass may outlive its model."""
         return self._module() or nn.Module()
 
     def point_at(self, tensor: Tensor) -> None:
-        """Make the module's attribute this tensor."""
+        """Set the attribute to ``tensor``."""
         module = self.module
-        # Past nn.Module.__setattr__, which refuses tensors that are not leaf parameters.
+        # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
         module._parameters[self.attribute] = tensor  # type: ignore[assignment]
         _refresh_rnn_weights(module)
 
     def remove(self) -> None:
-        """Take the attribute off the module."""
+        """Remove the attribute from the module."""
         module = self.module
         module._parameters.pop(self.attribute, None)
         _refresh_rnn_weights(module)
 
     def holds(self, tensor: Tensor | None) -> bool:
-        """Return whether the attribute is this tensor; True where the module is gone."""
+        """Return whether the attribute is ``tensor``; True if the module was freed."""
         module = self._module()
         return module is None or module._parameters.get(self.attribute) is tensor
 
 
 @dataclass(frozen=True)
 class OriginalParam:
-    """A parameter of the module as the user gave it.
+    """A parameter of the model before sharding.
 
     Args:
-        names: in the unit, the canonical one first, then ties.
-        shape: of the parameter; where tensor parallelism has cut it, of the local tensor.
+        names: its names in the unit; the first is canonical, the others are ties.
+        shape: unsharded shape; of the local tensor under tensor parallelism.
         owners: the attributes that hold it.
-        parts: numbers of the unit's modules in which the names are; none means the first.
-        placement: how tensor parallelism has cut it.
+        parts: for each name, the number of the unit's module that has it; empty if all are in the
+            first module.
+        placement: how tensor parallelism shards it.
     """
 
     names: tuple[str, ...]
@@ -124,34 +119,33 @@ class OriginalParam:
 
 
 def _refresh_rnn_weights(module: nn.Module) -> None:
-    """nn.RNN and its kin compute with a list of their parameters that they keep on the side."""
+    """Update the list of parameters that recurrent layers compute with."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
 @dataclass(frozen=True)
 class StackPart:
-    """The slice of a stack, [length, *shape of the shard], that a shard is."""
+    """Slice ``number`` of a stack of shards, [length, *shard shape]."""
 
     number: int
     length: int
 
 
 class ParamSlots:
-    """The module attributes of one shard's originals, and what each holds.
+    """Sets the module attributes of one shard's originals.
 
-    Several units may share a parameter of a module that they share, one inside the other, and be
-    unsharded at once: an attribute holds what was shown there last and is not hidden yet, and the
-    leaf when nothing is shown.
+    Nested units may share a parameter and be unsharded at the same time. An attribute therefore
+    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none.
 
     Args:
         shard: the leaf.
-        registered: whether attributes hold the leaf; the originals of a flat shard are no
-            attributes when nothing is shown.
+        registered: whether attributes hold the leaf while nothing is shown; False for a flat
+            shard, whose originals are no attributes then.
 
     Attributes:
-        part: slice of the leaf that is the shard, if the leaf is a stack; the attributes of the
-            first slice hold it.
+        part: slice of the leaf that is the shard, if the leaf is a stack. Only the attributes of
+            slice 0 hold the stack.
         users: number of units that have the parameter.
     """
 
@@ -163,13 +157,13 @@ class ParamSlots:
         self._shown: list[tuple[ModuleAttr, Tensor]] = []
 
     def stack(self, leaf: nn.Parameter, part: StackPart) -> None:
-        """Let the shard be this part of ``leaf`` from now on."""
+        """Replace the shard by slice ``part`` of the stack ``leaf``."""
         self.shard, self.part = leaf, part
         self._registered = part.number == 0
 
     def show(self, owner: ModuleAttr, tensor: Tensor, *, idle: bool) -> None:
-        """Let ``owner`` hold ``tensor``; where no forward is about to use it (``idle``), only if
-        nothing else is shown."""
+        """Let ``owner`` hold ``tensor``. If ``idle``, no forward is about to use it, and what other
+        units show takes precedence."""
         if idle and self._shown:
             self._shown.insert(0, (owner, tensor))
             self.refresh(owner)
@@ -178,7 +172,7 @@ class ParamSlots:
             owner.point_at(tensor)
 
     def hide(self, owner: ModuleAttr, tensor: Tensor) -> None:
-        """Undo one ``show``."""
+        """Undo the latest ``show`` of these arguments."""
         for index in reversed(range(len(self._shown))):
             if self._shown[index][1] is tensor and self._shown[index][0] == owner:
                 del self._shown[index]
@@ -186,14 +180,14 @@ class ParamSlots:
         self.refresh(owner)
 
     def held_by(self, owner: ModuleAttr) -> Tensor | None:
-        """Return what the owner should hold; None for no attribute."""
+        """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
         for shown, tensor in reversed(self._shown):
             if shown == owner:
                 return tensor
         return self.shard if self._registered else None
 
     def refresh(self, owner: ModuleAttr) -> None:
-        """Let ``owner`` hold what it should."""
+        """Set or remove the attribute of ``owner`` as ``held_by`` says."""
         tensor = self.held_by(owner)
         if tensor is None:
             owner.remove()
@@ -202,12 +196,17 @@ class ParamSlots:
 
 
 class ShardPacking:
-    """How the original parameters of one shard are cut.
+    """Converts between the original parameters of one shard and the shards of all ranks.
 
     Args:
-        shapes: of the original parameters, in joining order.
-        layout: how they are cut, joined end to end; with another ``dim``, that dim comes first.
-        dim: which dim of a single original parameter is cut.
+        shapes: of the original parameters, in the order in which they are joined.
+        layout: how the joined originals, flat, are sharded.
+        dim: along which a single original is sharded; ``layout`` is of it with this dim first.
+
+    Attributes:
+        row_shape: shape of a single original without ``dim``.
+        row_numel: its number of elements; 0 if the original has no dims.
+        sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
     """
 
     def __init__(self, shapes: Sequence[torch.Size], layout: ShardLayout, dim: int = 0) -> None:
@@ -215,16 +214,14 @@ class ShardPacking:
         self.layout = layout
         self.dim = dim
         first = self.shapes[0]
-        # Of a row of a single original parameter; 0 elements where that has no dims.
         self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
         self.row_numel = self.row_shape.numel() if first else 0
         self.sent_shape = self._sent_shape()
         self._numels = [shape.numel() for shape in self.shapes]
         self._starts = list(accumulate(self._numels, initial=0))[:-1]
-        self._gathered_shape = self._as_gathered(self.sent_shape)
         self._padding = layout.padded_numel - layout.numel
-        # Whether shards are rows of one original parameter. Only rows are padded and cut off then:
-        # elements of a padded matrix would be laid out anew.
+        # Whether shards are whole rows of one original. Padding is whole rows then, too: cutting
+        # single elements off a matrix would make the device lay out all of it again.
         self._by_rows = (
             len(self.shapes) == 1
             and self.row_numel > (0 if dim else 1)
@@ -232,21 +229,25 @@ class ShardPacking:
         )
 
     def in_rows(self, value: Tensor) -> Tensor:
-        """Move the dim that is cut to the front, behind any dims before those of the parameter."""
+        """Move the sharded dim of the parameter to the front, after any leading (stack) dims."""
         if not self.dim:
             return value
         first = value.dim() - len(self.row_shape) - 1
         return value.movedim(first + self.dim, first)
 
     def from_rows(self, rows: Tensor, *length: int) -> Tensor:
-        """Return the inverse of ``in_rows``, of any shapes; with ``length``, of so many shards."""
+        """Undo ``in_rows``; ``rows`` may have any shape with the same elements. With ``length``,
+        they are of so many shards, and the result is [length, *shape of a shard]."""
         each = rows.reshape(*length, -1, *self.row_shape)
         return each.movedim(len(length), len(length) + self.dim).contiguous()
 
     def unpack(self, gathered: Tensor) -> list[Tensor]:
-        """Return the unsharded tensors out of the shards of all ranks, [num_shards, n] or rows.
+        """Return the unsharded tensors, one for each original.
 
-        They are copies, not views, which would keep all of ``gathered`` alive.
+        They are copies, as views would keep all of ``gathered`` in memory.
+
+        Args:
+            gathered: shards of all ranks, [num_shards, n] or [num_shards * rows, width].
         """
         if self._by_rows and self.dim:
             return [self.from_rows(self._without_padding(gathered))]
@@ -262,7 +263,7 @@ class ShardPacking:
         ]
 
     def pack(self, unsharded: Sequence[Tensor]) -> Tensor:
-        """Return the inverse of ``unpack``, with zeros as padding."""
+        """Undo ``unpack``, with zeros as padding."""
         if self._by_rows:
             rows = self.in_rows(unsharded[0])
             joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
@@ -272,7 +273,11 @@ class ShardPacking:
             joined = torch.cat(flat) if len(flat) > 1 else flat[0]
             padding = [0, self._padding]
         padded = F.pad(joined, padding) if self._padding else joined
-        return ops.shaped(padded, self._gathered_shape)
+        num_shards, sent = self.layout.num_shards, self.sent_shape
+        by_rows = len(sent) > 1
+        return ops.shaped(
+            padded, (num_shards * sent[0], sent[1]) if by_rows else (num_shards, *sent)
+        )
 
     def _without_padding(self, gathered: Tensor) -> Tensor:
         if not self._padding:
@@ -280,15 +285,10 @@ class ShardPacking:
         rows = ops.shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
         return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
 
-    def _as_gathered(self, sent: tuple[int, ...]) -> tuple[int, ...]:
-        shards = self.layout.num_shards
-        return (shards, *sent) if len(sent) < 2 else (shards * sent[0], sent[1])
-
     def _sent_shape(self) -> tuple[int, ...]:
-        """Return the shape in which a shard travels: [rows, width], or flat [n]."""
-        # Whole rows where a shard consists of such, so that gathered ones are the parameter as it
-        # is. Laying 50 million elements out anew takes the TPU compiler minutes, and the program as
-        # much code as 20 transformer blocks.
+        # Whole rows if a shard consists of such, so that the gathered tensor is the parameter
+        # without a change of layout. That change for 50 million elements takes the TPU compiler
+        # minutes, and the program as much code as 20 transformer blocks.
         size = self.layout.shard_numel
         width = self.row_numel if len(self.shapes) == 1 else 0
         if not width or width % LANES or size % (width * ROWS) or size < LARGE:
@@ -297,7 +297,7 @@ class ShardPacking:
 
 
 class ParamState(Enum):
-    """What the attributes of a shard's originals hold."""
+    """Whether the modules hold the leaf or unsharded tensors."""
 
     SHARDED = auto()
     UNSHARDED = auto()
@@ -311,12 +311,11 @@ class FSDPParam:
         originals: the original parameters, in the order in which they are joined.
         shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device: [n], or
             [rows, ...] where whole rows along a dim are sharded.
-        layout: how the joined originals are cut; of a dim other than the first, how the original
-            is with that dim moved to the front.
+        layout: how the joined originals are sharded, with ``dim`` moved to the front.
         compute_dtype: dtype in which parameters are gathered and used; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
-        places: of another unit's parameter that has the same shard.
-        dim: along which a single original is cut.
+        slots: of another unit's parameter that has the same shard.
+        dim: along which a single original is sharded.
     """
 
     def __init__(
@@ -327,7 +326,7 @@ class FSDPParam:
         layout: ShardLayout,
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
-        places: ParamSlots | None = None,
+        slots: ParamSlots | None = None,
         dim: int = 0,
     ) -> None:
         self.key = key
@@ -335,10 +334,10 @@ class FSDPParam:
         self.packing = ShardPacking([original.shape for original in originals], layout, dim)
         self.compute_dtype = compute_dtype
         self.state = ParamState.SHARDED
-        self.slots = places or ParamSlots(shard, registered=home is None)
+        self.slots = slots or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
         self._home = home
-        self._full: list[Tensor] = []
+        self._unsharded: list[Tensor] = []
         self._owners = [owner for original in originals for owner in original.owners]
         if home is not None:
             home.register_parameter(key, shard)
@@ -347,32 +346,33 @@ class FSDPParam:
 
     @property
     def leaf(self) -> nn.Parameter:
-        """The leaf parameter, which the optimizer sees."""
+        """The leaf parameter, for the optimizer."""
         self.settle()
         return self.slots.shard
 
     def settle(self) -> None:
-        """Let a leaf that was waiting for values act as any other from now on."""
+        """Turn a leaf that was waiting for values into a common shard."""
         leaf = self.slots.shard
-        if type(leaf) is UninitializedShard:  # isinstance goes through Python for parameters
+        if type(leaf) is UninitializedShard:  # isinstance is slow: nn.Parameter overrides it
             leaf.settle()
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the leaf, or a view of its slice of it."""
+        """This rank's shard: the leaf, or a view of a slice of it."""
         part = self.slots.part
         return self.leaf if part is None else self.leaf[part.number]
 
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of the shard."""
-        with torch._C.DisableTorchFunctionSubclass():  # without values it acts as the full one
+        # An UninitializedShard would answer with the shape of the unsharded parameter.
+        with torch._C.DisableTorchFunctionSubclass():
             shape = self.slots.shard.shape
         return shape if self.slots.part is None else shape[1:]
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the shard; zeros in a stack of which only other slices have one."""
+        """Gradient of the shard; zeros if it is in a stack and only other slices have one."""
         part, grad = self.slots.part, self.leaf.grad
         return grad if part is None or grad is None else grad[part.number]
 
@@ -382,14 +382,14 @@ class FSDPParam:
         if part is None:
             self.leaf.grad = grad
         elif grad is not None or self.leaf.grad is not None:
-            of_all = self.leaf.grad
-            new = torch.zeros_like(self.leaf) if of_all is None else of_all.detach().clone()
+            stack = self.leaf.grad
+            new = torch.zeros_like(self.leaf) if stack is None else stack.detach().clone()
             new[part.number] = 0 if grad is None else grad
             self.leaf.grad = new
 
     @property
     def is_flat(self) -> bool:
-        """Whether the shard is registered on its own, apart from its originals."""
+        """Whether the shard is registered under ``key``, not in place of its originals."""
         return self._home is not None
 
     @property
@@ -398,51 +398,52 @@ class FSDPParam:
         return len(self.shard_shape) > 1
 
     def as_shard(self, rows: Tensor, *length: int) -> Tensor:
-        """Return the elements of a shard in its shape; with ``length``, of so many shards."""
+        """Return the elements of a shard, with the sharded dim first, in the shard's shape; with
+        ``length``, of so many shards: [length, *shard shape]."""
         if self.packing.dim:
             return self.packing.from_rows(rows, *length)
         return ops.shaped(rows, (*length, *self.shard_shape))
 
-    def slice_of(self, full: Sequence[Tensor], rank: int) -> Tensor:
+    def slice_of(self, unsharded: Sequence[Tensor], rank: int) -> Tensor:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
-        rows = [self.packing.in_rows(tensor) for tensor in full]
+        rows = [self.packing.in_rows(tensor) for tensor in unsharded]
         return self.as_shard(cut_shard(rows, self.packing.layout, rank))
 
-    def to_unsharded(self, full: Sequence[Tensor], *, idle: bool = False) -> None:
+    def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the modules at unsharded tensors; call ``check_owners`` before.
 
         Args:
-            full: one for each original.
-            idle: no forward is about to use them, so one that another unit runs keeps its own.
+            unsharded: one for each original.
+            idle: no forward is about to use them, so the tensors of another unit whose forward
+                runs take precedence.
         """
         self._move(ParamState.SHARDED, ParamState.UNSHARDED)
-        self._full = list(full)
-        for original, tensor in zip(self.originals, full, strict=True):
+        self._unsharded = list(unsharded)
+        for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
                 self.slots.show(owner, tensor, idle=idle)
 
     @property
     def waits_for_memory(self) -> bool:
-        """Whether an owner holds something on the meta device."""
-        return any(held.is_meta for held in self._held())
+        """Whether a module holds the shard on the meta device."""
+        return any(tensor.is_meta for tensor in self._owned())
 
-    def _held(self) -> list[Tensor]:
-        """What the owners hold."""
-        held = (owner.module._parameters.get(owner.attribute) for owner in self._owners)
-        return [tensor for tensor in held if tensor is not None]
+    def _owned(self) -> list[Tensor]:
+        owned = (owner.module._parameters.get(owner.attribute) for owner in self._owners)
+        return [tensor for tensor in owned if tensor is not None]
 
     def take_memory(self, *, has_values: bool) -> None:
-        """Take what the user has put in place of a shard on the meta device as the shard.
+        """Replace a shard on the meta device by the tensor that the user has put into the module.
 
         Args:
-            has_values: whether it is complete; if not, it acts as the unsharded parameter for
-                whoever initializes it.
+            has_values: whether the new tensor is initialized; if not, the shard acts as the
+                unsharded parameter until its values are complete.
 
         Raises:
-            ValueError: if it has another shape.
+            ValueError: if the shapes differ.
         """
         if self.slots.shard.is_meta:
-            new = next((tensor for tensor in self._held() if not tensor.is_meta), None)
+            new = next((tensor for tensor in self._owned() if not tensor.is_meta), None)
             if new is None:
                 return
             self._replace(new, has_values=has_values)
@@ -458,17 +459,18 @@ class FSDPParam:
                 f"(distribute_tensor), or memory first (to_empty) and then full tensors"
             )
         kind = ShardParameter if has_values else UninitializedShard
-        # A copy: what is computed from an alias is traced from the values that it once had.
+        # A copy: torch_xla would trace what is computed from an alias from its earlier values.
         self.slots.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
         vars(self.slots.shard).update(vars(old))
-        moved = known_group(old)
+        group = known_group(old)
         remember(self, [self.slots.shard])
-        if moved is not None:
-            remember_group(self.slots.shard, moved)
+        if group is not None:
+            remember_group(self.slots.shard, group)
 
     @contextlib.contextmanager
     def without_shard(self) -> Iterator[None]:
-        """Take a flat shard off its module inside the block, while the originals are attributes."""
+        """Remove a flat shard from its module inside the block, while the module holds the
+        originals."""
         if self._home is None:
             yield
             return
@@ -479,16 +481,16 @@ class FSDPParam:
             self._home._parameters[self.key] = self.leaf
 
     def to_sharded(self) -> None:
-        """Point the modules back at the leaf (of a flat shard: take the originals away)."""
+        """Point the modules back at the leaf; for a flat shard, remove the originals from them."""
         self._move(ParamState.UNSHARDED, ParamState.SHARDED)
-        full, self._full = self._full, []
-        for original, tensor in zip(self.originals, full, strict=True):
+        unsharded, self._unsharded = self._unsharded, []
+        for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
                 self.slots.hide(owner, tensor)
 
     def check_owners(self) -> None:
-        """Raise ValueError if a module does not hold what it should: a parameter that the user put
-        in its place would silently be dropped."""
+        """Raise ValueError if the user has replaced the parameter of a module, as FSDP would not
+        train the new one."""
         if self.state is not ParamState.SHARDED:
             return
         expected = [(owner, self.slots.held_by(owner)) for owner in self._owners]
@@ -512,7 +514,7 @@ class FSDPParam:
         self.state = new
 
 
-# ---------------------------------------------------------------- what has replaced a tensor
+# ---------------------------------------------------------------- lookup by tensor
 
 
 class _Gather(Protocol):
@@ -520,7 +522,7 @@ class _Gather(Protocol):
 
 
 class KnownGroup(Protocol):
-    """An ``FSDPParamGroup``, as modules below ``param_group`` see it."""
+    """The part of ``FSDPParamGroup`` used here; importing the class would be circular."""
 
     @property
     def collectives(self) -> Collectives: ...
@@ -541,32 +543,32 @@ _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(param: FSDPParam, tensors: Iterable[Tensor]) -> None:
-    """Note that ``param`` has replaced ``tensors``: originals, meta tensors, or its own shard."""
+    """Register ``param`` as the replacement of ``tensors``: originals, meta tensors, its shard."""
     for tensor in tensors:
         _param_of[tensor] = weakref.ref(param)
 
 
 def known_shard(tensor: Tensor) -> FSDPParam | None:
-    """Return the parameter that has replaced ``tensor``, if a unit has taken it."""
+    """Return the parameter that has replaced ``tensor``, or None."""
     reference = _param_of.get(tensor)
     return reference() if reference is not None else None
 
 
 def remember_group(shard: Tensor, group: KnownGroup) -> None:
-    """Note that ``shard`` is gathered with ``group``, the first one if units share it."""
+    """Register ``group`` as the one that gathers ``shard``, unless another unit's group does."""
     if known_group(shard) is None:
         _group_of[shard] = weakref.ref(group)
 
 
 def known_group(shard: Tensor) -> KnownGroup | None:
-    """Return the group with which a shard is gathered."""
+    """Return the group that gathers ``shard``, or None."""
     reference = _group_of.get(shard)
     return reference() if reference is not None else None
 
 
-def remember_shown(full: Iterable[Tensor]) -> None:
-    """Note that a unit shows these unsharded parameters to its user in place of shards."""
-    for tensor in full:
+def remember_shown(unsharded: Iterable[Tensor]) -> None:
+    """Register unsharded parameters that ``parameters()`` returns in place of shards."""
+    for tensor in unsharded:
         _unsharded[tensor] = True
 
 
@@ -582,42 +584,42 @@ def refuse_shown(params: Iterable[Tensor], function: str) -> None:
 
 
 def remember_materialized(origin: Tensor, param: Tensor) -> None:
-    """Note that the ignored ``param`` was made of the meta tensor ``origin``."""
+    """Register the ignored ``param`` as the one made of the meta tensor ``origin``."""
     _materialized[origin] = param
 
 
 def known_materialized(origin: Tensor) -> Tensor | None:
-    """Return the ignored parameter that was made of the meta tensor ``origin``."""
+    """Return the ignored parameter that was made of the meta tensor ``origin``, or None."""
     return _materialized.get(origin)
 
 
 # ---------------------------------------------------------------- tensor parallelism
 
 
-def own_part(whole: Tensor, placement: TensorPlacement | None) -> Tensor:
-    """Return this rank's local part of a global tensor, on its device."""
-    return whole if placement is None else placement.slice_of(whole, _own_rank(placement))
+def own_part(tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return this rank's local part of a global tensor, on the same device."""
+    return tensor if placement is None else placement.slice_of(tensor, _own_rank(placement))
 
 
-def own_parts(whole: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
-    """Return the local parts of several originals."""
-    return [own_part(t, original.placement) for t, original in zip(whole, originals, strict=True)]
+def own_parts(tensors: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
+    """Return the local parts of the global tensors of several originals."""
+    return [own_part(t, original.placement) for t, original in zip(tensors, originals, strict=True)]
 
 
 def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
-    """Gather the global tensor of the local parts, on the device."""
+    """Return the global tensor, gathered from the local parts on the device."""
     if placement is None or placement.dim is None:
         return local
     return AxisComm(placement.mesh).all_gather(local, placement.dim)
 
 
 def all_joined(local: Sequence[Tensor], originals: Iterable[OriginalParam]) -> list[Tensor]:
-    """Gather the global tensors of several originals."""
+    """Return the global tensors of several originals, gathered from the local parts."""
     return [joined(t, original.placement) for t, original in zip(local, originals, strict=True)]
 
 
 def is_first(originals: Iterable[OriginalParam]) -> bool:
-    """Whether this rank is the first along the axes that cut the originals."""
+    """Return whether this rank is the first along the originals' tensor-parallel axes."""
     placements = (original.placement for original in originals)
     return all(each is None or _own_rank(each) == 0 for each in placements)
 
@@ -653,16 +655,16 @@ def make_shard(
 ) -> nn.Parameter:
     """Cut ``rank``'s shard out of unsharded tensors joined end to end.
 
-    Only the slice moves to ``device``: a parameter in host memory never exists there unsharded.
-    What is on the meta device stays there.
+    Only the shard is copied to ``device``, so that no parameter is unsharded there. Meta tensors
+    give a meta tensor.
 
     Args:
         tensors: one, or several of any shapes.
         layout: of the joined tensors.
         rank: whose shard to cut.
         device: of the result.
-        row_shape: makes the shard [rows, *row_shape], the rows along ``dim``; else it is a vector.
-        dim: along which a single tensor is cut.
+        row_shape: shape of a row without ``dim``; if empty, the shard is a vector.
+        dim: along which a single tensor is sharded.
     """
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
@@ -671,7 +673,7 @@ def make_shard(
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     shard.shard_rank = rank
-    if len(tensors) == 1:  # such as a mark that an optimizer's grouping looks for
+    if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
         vars(shard).update(vars(tensors[0]))
     return shard
 
@@ -682,12 +684,12 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, cut as ``fully_shard`` cuts parameters.
+    """Return this rank's shard of an unsharded tensor, sharded as ``fully_shard`` does.
 
     Args:
         tensor: the same on every rank, on any device.
         device_mesh: of one axis, or of replicas and shards.
-        placements: as shards have them.
+        placements: those of a sharded parameter; the last one is ``Shard(dim)``.
 
     Returns:
         A tensor on this rank's XLA device.
@@ -701,21 +703,15 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
     return shard.detach()
 
 
-def whole_mesh(num_ranks: int) -> Mesh:
-    """Return a mesh of all ranks along one axis."""
-    return mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
-
-
-# ---------------------------------------------------------------- the names that DTensor has
+# ---------------------------------------------------------------- DTensor's attributes
 
 
 class ShardView:
-    """The attributes of torch's DTensor, for shards."""
+    """Attributes of torch's DTensor, for shards."""
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh that the parameter is sharded over; a tensor-parallel axis that cuts it is the
-        last one."""
+        """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
         param, group = _known(self)
         cut = _tensor_parallel_cut(param)
         mesh = group.mesh
@@ -728,17 +724,17 @@ class ShardView:
 
         param, group = _known(self)
         cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
-        by_units = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
-        return by_units if cut is None else (*by_units, Shard(cut[1]))
+        by_fsdp = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
+        return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
 
     def to_local(self) -> Tensor:
-        """Return this rank's part, with padding where the ranks do not divide the dim."""
+        """Return this rank's shard, padded if the number of ranks does not divide the dim."""
         return _as_tensor(self)
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Return the unsharded, global tensor, on the device. Every rank must call it; it is
-        computed at once, so that ranks may do different things with it."""
+        """Return the unsharded, global tensor on the device. Every rank must call it. It is
+        computed at once, so that ranks may go on with different programs."""
         full = gather_like(self, _as_tensor(self))
         ops.compute([full])
         return full
@@ -751,38 +747,37 @@ class ShardTensor(ShardView, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a torch.Tensor."""
-        return _as_tensor(self).__reduce_ex__(protocol)
+        return _as_tensor(self).__reduce_ex__(protocol)  # a file needs torch only
 
 
 class ShardParameter(ShardView, nn.Parameter):
-    """The leaf parameter that a rank keeps and its optimizer sees.
+    """The leaf parameter: this rank's shard, which its optimizer steps.
 
-    A class of its own, so that copies of a model know their shards, too. Lightning and code written
-    for torch_xla's FSDP look for ``_is_sharded``.
+    A class of its own, so that shards in a copied model are known as such, too. Lightning and code
+    written for torch_xla's FSDP look for ``_is_sharded``.
 
     Attributes:
-        shard_rank: rank among those that hold other shards of the same parameter.
+        shard_rank: rank of this process among those that share the parameter.
     """
 
     _is_sharded = True
     shard_rank = 0
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Keep the class, which nn.Parameter would not."""
+        """Pickle with the class and attributes, which ``nn.Parameter`` drops."""
         kind = ShardParameter if isinstance(self, UninitializedShard) else type(self)
         return _restored_shard, (kind, self.detach(), self.requires_grad, vars(self))
 
 
 def gather_like(shard: Any, value: Tensor) -> Tensor:
-    """Gather the unsharded, global tensor of a ``value`` that is cut like ``shard``."""
+    """Return the unsharded, global tensor of a ``value`` that is sharded like ``shard``."""
     param, group = _known(shard)
     [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
     return full
 
 
 def view_state_dicts(module: nn.Module) -> None:
-    """Let the shards in the state dicts of ``module`` be ``ShardTensor``."""
+    """Let state dicts of ``module`` hold shards as ``ShardTensor``."""
     # A partial because torch sets an attribute on this hook.
     module.register_state_dict_post_hook(partial(_view_shards))
 
@@ -790,7 +785,7 @@ def view_state_dicts(module: nn.Module) -> None:
 def _view_shards(
     module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:  # others are there, too
+    for key in [key for key in state if key.startswith(prefix)]:  # others are of outer modules
         shard = _shard_of(module, key.removeprefix(prefix), state[key])
         if shard is not None and not isinstance(state[key], ShardView):
             state[key] = state[key].as_subclass(ShardTensor)
@@ -825,7 +820,7 @@ def _known(shard: Any) -> tuple[FSDPParam, KnownGroup]:
 
 
 def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
-    """Return the axis and dim along which tensor parallelism has cut the parameter."""
+    """Return the mesh axis and dim along which tensor parallelism shards the parameter."""
     placement = param.originals[0].placement
     if placement is None or placement.dim is None:
         return None
@@ -841,12 +836,12 @@ def _as_tensor(shard: Any) -> Tensor:
 
 
 class UninitializedShard(ShardParameter):
-    """A shard that has memory, and no values yet.
+    """A shard that has memory but no values yet.
 
-    Functions of torch that are called with it get the unsharded parameter instead, so that
-    initialization gives the values, random numbers and fan-in of the original model. What they
-    leave in it is cut into the shard before the next call with other shards: a device holds the
-    unsharded parameters of one call at a time, and every rank must make the same calls.
+    Torch functions called with it compute with an unsharded parameter, so that initialization sees
+    the shape (fan-in) and draws the random numbers of the original model. The result is cut into
+    the shard before the next call with other shards, so the device holds the unsharded parameters
+    of one call only. Every rank must make the same calls.
     """
 
     has_values = False
@@ -858,19 +853,15 @@ class UninitializedShard(ShardParameter):
         return _call_unsharded(func, args, kwargs or {})
 
     def settle(self) -> None:
-        """Become a shard like others, as the values are complete."""
+        """Become a ``ShardParameter``, as the values are complete."""
         for shard, _ in list(_opened.shards.values()):
             _close(shard)
         self.__class__ = ShardParameter  # type: ignore[assignment]
 
 
 class _Opened(threading.local):
-    """Shards whose unsharded parameter exists at present, with it, by the shard's id.
-
-    Of one thread: CPU ranks are threads of one process.
-    """
-
     def __init__(self) -> None:
+        # By id of the shard: the shard and its unsharded parameter.
         self.shards: dict[int, tuple[UninitializedShard, nn.Parameter]] = {}
 
 
@@ -890,7 +881,6 @@ _ATTRIBUTES_OF_THE_SHARD = {
 
 
 def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return ``func(*args, **kwargs)`` with unsharded parameters in place of shards."""
     with torch._C.DisableTorchFunctionSubclass():
         if _concerns_the_shard(func):
             return func(*args, **kwargs)
@@ -929,14 +919,13 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
 
 @torch.no_grad()
 def _close(shard: UninitializedShard) -> None:
-    """Cut the unsharded parameter into the shard."""
     _, unsharded = _opened.shards.pop(id(shard))
     param, group = known_shard(shard), known_group(shard)
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and group is not None:
             local = own_parts([unsharded.detach()], param.originals)
             shard.copy_(param.slice_of(local, group.collectives.rank))
-            # At once: the unsharded parameter is freed, and no program of a training step, which
-            # must be the same on every rank, begins with slices that are not.
+            # At once, to free the unsharded parameter, and because the slice depends on the rank,
+            # while the programs of training steps must be the same on all ranks.
             ops.compute([shard])
     shard.has_values = True

@@ -1,9 +1,9 @@
-"""The parameters of one FSDP unit: shards, what the modules hold of them, waiting gradients.
+"""The parameters of one FSDP unit: their shards, unsharded tensors and unreduced gradients.
 
-Invariants: the modules hold shards unless ``sharded_state`` says otherwise. What was gathered from
-shards that have changed since is not used for a forward or backward to come. Gradients are averaged
-over the ranks (scattered over those that share the parameters, then, as shards, summed over their
-replicas), and have the dtype of the shard parameter.
+Invariants: the modules hold shards unless ``sharded_state`` says otherwise. Parameters gathered
+before their shards changed are not used for a later forward or backward. Gradients are averaged
+over the ranks (reduce-scattered over those that share the parameters, then all-reduced over
+replicas), and have the dtype of the shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
-from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
@@ -28,7 +28,6 @@ from xla_fsdp.fsdp.engine.param import (
     remember,
     remember_group,
     remember_shown,
-    whole_mesh,
 )
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 
@@ -39,8 +38,8 @@ class ShardedState(Enum):
     SHARDED = auto()
     FORWARD = auto()  # unsharded parameters, while the unit's forward runs
     BACKWARD = auto()  # unsharded parameters, gathered for backward
-    UNSHARDED = auto()  # until the next forward or backward is done with them
-    SUMMONED = auto()  # unsharded leaf parameters, for the user to look at or change
+    UNSHARDED = auto()  # unsharded parameters, until the next forward or backward has used them
+    SUMMONED = auto()  # unsharded leaf parameters that the user may read or change
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Unsharded:
 
     Args:
         params: one for each original parameter, in the compute dtype.
-        post_forward_shards: the larger shards that backward gathers from, where there are any.
+        post_forward_shards: the larger shards that backward gathers from; may be empty.
     """
 
     params: list[Tensor]
@@ -61,8 +60,8 @@ class Reduced:
     """Reduced gradients of a unit.
 
     Args:
-        grads: of the shard parameters.
-        sums: what they are computed from, one tensor for each collective.
+        grads: of the shards.
+        sums: the reduced buckets that they are computed from, one for each collective.
     """
 
     grads: list[Tensor | None]
@@ -77,16 +76,16 @@ class FSDPParamGroup:
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
         replicas: communication among the ranks that hold the same shards (default: no others).
-        smaller: for parameters that are kept in larger shards between forward and backward.
+        smaller: groups of ranks that share larger shards between forward and backward.
 
     Attributes:
         gather: all-gathers shards.
         reduction: reduce-scatters gradients.
         sharded_state: what the modules hold.
         unsharded: the parameters that they hold while not SHARDED.
-        unsharded_versions: of the shards that ``unsharded`` was gathered from.
-        all_reduces: whether replicas add their gradients.
-        stepper: steps the shards in backward; their gradients are gone when it ends.
+        unsharded_versions: versions of the shards from which ``unsharded`` was gathered.
+        all_reduces: whether gradients are summed over replicas.
+        stepper: steps the shards in backward and drops their gradients.
     """
 
     def __init__(
@@ -112,19 +111,18 @@ class FSDPParamGroup:
         self._prefetched: Unsharded | None = None
         self._prefetched_versions: list[int] = []
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
-        self._not_summed: ReducedBuckets = {}  # that replicas are to add
+        self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
         for param in self.params:
             remember_group(param.leaf, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has shards of its own, which nobody steps in backward."""
-        return {**vars(self), "stepper": None}
+        return {**vars(self), "stepper": None}  # it steps the original's shards, not the copy's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what was pickled: its shards are known like any others."""
         vars(self).update(state)
         for param in self.params:
-            if param.slots.part is None or param.slots.part.number == 0:  # stacks are the first's
+            # A stack is registered once, for its first slice.
+            if param.slots.part is None or param.slots.part.number == 0:
                 remember(param, [param.leaf])
                 remember_group(param.leaf, self)
 
@@ -135,7 +133,7 @@ class FSDPParamGroup:
 
     @property
     def shards(self) -> list[Tensor]:
-        """The shards."""
+        """This rank's shards, one for each parameter."""
         return [param.shard for param in self.params]
 
     @property
@@ -157,8 +155,9 @@ class FSDPParamGroup:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that share the parameters."""
-        return self._mesh or whole_mesh(self.collectives.num_shards)
+        """Mesh of the ranks that share the parameters."""
+        num_ranks = self.collectives.num_shards
+        return self._mesh or mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
 
     @property
     def is_first(self) -> bool:
@@ -168,7 +167,7 @@ class FSDPParamGroup:
 
     @property
     def waits_for_replicas(self) -> bool:
-        """Whether there are replicas that are not to add their gradients yet."""
+        """Whether there are replicas, and gradients are not summed over them now."""
         return self.replicas.num_shards > 1 and not self.all_reduces
 
     # ------------------------------------------------------------ what the modules hold
@@ -181,20 +180,22 @@ class FSDPParamGroup:
         idle: bool = False,
         versions: list[int] | None = None,
     ) -> None:
-        """Point the modules at these parameters.
+        """Point the modules at unsharded parameters.
 
         Args:
             unsharded: one for each original parameter.
-            state: what they are for.
-            idle: no forward is about to use them, so one that another unit runs keeps its own.
-            versions: of the shards that they were gathered from (default: of the shards now).
+            state: the new state.
+            idle: no forward is about to use them, so the tensors of another unit whose forward
+                runs take precedence.
+            versions: versions of the shards from which they were gathered (default: the current
+                ones).
 
         Raises:
             ValueError: if a parameter was replaced after wrapping.
         """
         if self.sharded_state is not ShardedState.SHARDED:
             self.to_sharded()
-        for param in self.params:  # all, before any is changed
+        for param in self.params:  # check all before any module changes
             param.check_owners()
         at = 0
         for param in self.params:
@@ -206,13 +207,13 @@ class FSDPParamGroup:
         self.unsharded_versions = self.versions if versions is None else versions
 
     def to_sharded(self) -> None:
-        """Point the modules at shards."""
+        """Point the modules at the shards."""
         for param in self.params:
             param.to_sharded()
         self.unsharded, self.sharded_state = [], ShardedState.SHARDED
 
     def reshard(self) -> None:
-        """Free what was gathered at the user's request, or ahead of time."""
+        """Free parameters that were prefetched, or unsharded at the user's request."""
         self._prefetched = None
         if self.sharded_state is ShardedState.UNSHARDED:
             self.to_sharded()
@@ -222,7 +223,7 @@ class FSDPParamGroup:
         """Let the modules hold these leaf parameters inside the block, in place of shards.
 
         Raises:
-            RuntimeError: if they hold other unsharded parameters at the time.
+            RuntimeError: during forward, backward, or another ``summoned`` block.
         """
         self.reshard()
         if self.sharded_state is not ShardedState.SHARDED:
@@ -247,20 +248,20 @@ class FSDPParamGroup:
 
         Args:
             before: tensors to be computed first.
-            again: there was a gather of the same shards in the program.
+            again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
         """
-        joined = self.gather.pack(before, again=again)
+        packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(joined))
-        larger = self.gather.gather_larger(joined)
+            return Unsharded(self.gather.unshard(packed))
+        larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Gather the parameters for backward, once ``before`` are computed, from the larger shards
-        where there are any."""
+        """Gather the parameters for backward once ``before`` are computed, from
+        ``post_forward_shards`` unless that is empty."""
         if not post_forward_shards:
             return self.gather.unshard(self.gather.pack(before, again=True))
         own = [tensor.detach().clone() for tensor in post_forward_shards]
@@ -272,15 +273,21 @@ class FSDPParamGroup:
 
     @property
     def holds_current(self) -> bool:
-        """Whether the modules hold parameters, at the user's request, of the shards as they are."""
+        """Whether the modules hold parameters unsharded at the user's request, and no shard has
+        changed since they were gathered."""
         return (
             self.sharded_state is ShardedState.UNSHARDED
             and self.unsharded_versions == self.versions
         )
 
     def prefetch(self, before: Sequence[Tensor], *, again: bool, larger: bool) -> None:
-        """Gather now, once ``before`` are computed, for the next forward or backward to use; the
-        arguments are those of ``unshard``."""
+        """Gather the parameters for the next forward or backward, unless that was done already.
+
+        Args:
+            before: tensors to be computed first.
+            again: whether the program has gathered the same shards already.
+            larger: gather larger shards first, and the parameters from these.
+        """
         if self.sharded_state is not ShardedState.SHARDED or not self.params:
             return
         if not self.has_prefetched:
@@ -290,59 +297,60 @@ class FSDPParamGroup:
 
     @property
     def has_prefetched(self) -> bool:
-        """Whether prefetched parameters are there, of the shards as they are."""
+        """Whether there are prefetched parameters, and no shard has changed since."""
         return self._prefetched is not None and self._prefetched_versions == self.versions
 
     def take_prefetched(self) -> Unsharded | None:
-        """Return the prefetched parameters, unless they are outdated, and forget them."""
+        """Remove and return the prefetched parameters; None if there are none, or if a shard has
+        changed since."""
         found = self._prefetched if self.has_prefetched else None
         self._prefetched = None
         return found
 
     def drop_prefetched(self) -> None:
-        """Forget the prefetched parameters."""
+        """Free the prefetched parameters."""
         self._prefetched = None
 
     # ------------------------------------------------------------ gradients
 
     @property
     def reduces_plainly(self) -> bool:
-        """Whether nothing but the next gradients themselves decides what ``reduce`` makes of
-        them."""
+        """Whether ``reduce`` needs no other input than the gradients: no unreduced ones of earlier
+        passes, no later all-reduce, no user's hooks."""
         return not (self.has_unreduced or self.waits_for_replicas or self.reduction.has_hooks)
 
     def reduce(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> Reduced:
-        """Return averaged gradient shards.
+        """Return averaged gradients of the shards, with unreduced gradients of earlier passes.
 
-        A parameter none of whose originals has a gradient gets None, as in an unsharded model; all
-        do while replicas are not to add theirs. Unreduced gradients of passes before are added.
+        A parameter gets None if no original of it has a gradient, as in an unsharded model. All do
+        while ``waits_for_replicas``.
 
         Args:
             grads: unsharded gradients, one for each original parameter.
-            early: sums of other gradients, scattered before.
+            early: gradients of other parameters that were reduce-scattered before.
         """
         reduction = self.reduction
         sums = reduction.scatter(self._with_unreduced(grads))
-        for more in (early, self._not_summed):
+        for more in (early, self._not_all_reduced):
             sums = reduction.add(more, sums) if more else sums
-        self._not_summed = {}
+        self._not_all_reduced = {}
         if self.waits_for_replicas:
-            self._not_summed = sums
+            self._not_all_reduced = sums
             return Reduced([None] * len(self.params), [])
         sums = reduction.sum_replicas(sums)
         return Reduced(reduction.finish(sums), list(sums.values()))
 
     def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
-        """Add gradient shards to the shard parameters' gradients, where they are needed."""
+        """Add gradients to those of the shards that require one."""
         for param, grad in zip(self.params, reduced, strict=True):
             if grad is not None and param.leaf.requires_grad:
                 own = param.grad
                 param.grad = grad if own is None else own + grad
 
     def leave_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        """Add unsharded gradients to those that wait on this rank for the next ``reduce``."""
+        """Store unsharded gradients for the next ``reduce``, added to those already stored."""
         self._unreduced = {
             at: self.reduction.to_reduce_dtype(grad)
             for at, grad in self._with_unreduced(grads).items()
@@ -351,11 +359,11 @@ class FSDPParamGroup:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients wait for the next ``reduce``."""
-        return bool(self._unreduced) or bool(self._not_summed)
+        return bool(self._unreduced) or bool(self._not_all_reduced)
 
     def drop_unreduced(self) -> None:
-        """Forget the gradients that wait for the next ``reduce``."""
-        self._unreduced, self._not_summed = {}, {}
+        """Drop the gradients that wait for the next ``reduce``."""
+        self._unreduced, self._not_all_reduced = {}, {}
 
     def _with_unreduced(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         found, self._unreduced = self._unreduced, {}
@@ -369,34 +377,37 @@ class FSDPParamGroup:
 
 
 class SliceSteps(Protocol):
-    """One step of an optimizer on some stacks, made slice by slice inside a loop."""
+    """One optimizer step on some stacks, slice by slice inside a loop."""
 
     @property
     def kept(self) -> list[list[Tensor]]:
-        """Of each stack, itself and what the optimizer keeps in its shape."""
+        """For each stack, the stack and the optimizer states of its shape."""
         ...
 
     def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the new values of ``slices`` of all that is kept, in that order, for these
-        gradients of the stacks' slices.
+        """Return the new values of ``slices``.
+
+        Args:
+            grads: gradients of a slice of each stack.
+            slices: a slice of each tensor in ``kept``, in that order.
 
         Raises:
-            CannotSliceError: if the optimizer would have to keep more than it does.
+            CannotSliceError: if the step would create a new optimizer state.
         """
         ...
 
     def take(self, stacks: Sequence[Tensor]) -> None:
-        """Make the step: these are the new values of all that is kept, in that order."""
+        """Finish the step with the new values of all tensors in ``kept``, in that order."""
         ...
 
 
 class Stepper(Protocol):
-    """Steps shards while backward still runs; ``optim.in_backward`` implements it."""
+    """Steps shards during backward; ``optim.in_backward`` implements it."""
 
     def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
-        """Return how to step these slice by slice; None if they cannot be, or not now."""
+        """Return how to step ``stacks`` slice by slice; None if that is impossible (now)."""
         ...
 
 
 class CannotSliceError(Exception):
-    """A step cannot be made slice by slice; it is made with whole stacks then."""
+    """A step cannot be made slice by slice and must use unsliced stacks."""

@@ -1,8 +1,8 @@
-"""From unsharded gradients of a unit's parameters to shards of their average over the ranks.
+"""Reduce-scatter unsharded gradients of a unit's parameters to averaged gradients of the shards.
 
 Invariants: one collective per dtype, and one for each large matrix, whose shards are rows, unless
-the configuration asks for smaller buckets. Gradients are divided in two parts, before the sum and
-after it; a parameter's shard gets a gradient of its own dtype.
+the configuration asks for smaller buckets. Gradients are divided in two steps, before the sum and
+after it. The gradient of a shard has the shard's dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 
 ReducedBuckets = dict[Bucket, Tensor]
-"""This rank's shards of sums of gradients, packed as they travel."""
+"""This rank's shards of summed gradients, one packed tensor for each bucket."""
 
 
 # ---------------------------------------------------------------- communication hooks
@@ -39,15 +39,15 @@ ReducedBuckets = dict[Bucket, Tensor]
 Hook = Callable[[Any, Tensor, Tensor], Tensor | None]
 """A user's ``hook(state, grad, shard)`` in place of the reduce-scatter, as for torch's FSDP.
 
-``grad`` holds the unsharded gradients of a unit's parameters of one dtype, flat and padded, the
-parts of all ranks one after the other. The hook puts this rank's part of their average into
-``shard``, or returns it; it does all that happens to gradients between ranks, division included.
+``grad`` holds the unsharded gradients of a unit's parameters of one dtype, padded, the part of rank
+0 first: [num_shards * n]. The hook writes this rank's part of the average to ``shard``, [n], or
+returns it. It must also divide the sum by the number of ranks.
 """
 
 
 @dataclass(frozen=True)
 class DefaultState:
-    """State of the hooks below: the ranks, which registration fills in for each unit."""
+    """State of the hooks below; registration sets ``collectives`` to those of each unit."""
 
     collectives: Collectives = LocalCollectives()  # noqa: RUF009  (holds two numbers)
 
@@ -66,28 +66,28 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, shard: Tensor) -> Non
 
 
 def bf16_compress_hook(state: DefaultState, grad: Tensor, shard: Tensor) -> None:
-    """Average gradients that are sent and added in bf16."""
+    """Average gradients, sent and summed in bf16."""
     _compressed(torch.bfloat16, state, grad, shard)
 
 
 def fp16_compress_hook(state: DefaultState, grad: Tensor, shard: Tensor) -> None:
-    """Average gradients that are sent and added in fp16."""
+    """Average gradients, sent and summed in fp16."""
     _compressed(torch.float16, state, grad, shard)
 
 
 def _compressed(dtype: torch.dtype, state: DefaultState, grad: Tensor, shard: Tensor) -> None:
-    # Divided before the sum: what is sent in 16 bits must not overflow.
+    # Divide before the sum, so that fp16 does not overflow.
     small = (grad / state.collectives.num_shards).to(dtype)
     shard.copy_(state.reduce_scatter(small))
 
 
 class CommHook:
-    """A hook with its state.
+    """A user's communication hook with its state.
 
     Args:
-        state: the user's; a ``DefaultState`` is given the unit's ranks.
+        state: first argument of ``hook``; a ``DefaultState`` gets ``collectives``.
         hook: the user's function.
-        collectives: joins the unit's ranks.
+        collectives: communication among the unit's ranks.
     """
 
     def __init__(self, state: Any, hook: Hook, collectives: Collectives) -> None:
@@ -97,7 +97,7 @@ class CommHook:
         self._hook = hook
 
     def __call__(self, parts: Tensor) -> Tensor:
-        """Return this rank's [n] of the average of [num_shards, n]."""
+        """Return this rank's part [n] of the average of ``parts``, [num_shards, n]."""
         grad = parts.reshape(-1)
         shard = grad.new_zeros(parts.shape[1])
         result = self._hook(self._state, grad, shard)
@@ -125,9 +125,9 @@ class ReduceScatter:
     Attributes:
         dtype: in which gradients are summed; None for their own.
         predivide: divisor before the sum.
-        postdivide: divisor after it.
-        comm_hook: scatters in place of the collectives, and divides.
-        all_reduce_hook: changes a shard between the sums and the last division.
+        postdivide: divisor after the sum.
+        comm_hook: averages in place of the reduce-scatter and the divisions.
+        all_reduce_hook: called with each summed shard before the division by ``postdivide``.
     """
 
     def __init__(
@@ -147,26 +147,21 @@ class ReduceScatter:
         self.divide_by(collectives.num_shards * replicas.num_shards)
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: Callable[[Tensor], Tensor | None] | None = None
-        counts = [len(param.originals) for param in self._params]
-        # By number of a parameter, the numbers of the originals in it.
-        self._originals = {
-            at: range(start, start + count)
-            for at, (start, count) in enumerate(
-                zip(accumulate(counts, initial=0), counts, strict=False)
-            )
-        }
+        # For each parameter, the numbers of its originals among all of the unit.
+        bounds = accumulate((len(param.originals) for param in self._params), initial=0)
+        self._originals = dict(enumerate(range(start, end) for start, end in pairwise(bounds)))
         self._buckets: dict[tuple[tuple[int, torch.dtype], ...], tuple[Bucket, ...]] = {}
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a user's function takes part."""
+        """Whether the user has registered a hook."""
         return (self.comm_hook, self.all_reduce_hook) != (None, None)
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums of gradients by ``divisor``, usually the number of ranks."""
-        # Part of it ahead of the sum also where nothing can overflow: without an operation between
-        # them the TPU compiler gives the product that makes a gradient the shape in which it
-        # travels, and copies an operand as large as the logits for that.
+        # Divide before the sum also where nothing can overflow: without an operation in between,
+        # the TPU compiler computes the matmul that makes a gradient in the shape in which it is
+        # sent, and for that copies an HLO operand as large as the logits.
         self.predivide, self.postdivide = split_divisor(divisor)
 
     def to_reduce_dtype(self, grad: Tensor) -> Tensor:
@@ -181,12 +176,13 @@ class ReduceScatter:
         numbers: Iterable[int] | None = None,
         by: Collectives | None = None,
     ) -> ReducedBuckets:
-        """Sum over the ranks that share the parameters, not over replicas, divided in part.
+        """Reduce-scatter gradients over the ranks that share the parameters, not over replicas;
+        only ``predivide`` is applied.
 
         Args:
             grads: unsharded gradients, by number of the original parameter.
             numbers: of the parameters (default: all). Those without a gradient are left out.
-            by: joins the ranks (default: the unit's own).
+            by: collectives to use (default: the unit's own).
         """
         by = by or self._collectives
         packed = {
@@ -197,7 +193,8 @@ class ReduceScatter:
         return {each: self._scatter(each, packed, by) for each in self._buckets_of(packed)}
 
     def scatter_alone(self, number: int, grad: Tensor) -> ReducedBuckets | None:
-        """Sum the gradient of one original parameter; return None if others share its bucket."""
+        """Reduce-scatter the gradient of original parameter ``number``; return None if it would
+        share a bucket with others."""
         at = next(at for at, originals in self._originals.items() if number in originals)
         if len(self._originals[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
             return None
@@ -206,11 +203,11 @@ class ReduceScatter:
     def scatter_tensors(
         self, tensors: Sequence[Tensor], by: Collectives | None = None
     ) -> list[Tensor]:
-        """Return this rank's [n] of the sum of each tensor [num_shards, n], divided in part.
+        """Return this rank's part [n] of the sum of each tensor; only ``predivide`` is applied.
 
         Args:
-            tensors: gradients.
-            by: joins the ranks (default: the unit's own).
+            tensors: gradients, [num_shards, n] each.
+            by: collectives to use (default: the unit's own).
         """
         by = by or self._collectives
         numbered = dict(enumerate(tensors))
@@ -224,7 +221,7 @@ class ReduceScatter:
         return [found[at] for at in range(len(tensors))]
 
     def sum_replicas(self, reduced: ReducedBuckets) -> ReducedBuckets:
-        """Sum over the replicas."""
+        """Sum ``reduced`` over the replicas."""
         if self._replicas.num_shards == 1:
             return reduced
         return {each: self._replicas.all_reduce("sum", total) for each, total in reduced.items()}
@@ -235,7 +232,7 @@ class ReduceScatter:
         return self.unpack(self.sum_replicas({each: each.pack(tensors) for each in buckets}))
 
     def add(self, first: ReducedBuckets, second: ReducedBuckets) -> ReducedBuckets:
-        """Add the sums of two passes, or of different parameters."""
+        """Add gradients of two backward passes, or merge those of different parameters."""
         if not _numbers(first) & _numbers(second) or first.keys() == second.keys():
             both = [each for each in first if each in second]
             return {**first, **second, **{each: first[each] + second[each] for each in both}}
@@ -252,7 +249,7 @@ class ReduceScatter:
     # ------------------------------------------------------------ gradients of shards
 
     def finish(self, reduced: ReducedBuckets) -> list[Tensor | None]:
-        """Return the gradients of the unit's shards from sums over all ranks."""
+        """Return the gradient of each of the unit's shards from sums over all ranks."""
         if self.all_reduce_hook is None:
             means = self.unpack({b: self._mean(each, b.numbers) for b, each in reduced.items()})
             found = {at: _as_grad(each, self._params[at]) for at, each in means.items()}
@@ -264,19 +261,19 @@ class ReduceScatter:
         return [found.get(at) for at in range(len(self._params))]
 
     def finish_one(self, total: Tensor, param: FSDPParam, *length: int) -> Tensor:
-        """Return the gradient of one parameter's shard; with ``length``, of as many blocks.
+        """Return the gradient of one parameter's shard, or of a stack of shards.
 
         Args:
-            total: a sum over all ranks, of any shape.
+            total: sum over all ranks, of any shape with the elements of the result.
             param: one of the unit's.
-            length: how many blocks' sums lie along the first dim of ``total``.
+            length: number of shards along the first dim of ``total``, if it is of a stack.
         """
         return _as_grad(self._mean(total, [self._params.index(param)]), param, *length)
 
     def _mean(self, total: Tensor, numbers: Sequence[int]) -> Tensor:
         if self.comm_hook is not None:
             return total
-        # Divided in the wider dtype: a sum of fp32 gradients may be too large for fp16.
+        # Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16.
         dtypes = {total.dtype, *(self._params[at].leaf.dtype for at in numbers)}
         return total.to(_widest(frozenset(dtypes))) / self.postdivide
 
@@ -290,7 +287,7 @@ class ReduceScatter:
     # ------------------------------------------------------------ buckets
 
     def _pack(self, at: int, grads: Mapping[int, Tensor]) -> Tensor:
-        """Pack gradients of all originals in a parameter, at least one of which has one."""
+        """Pack the gradients of a parameter's originals, with zeros for those that have none."""
         originals = self._originals[at]
         example = next(grads[each] for each in originals if each in grads)
         packed = self._params[at].packing.pack(
@@ -304,7 +301,7 @@ class ReduceScatter:
         return packed.reshape(self._collectives.num_shards, -1)
 
     def _buckets_of(self, tensors: Mapping[int, Tensor]) -> tuple[Bucket, ...]:
-        """Return buckets for gradients of the parameters with these numbers."""
+        """Return buckets for gradients, given by number of the parameter."""
         dtypes = {at: self.dtype or tensor.dtype for at, tensor in tensors.items()}
         if self.comm_hook is not None:
             numels = {at: (self._params[at].packing.layout.shard_numel,) for at in dtypes}
@@ -328,8 +325,8 @@ class ReduceScatter:
 def split_divisor(divisor: float) -> tuple[float, float]:
     """Return the divisors of gradients before and after the sum; their product is ``divisor``.
 
-    Splitting it near the square root keeps 16-bit sums from overflow before and from underflow
-    after (the rule of torch's own FSDP).
+    The first is near the square root, so that 16-bit gradients neither underflow before the sum nor
+    overflow in it (the rule of torch's own FSDP).
     """
     before = 1
     while divisor % before == 0 and divisor / before > before:

@@ -1,8 +1,9 @@
-"""Shards of identical units that are kept in stacks, one parameter for all units.
+"""Stacks: one leaf parameter for the shards of the same parameter in identical units.
 
-A stack is a leaf parameter, [length, *shape of a shard]; slice i is the shard of unit i.
-Invariants: optimizers, ``parameters()`` and ``named_parameters()`` see stacks, under the names of
-the first unit; state dicts, of models and of optimizers, hold shards, each under its own name.
+A stack is [length, *shard shape]; slice i is the shard of unit i.
+
+Invariants: optimizers, ``parameters()`` and ``named_parameters()`` have stacks, under the names of
+the first unit; state dicts, of models and of optimizers, have shards, each under its own name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class ShardStack(ShardParameter):
-    """The leaf of several units' shards of one parameter.
+    """The leaf for several units' shards of one parameter, [length, *shard_shape].
 
-    Optimizers that step every element by itself need not know; others can look at ``shard_shape``.
+    Elementwise optimizers step it as any parameter; others may use ``shard_shape``.
     """
 
     is_stack = True
@@ -66,7 +67,7 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     """Move the shards of one parameter of identical units into a stack.
 
     Args:
-        params: of each unit, in order.
+        params: the parameter in each unit, in the order of the units.
         group: of the first unit.
     """
     leaves = [param.leaf for param in params]
@@ -74,7 +75,8 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
         torch.stack([leaf.detach() for leaf in leaves]), requires_grad=leaves[0].requires_grad
     )
     vars(stack).update(vars(leaves[0]))
-    ops.compute([stack])  # one at a time: the device holds one parameter of all units twice
+    # At once, so that memory holds two copies of one parameter's shards, not of all parameters'.
+    ops.compute([stack])
     for number, param in enumerate(params):
         param.slots.stack(stack, StackPart(number, len(params)))
         for original in param.originals:
@@ -85,7 +87,7 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
 
 
 def is_stack(tensor: Tensor) -> bool:
-    """Whether it holds shards of several units."""
+    """Return whether ``tensor`` is a stack of shards."""
     return isinstance(tensor, ShardStack)
 
 
@@ -93,7 +95,7 @@ def is_stack(tensor: Tensor) -> bool:
 
 
 def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
-    """Return the shard: the leaf, or a slice of it, which is registered as the parameter's then."""
+    """Return the shard: the leaf, or a slice of it, for which ``known_shard`` returns ``param``."""
     if param.slots.part is None:
         return param.leaf
     shard = part_of(param.leaf, param.slots.part.number)
@@ -102,34 +104,35 @@ def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
     return shard
 
 
-# Slices of stacks, to the stack and the number of the slice. Of one rank's own tensors.
+# For a slice of a stack, the stack and the number of the slice.
 _cut_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def part_of(stack: Tensor, number: int) -> Tensor:
-    """Return a slice of a stack: of parameters, or of what an optimizer keeps for them."""
+    """Return slice ``number`` of a stack: of parameters, or of an optimizer's states for them."""
     cut = stack.detach()[number]
     _cut_from[cut] = (stack, number)
     return cut
 
 
 def copy_stacks_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies in host memory; slices of one stack are copied by one transfer."""
+    """Return copies in host memory, with one transfer for all slices of a stack."""
     known = [_cut_from.get(getattr(each, "stands_for", each)) for each in tensors]
     sources = [found or (each, None) for found, each in zip(known, tensors, strict=True)]
-    whole = {id(source): source for source, _ in sources}
-    copies = dict(zip(whole, to_host(list(whole.values())), strict=True))
+    distinct = {id(source): source for source, _ in sources}
+    copies = dict(zip(distinct, to_host(list(distinct.values())), strict=True))
     found = [(copies[id(source)], number) for source, number in sources]
     return [copy if number is None else copy[number].clone() for copy, number in found]
 
 
-def shown(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
-    """Put shards into a unit's state dict that has stacks, or none of them.
+def put_stacked_shards(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
+    """Put the shards of stacked parameters into a unit's state dict, in which torch has put the
+    stack for the first unit, and nothing for the others.
 
     Args:
         group: of the unit.
-        state: with names that begin with ``prefix``.
-        prefix: of the unit's module.
+        state: the state dict.
+        prefix: of the names of the unit's module in ``state``.
     """
     for param in group.params:
         if param.slots.part is not None:
@@ -143,21 +146,21 @@ def stack_loaded_shards(
     """Replace the shards of stacked units by stacks, in a state dict that is to be loaded.
 
     Args:
-        shards: of the module that loads it; others in their stacks, and those that are missing,
-            keep their values.
-        state: with names that begin with ``prefix``, and shards that fit.
-        prefix: of the module.
-        missing: gets the names that are missing.
+        shards: of the module that loads it. Slices of their stacks that are in other modules, or
+            missing in ``state``, are not changed.
+        state: the state dict, with shards of the right shapes.
+        prefix: of the module's names in ``state``.
+        missing: list to which missing names are added, as torch reports them.
     """
     stacks: dict[ShardStack, list[NamedShard]] = defaultdict(list)
     for shard in shards:
         if shard.param.slots.part is not None:
             stacks[cast(ShardStack, shard.param.leaf)].append(shard)
     for stack, parts in stacks.items():
-        _take_in(stack, parts, state, prefix, missing)
+        _load_stack(stack, parts, state, prefix, missing)
 
 
-def _take_in(
+def _load_stack(
     leaf: ShardStack,
     parts: Sequence[NamedShard],
     state: dict[str, Any],
@@ -185,7 +188,7 @@ def _take_in(
 
 
 def _merged(stack: Tensor, given: Mapping[int, Tensor]) -> Tensor:
-    """Return a stack with the given slices; on their device if these are all."""
+    """Return a copy of ``stack`` with the given slices; on their device if all slices are given."""
     slices = [given.get(n, own) for n, own in enumerate(stack.unbind())]
     devices = {each.device for each in slices}
     device = stack.device if len(devices) > 1 else slices[0].device

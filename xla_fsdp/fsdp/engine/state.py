@@ -1,16 +1,15 @@
-"""One FSDP unit: gather before its forward and backward, reduce-scatter after its backward.
+"""One FSDP unit: all-gather before its forward and backward, reduce-scatter after its backward.
 
-``run`` is the forward; the methods under "backward" are called by the autograd nodes that ``run``
-adds to the graph, in the order of the file.
+``FSDPState.run`` computes the forward and adds autograd nodes to the graph; these nodes call the
+methods under "backward", in the order of the file. ``FSDPContext`` is shared by all units of one
+model: it orders their all-gathers and frees parameters when a backward pass ends.
 
-``FSDPContext`` is what all units of one model share: the order of gathers, and the clean-up.
-
-Invariants: outside a forward and an open backward a unit holds no unsharded parameter unless the
-user asked for it, so shards are the only truth for optimizers, state dicts and the next forward.
-When a backward pass ends, no unit holds what the pass gathered; a pass that raised leaves some
-behind until ``abandon``, which every forward and every look at the parameters calls first.
-Barriers tie every gather to what comes before it; without them XLA is free to merge the second
-gather into the first.
+Invariants: outside of forward and backward a unit holds unsharded parameters only if the user asked
+for them; optimizers, state dicts and the next forward read the shards. A backward pass frees what
+it gathered when it ends. After a pass that raised, ``FSDPContext.abandon`` does so, which every
+forward and every access to the parameters calls first. Every gather waits at an optimization
+barrier; without barriers XLA may merge the backward's gather with the forward's and hold the
+unsharded parameters in between.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ from xla_fsdp.fsdp.engine.autograd import (
     PreBackward,
     SavedParams,
     connect,
+    on_device,
+    present,
     reduce_early,
     through,
+    version_of,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
@@ -50,10 +52,8 @@ def current_pass() -> int:
 
 
 class _Running(threading.local):
-    """The units whose forward the current thread is in, outermost first."""
-
     def __init__(self) -> None:
-        self.units: list[FSDPState] = []
+        self.units: list[FSDPState] = []  # outermost first
 
 
 _running = _Running()
@@ -61,7 +61,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def running(unit: FSDPState) -> Iterator[None]:
-    """Count ``unit`` among those whose forward runs, inside the block."""
+    """Add ``unit`` to ``running_units()`` inside the block."""
     _running.units.append(unit)
     try:
         yield
@@ -75,117 +75,125 @@ def running_units() -> list[FSDPState]:
 
 
 class PrefetchGate:
-    """The tensors that the next gather waits for: all that went into the unit before.
+    """Delays each gather until the inputs of the previous unit are computed.
 
-    One unit behind, a gather can travel while the unit before it computes, and no more than two
-    units' parameters are in memory at once.
+    A gather then overlaps with the computation of the previous unit, and at most two units'
+    parameters are in memory at once.
     """
 
     def __init__(self) -> None:
         self._last: list[Tensor] = []
 
     def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Remember ``tensors``; return those of the call before, or these if there are none."""
+        """Store ``tensors``; return those of the previous call, or ``tensors`` at the first."""
         last, self._last = self._last, list(tensors)
         return last or self._last
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
-        """Let the next gather wait for the results of a loop: nothing travels under a loop."""
+        """Let the next gather wait for ``tensors``, the results of a loop: XLA overlaps no
+        collective with a loop."""
         self._last = list(tensors)
 
     def clear(self) -> None:
-        """Forget all; tensors that stay alive would become outputs of the program."""
+        """Drop the stored tensors; as live tensors they would become outputs of the program."""
         self._last = []
 
 
 class FSDPContext:
-    """Pending tensors and gathered units of one tree; its root makes it.
-
-    *Pending* tensors (reduced gradients, gradients of inputs, stepped shards) must be computed
-    before the next gather may start, so that two units' parameters are not in memory at once.
+    """State shared by all units of one model; the root unit creates it.
 
     Args:
-        sync_on_end: run what has been traced when a backward pass is over.
+        sync_on_end: run the traced program when a backward pass ends.
 
     Attributes:
-        is_last: False if more passes follow before the gradients are used; what is pending at the
-            end of a pass then stands before the first gather of the next.
+        pending: tensors to compute before the next gather starts (reduced gradients, gradients of
+            inputs, stepped shards); else their units' parameters would still be in memory.
+        forward_gate: orders the gathers in forward.
+        backward_gate: orders the gathers in backward.
+        is_last: False if more backward passes follow before the optimizer step; the first gather
+            of the next pass then waits for what is pending at the end of this one.
+        unreduced: units with gradients left by ``no_sync``.
     """
 
     def __init__(self, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
         self.forward_gate, self.backward_gate = PrefetchGate(), PrefetchGate()
         self.is_last = True
-        # Units with gradients left by no_sync. A list, as all ranks must go in the same order.
+        # A list, not a set: all ranks must reduce in the same order.
         self.unreduced: list[FSDPState] = []
         self._sync_on_end = sync_on_end
-        self._unused: list[FSDPState] = []  # hold parameters for a forward that may not come
-        # By number of the pass: reentrant checkpoints run passes inside passes.
+        # Units that hold parameters for a forward or backward that may never run.
+        self._unused: list[FSDPState] = []
+        # By number of the backward pass: reentrant checkpoints run passes inside passes.
         self._unsharded_in: dict[int, list[FSDPState]] = {}
 
     # ------------------------------------------------------------ order of gathers
 
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a gather in backward waits for, for a computation that begins with
-        ``tensors``. The caller puts both behind a barrier."""
+        """Return the tensors that a gather in backward must wait for. The caller puts both behind
+        a barrier.
+
+        Args:
+            tensors: inputs of the computation that uses the gathered parameters.
+        """
         pending, self.pending = self.pending, []
         return self.backward_gate.swap([*tensors, *pending])
 
     def fence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a loop that begins with ``tensors`` waits for: all that is pending. What the
-        loop does not consume would be alive as long as it runs."""
+        """Return ``tensors``, the inputs of a loop, and the pending tensors: the loop must wait for
+        all of them, so that pending work needs no memory while it runs."""
         pending, self.pending = self.pending, []
         self.backward_gate.clear()
         return [*tensors, *pending]
 
     def wait_for(self, tensor: Tensor) -> None:
-        """Make ``tensor`` pending, if a unit of this tree takes part in the current pass: else
-        nothing would forget it."""
+        """Add ``tensor`` to ``pending`` if a unit of this model takes part in the current backward
+        pass; the end of the pass clears it."""
         if current_pass() in self._unsharded_in:
             self.pending.append(tensor)
 
     # ------------------------------------------------------------ clean-up
 
     def reshard_at_end(self, unit: FSDPState) -> None:
-        """Free what ``unit`` has gathered at the latest when the current backward pass ends."""
+        """Free the gathered parameters of ``unit`` when the current backward pass ends."""
         self.watch()
         self._unsharded_in[current_pass()].append(unit)
 
     def watch(self) -> None:
-        """See to it that the clean-up runs when the current backward pass is over."""
+        """Run the clean-up when the current backward pass ends."""
         number = current_pass()
         if number not in self._unsharded_in:
             self._unsharded_in[number] = []
             Variable._execution_engine.queue_callback(partial(self._end, number))
 
     def mark_unused(self, unit: FSDPState) -> None:
-        """Free what ``unit`` holds when the forwards are over, unless it is used by then."""
+        """Free the parameters of ``unit`` when the root's forward or the backward pass ends, unless
+        ``mark_used`` comes first."""
         if unit not in self._unused:
             self._unused.append(unit)
 
     def mark_used(self, unit: FSDPState) -> None:
-        """Take ``mark_unused`` back: the unit runs now."""
+        """Undo ``mark_unused``, because the unit runs now."""
         if unit in self._unused:
             self._unused.remove(unit)
 
     def free_unused(self) -> None:
-        """Free what units hold that were marked as unused."""
+        """Free the parameters of all units that are marked as unused."""
         units, self._unused = self._unused, []
         for unit in units:
             unit.free_unused()
 
     def abandon(self) -> None:
-        """Forget passes that ended by an exception, and free what they have gathered. Does nothing
-        inside a pass."""
+        """Clean up after backward passes that raised. Does nothing inside a backward pass."""
         if current_pass() != -1:
             return
         if not running_units():
             self.free_unused()
         if not self._unsharded_in:
             return
-        leftover, self._unsharded_in = self._unsharded_in, {}
-        self._forget()
-        for units in leftover.values():
+        raised, self._unsharded_in = self._unsharded_in, {}
+        self._clear_pending()
+        for units in raised.values():
             for unit in units:
                 unit.reshard_after_pass()
 
@@ -194,30 +202,32 @@ class FSDPContext:
             unit.reshard_after_pass()
         if self._unsharded_in:
             return
-        # Of units that a synchronized pass did not touch, but an earlier one under no_sync did.
+        # Gradients that earlier passes under no_sync left in units that this pass did not reach.
         for unit in list(self.unreduced):
             unit.reduce_unreduced()
         self.free_unused()
         if not self.is_last:
             return
-        self._forget()
+        self._clear_pending()
         if self._sync_on_end:
             ops.sync()
 
-    def _forget(self) -> None:
+    def _clear_pending(self) -> None:
         self.pending.clear()
         self.backward_gate.clear()
 
 
 class StateRef:
-    """A weak reference to a state that another one names: those that name each other would be
-    freed some time later, with their parameters. Copied and pickled, it names the copy."""
+    """A weak reference from one state to another; pickling and deep copies follow it.
+
+    Strong references would make cycles, so that parameters are freed only at the next garbage
+    collection.
+    """
 
     def __init__(self, unit: FSDPState | None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
     def __call__(self) -> FSDPState | None:
-        """Return the state, or None if it is gone."""
         return None if self._unit is None else self._unit()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,19 +236,19 @@ class StateRef:
 
 @dataclass
 class FSDPSettings:
-    """What users may change between steps; what was asked for at first is in ``FSDPConfig``.
+    """Options that may change between steps; ``FSDPConfig`` has the initial ones.
 
     Args:
         reshard_after_forward: free unsharded parameters between forward and backward.
-        keeps_larger: keep larger shards between them.
-        keeps_on_root: hold unsharded parameters until backward, where the unit is a root.
+        keeps_larger: between them, hold shards over smaller groups of ranks.
+        keeps_on_root: do not reshard after forward if the unit is a root.
         reshard_after_backward: free unsharded parameters after backward.
-        unshard_in_backward: gather for backward without being asked.
+        unshard_in_backward: gather the parameters before backward.
         sync_gradients: reduce gradients in backward.
-        is_last_backward: no further pass adds to the gradients before the step.
-        forward_prefetch: units to gather no later than this one, in forward.
-        backward_prefetch: the same in backward.
-        is_root: whether the unit is in no other one.
+        is_last_backward: False if more backward passes follow before the optimizer step.
+        forward_prefetch: units to gather together with this one in forward.
+        backward_prefetch: units to gather together with this one in backward.
+        is_root: whether the unit is inside no other unit.
     """
 
     reshard_after_forward: bool
@@ -255,9 +265,7 @@ class FSDPSettings:
     @property
     def reshards_after_forward(self) -> bool:
         """Whether unsharded parameters are freed between forward and backward."""
-        if self.is_root and self.keeps_on_root:
-            return False
-        return self.reshard_after_forward
+        return self.reshard_after_forward and not (self.is_root and self.keeps_on_root)
 
     @property
     def keeps_larger_shards(self) -> bool:
@@ -275,11 +283,11 @@ class ForwardPass:
     """One forward of all modules of a unit, from the gather until the parameters are freed.
 
     Args:
-        call: of the first module.
-        for_backward: what the unit keeps of its parameters until backward.
-        saved: what autograd saves of the forward.
+        call: shared by the autograd nodes of the forward.
+        for_backward: tensors to save for backward: larger shards, unsharded parameters, or none.
+        saved: saved-tensor hooks of the forward.
         running: numbers of the modules whose forward runs.
-        done: numbers of those that are done.
+        done: numbers of the modules whose forward has returned.
     """
 
     call: ForwardCall
@@ -290,7 +298,7 @@ class ForwardPass:
 
 
 class FSDPState:
-    """Run a module's forward with gathered parameters, and its backward likewise.
+    """Runs the forward and backward of one unit with unsharded parameters.
 
     Args:
         group: the unit's parameters; it may have none.
@@ -299,8 +307,8 @@ class FSDPState:
         parts: number of modules whose parameters are gathered and freed together.
 
     Attributes:
-        settings: what may be changed between steps.
-        context: what the tree of units shares; the unit's own until it joins one.
+        settings: options that may change between steps.
+        context: shared with the other units of the model after ``join``.
     """
 
     def __init__(
@@ -311,7 +319,7 @@ class FSDPState:
         self.device = device
         self.parts = parts
         self.settings = FSDPSettings(
-            # In groups of one rank, which is a number, parameters are kept.
+            # 1: in groups of one rank a shard is the unsharded parameter.
             reshard_after_forward=config.reshard_after_forward is True
             or config.reshard_after_forward > 1,
             keeps_larger=group.smaller is not None,
@@ -319,11 +327,11 @@ class FSDPState:
         )
         self.context = FSDPContext(sync_on_end=config.sync_on_finalization)
         self._forward: ForwardPass | None = None
-        self._unsharded_in = -1  # the backward pass that gathered what the modules hold
+        self._unsharded_in = -1  # number of the backward pass that gathered the parameters
         self._dummy = torch.zeros(1, device=device)
 
     def join(self, root: FSDPState) -> None:
-        """Become a part of the tree of units under ``root``."""
+        """Share the context of ``root``, a unit around this one."""
         self.settings.is_root = False
         self.context = root.context
 
@@ -335,15 +343,14 @@ class FSDPState:
     # ------------------------------------------------------------ at the user's request
 
     def prefetch(self, before: Sequence[Tensor] = ()) -> None:
-        """Gather the parameters now, once ``before`` are computed, for the next forward or backward
-        to use."""
+        """Gather the parameters for the next forward or backward, once ``before`` are computed."""
         self.group.prefetch(
             before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
         )
 
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
-        ``reshard``. They are connected to the shards: what is computed with them has gradients."""
+        ``reshard``. Gradients of results computed with them reach the shards."""
         self.context.abandon()
         if self.state is ShardedState.SHARDED and self.group.params:
             self.prefetch()
@@ -358,19 +365,16 @@ class FSDPState:
 
     @contextlib.contextmanager
     def summoned(self, unsharded: list[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards.
-
-        Raises:
-            RuntimeError: if they hold other unsharded parameters at the time.
-        """
+        """Let the modules hold these leaf parameters inside the block, as
+        ``FSDPParamGroup.summoned`` does, after a clean-up of backward passes that raised."""
         self.context.abandon()
         with self.group.summoned(unsharded):
             yield
 
     @contextlib.contextmanager
     def computing_with(self, unsharded: list[Tensor]) -> Iterator[None]:
-        """Let the modules hold these parameters inside the block, for a forward that is traced
-        apart from the program around it."""
+        """Let the modules hold these parameters inside the block, for a forward that is traced as
+        a program of its own (the body of a loop)."""
         self.refuse_run()
         self.reshard()
         self.group.to_unsharded(unsharded, ShardedState.FORWARD)
@@ -382,17 +386,17 @@ class FSDPState:
     # ------------------------------------------------------------ forward
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
-        """Return ``forward(*args, **kwargs)``, computed with the parameters gathered.
+        """Return ``forward(*args, **kwargs)``, computed with unsharded parameters.
 
         Args:
             forward: of one of the unit's modules.
             args: its arguments.
             kwargs: its keyword arguments.
-            part: number of the module.
+            part: number of the module in the unit.
 
         Raises:
             ValueError: if the forward changed a parameter in place.
-            RuntimeError: see ``refuse_run``.
+            RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
         """
         if self._forward is not None and part in self._forward.running:  # the module calls itself
             return forward(*args, **kwargs)
@@ -400,7 +404,7 @@ class FSDPState:
         call = self._begin_call(part)
         given = tensors_in((args, kwargs))
         inputs, before = self._tie_inputs(call, [self.cast_input(tensor) for tensor in given])
-        versions = [_version(tensor) for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         args, kwargs = replace_tensors((args, kwargs), inputs)
         compute = self._recompute if call.recomputed else self._compute
         result = compute(call, part, before, lambda: forward(*args, **kwargs))
@@ -409,7 +413,7 @@ class FSDPState:
         return result
 
     def refuse_run(self) -> None:
-        """Raise RuntimeError where the parameters are not to be computed with."""
+        """Raise RuntimeError inside ``summoned``, or if a parameter is on the meta device."""
         if self.state is ShardedState.SUMMONED:
             raise RuntimeError(
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
@@ -436,7 +440,7 @@ class FSDPState:
         return ForwardCall(self, recomputed=recomputed, reshards=reshards)
 
     def _begin_call(self, part: int) -> ForwardCall:
-        """Go on with a forward pass of several modules, or begin anew."""
+        """Continue the forward pass if another of the unit's modules has begun it, or begin one."""
         self.context.mark_used(self)
         if self._forward is not None and part in self._forward.done:
             self._end_forward()
@@ -458,9 +462,9 @@ class FSDPState:
     def _tie_inputs(
         self, call: ForwardCall, inputs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the inputs, those on the device as results of a ``PostBackward`` node, and what
-        the gather that comes next has to wait for."""
-        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
+        """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
+        tensors that the next gather must wait for."""
+        lazy = [tensor for tensor in inputs if on_device(tensor)]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
         return through(partial(PostBackward.apply, call, ready), inputs), before
@@ -468,8 +472,8 @@ class FSDPState:
     def _ordered(
         self, inputs: list[Tensor], *, recomputed: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the inputs as tensors of their own, each available only once all of them are, and
-        what the next gather has to wait for."""
+        """Return new tensors equal to the inputs, each available only once all inputs are, and the
+        tensors that the next gather must wait for."""
         if recomputed:
             return [tensor.clone() for tensor in inputs], self._before(inputs)
         if not self.config.optimization_barrier_in_forward:
@@ -482,7 +486,7 @@ class FSDPState:
     def _compute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
     ) -> Any:
-        """The original forward."""
+        """Run the original forward, as opposed to ``_recompute``."""
         current = self._forward or self._begin_forward(call, before)
         current.running.add(part)
         try:
@@ -490,7 +494,9 @@ class FSDPState:
             with running(self), hooks:
                 outputs = forward()
         except BaseException:
-            self._drop_forward()
+            self._forward = None
+            if self.state is ShardedState.FORWARD:
+                self.group.to_sharded()
             raise
         current.running.discard(part)
         current.done.add(part)
@@ -513,7 +519,7 @@ class FSDPState:
         return self._forward
 
     def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return unsharded parameters, and the larger shards that backward is to gather from."""
+        """Return unsharded parameters, and the larger shards that backward gathers from, if any."""
         group = self.group
         again, larger = current_pass() != -1, self.settings.keeps_larger_shards
         if group.holds_current:
@@ -525,10 +531,10 @@ class FSDPState:
         return gathered.params, gathered.post_forward_shards
 
     def _tie_outputs(self, call: ForwardCall, outputs: Any, for_backward: list[Tensor]) -> Any:
-        """Return the outputs in the dtype that the unit returns, those on the device as results of
-        a ``PreBackward`` node, which saves ``for_backward``."""
+        """Return the outputs in the output dtype, those on the device as outputs of a
+        ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
-        lazy = [tensor for tensor in given if tensor.device.type == "xla"]
+        lazy = [tensor for tensor in given if on_device(tensor)]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
@@ -539,9 +545,10 @@ class FSDPState:
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
     ) -> Any:
-        """The same forward again, for a checkpoint, inside a backward pass.
+        """Recompute the forward for a checkpoint, inside a backward pass.
 
-        What it gathers stays for the backward that follows, which thus needs no gather of its own.
+        The modules hold the gathered parameters until the pass ends, so that the backward of the
+        unit needs no other gather.
         """
         group = self.group
         if group.sharded_state is ShardedState.SHARDED:
@@ -558,10 +565,10 @@ class FSDPState:
             saved.forget()
         return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
 
-    # ------------------------------------------------------------ the end of a forward
+    # ------------------------------------------------------------ end of a forward
 
     def _to_sharded_after_forward(self) -> None:
-        """The last module is done: let the modules hold shards again.
+        """Let the modules hold shards again.
 
         Raises:
             ValueError: if the forward has changed a parameter in place.
@@ -574,7 +581,7 @@ class FSDPState:
             raise self._changed_in_place(changed)
 
     def _end_forward(self) -> None:
-        """Free the parameters, unless they live until backward."""
+        """Free the parameters, unless backward is to use them again."""
         self._to_sharded_after_forward()
         current, self._forward = self._forward, None
         if current is None:
@@ -585,18 +592,12 @@ class FSDPState:
             current.saved.forget()
 
     def _end_idle_forward(self) -> None:
-        """End a forward that some modules have not taken part in."""
+        """End a forward in which some of the unit's modules were not called."""
         if self._forward is not None and not self._forward.running:
             self._end_forward()
 
-    def _drop_forward(self) -> None:
-        """End the forward after an exception."""
-        self._forward = None
-        if self.state is ShardedState.FORWARD:
-            self.group.to_sharded()
-
     def free_unused(self) -> None:
-        """Free what was gathered for a forward and is not needed any more."""
+        """Free prefetched parameters and those of a forward that some modules did not join."""
         self.group.drop_prefetched()
         self._end_idle_forward()
 
@@ -614,15 +615,17 @@ class FSDPState:
     def pre_backward(
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gather the parameters once the gradients of the outputs, and all pending work, are there.
+        """Gather the parameters once the gradients of the outputs and all pending tensors are
+        computed.
 
         Args:
-            call: whose outputs these are.
-            saved: the parameters themselves, or larger shards, where the unit has kept such.
+            call: the forward call.
+            saved: the tensors that the forward saved for backward: unsharded parameters, larger
+                shards, or none.
             grads: of the outputs.
 
         Returns:
-            The gradients, likewise tied.
+            The gradients behind a barrier: each is available only once all are.
 
         Raises:
             RuntimeError: if shards were changed since the forward.
@@ -633,9 +636,10 @@ class FSDPState:
             refuse_changed(call.versions, self.group.versions)
         call.restart(current_pass())
         self._end_idle_forward()
-        closed = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
-        if closed and self.group.params and (settings.unshard_in_backward or not call.reshards):
-            before = self._before([grad for grad in grads if grad is not None])
+        needs_params = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
+        unshards = settings.unshard_in_backward or not call.reshards
+        if needs_params and self.group.params and unshards:
+            before = self._before(present(grads))
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
@@ -644,20 +648,20 @@ class FSDPState:
         return self._tie_grads(grads)
 
     def unsharded_for_saved(self) -> list[Tensor]:
-        """Return the parameters for a saved-tensor reference, which may be asked for before any
-        output's gradient has come by (a side channel such as a loss kept on the module)."""
+        """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
+        run yet: backward may begin at a tensor inside the module, such as a loss stored on it."""
         self.ensure_unsharded()
         return self.group.unsharded
 
     def ensure_unsharded(self) -> None:
-        """Gather the parameters for backward, unless the modules hold such already."""
+        """Gather the parameters for backward, unless the modules hold unsharded ones already."""
         if self.state is ShardedState.SHARDED:
             before = self._before([])
             self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
 
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
-        """Reduce the gradient of original parameter ``number`` ahead of the rest, if that makes no
-        collective more; if not, return it."""
+        """Reduce the gradient of original parameter ``number`` before those of the others, and
+        return None; return ``grad`` if that would need one more collective."""
         self.context.watch()
         if not self.settings.sync_gradients or not self.group.reduces_plainly:
             return grad
@@ -671,11 +675,11 @@ class FSDPState:
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:
-        """Return gradient shards; none while gradients are not synchronized.
+        """Return the gradient of each shard; None for each while gradients are not synchronized.
 
         Args:
-            grads: unsharded gradients, by original parameter.
-            early: what ``reduce_early`` made of others.
+            grads: unsharded gradients, one for each original parameter.
+            early: gradients that ``reduce_early`` has reduced.
         """
         self.context.watch()
         if not self.settings.sync_gradients:
@@ -683,29 +687,27 @@ class FSDPState:
             self._remember_unreduced()
             return [None] * len(self.group.params)
         reduced = self.group.reduce(grads, early)
-        if self.group.has_unreduced:  # replicas do not add yet
+        if self.group.has_unreduced:  # the all-reduce over replicas is still to come
             self._remember_unreduced()
         self.context.pending.extend(reduced.sums)
         return reduced.grads
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, on their way to the unit before."""
+        """Return the gradients of the inputs, each available only once all are."""
         self.context.watch()
         ready = self._tie_grads(grads)
-        self.context.pending.extend(grad for grad in ready if grad is not None)
+        self.context.pending.extend(present(ready))
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
-        """Free the parameters: all gradients of one forward call are computed.
-
-        A pass inside the pass (a reentrant checkpoint's) may reach here while the outer one still
-        needs them.
-        """
+        """Free the parameters, as all gradients of ``call`` are computed."""
+        # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
         if call.recomputed or self._unsharded_in == current_pass():
             self.reshard_after_pass()
 
     def reshard_after_pass(self) -> None:
-        """Free what was gathered for backward."""
+        """Free the parameters gathered for backward; without ``reshard_after_backward``, detach
+        them instead."""
         if self.state is not ShardedState.BACKWARD:
             return
         if self.settings.reshard_after_backward:
@@ -716,7 +718,7 @@ class FSDPState:
             self.group.to_unsharded(unsharded, ShardedState.UNSHARDED, versions=versions)
 
     def reduce_unreduced(self) -> None:
-        """Reduce gradients left by ``no_sync``, where no backward has done so since."""
+        """Reduce gradients left by ``no_sync``, if no backward has done so since."""
         if not self.settings.sync_gradients or self.group.waits_for_replicas:
             return
         self.context.unreduced.remove(self)
@@ -739,7 +741,8 @@ class FSDPState:
         return group.unshard_again(before, post_forward_shards)
 
     def _unshard_until_end_of_pass(self, unsharded: list[Tensor]) -> None:
-        """Let the modules hold these gathered parameters until the backward pass is over."""
+        """Connect the gathered parameters to the shards, and let the modules hold them until the
+        backward pass ends."""
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
             call = self._new_call(recomputed=False)
@@ -753,18 +756,17 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
+        tied = iter(ops.barrier(present(grads)))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a gather has to wait for in backward, for a computation that begins with
-        ``tensors``."""
+        """Return ``FSDPContext.gate(tensors)``, or nothing without barriers in backward."""
         before = self.context.gate(tensors)
         return before if self.config.optimization_barrier_in_backward else []
 
 
 def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
-    """Raise RuntimeError if shards are of other versions than a forward has ``seen``."""
+    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
     if list(seen) != list(now):
         raise RuntimeError(
             "parameters of an FSDP unit were changed between its forward and its backward (by "
@@ -776,8 +778,8 @@ def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
 def _prefetch(
     units: Sequence[StateRef], before: Sequence[Tensor], *, in_backward: bool = False
 ) -> None:
-    """Gather the parameters of ``units``, which run next, once ``before`` are computed; in backward
-    only of those that gather then."""
+    """Gather the parameters of ``units`` once ``before`` are computed; in backward only of units
+    that reshard after forward."""
     for reference in units:
         unit = reference()
         if unit is not None and (unit.settings.gathers_in_backward or not in_backward):
@@ -789,12 +791,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _write_back(given: Sequence[Tensor], inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Let a forward that changes an input in place change the caller's tensor, as without FSDP."""
-    for tensor, moved, version in zip(given, inputs, versions, strict=True):
-        if moved is not tensor and _version(moved) > version:
-            tensor.copy_(moved)
+    """Copy inputs that the forward changed in place to the caller's tensors, as without FSDP."""
+    for tensor, passed, version in zip(given, inputs, versions, strict=True):
+        if passed is not tensor and version_of(passed) > version:
+            tensor.copy_(passed)

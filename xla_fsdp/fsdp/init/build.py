@@ -1,7 +1,7 @@
-"""The steps by which both doors make a unit of the modules that it manages.
+"""Build a unit from the modules that it manages, for the wrapper class and ``fully_shard``.
 
-Invariants: a parameter that several attributes share has one shard, also when they lie in different
-units. Parameters that are not of floating point stay unsharded on every rank.
+Invariants: a parameter shared by several attributes has one shard, even if these are in different
+units. Parameters that are not of floating point are not sharded.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ from xla_fsdp.fsdp.init.managed import ManagedModules
 def communicate(
     managed: ManagedModules, config: FSDPConfig, collectives: Collectives | None = None
 ) -> Communication:
-    """Return how a unit's ranks communicate.
+    """Return the collectives among the ranks that share a unit, and among replicas.
 
     Args:
-        managed: by the unit.
-        config: says over whom to shard.
-        collectives: replaces the communication.
+        managed: the unit's modules.
+        config: the unit's options.
+        collectives: to use among the ranks in place of those that ``config`` asks for.
 
     Raises:
-        ValueError: if the mesh is not one of this job's ranks, if it shards over an axis along
-            which tensor parallelism has cut a parameter, or for a ``reshard_after_forward`` that
-            does not divide the ranks.
+        ValueError: if the mesh has other ranks than this job, if it shards over a tensor-parallel
+            axis of a parameter, or if ``reshard_after_forward`` does not divide the ranks.
     """
     communication = communication_for(
         config.mesh,
@@ -68,7 +67,7 @@ def communicate(
         collectives,
     )
     if collectives is None:
-        _refuse_other_parts(managed, config)
+        _refuse_tensor_parallel_axis(managed, config)
     ranks = communication.shards.num_shards
     if (size := _smaller_group_size(config, ranks)) and ranks % size:
         raise ValueError(
@@ -79,7 +78,7 @@ def communicate(
 
 
 def broadcast_values(managed: ManagedModules, communication: Communication) -> None:
-    """Give parameters and buffers the values of the first rank."""
+    """Set parameters and buffers to the values of the first rank."""
     values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
     broadcast_(values, communication.everyone, ops.device())
 
@@ -95,14 +94,14 @@ def build_unit(
     """Shard the managed parameters, move the buffers, and make a unit of them.
 
     Args:
-        managed: by the unit.
+        managed: the unit's modules.
         config: the unit's options.
-        communication: who shares the parameters.
-        origins: by the id of a parameter that was made of a meta tensor, that tensor.
-        dims: by the id of a parameter, which dim of it to cut, where that is not the first.
+        communication: collectives among the ranks that share the parameters.
+        origins: the meta tensors, by the id of the parameter made of each.
+        dims: the dim to shard, by the id of a parameter, unless it is 0.
 
     Returns:
-        What to attach to each of the unit's root modules.
+        The state to attach to each of the unit's root modules.
 
     Raises:
         ValueError: if a parameter cannot be trained, or is tied to one in another unit that is
@@ -120,7 +119,7 @@ def build_unit(
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
-    # A head or embedding that can run in chunks says so itself; several modules together cannot.
+    # Set by chunked heads and embeddings; a unit of several modules cannot run in chunks.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None
     forward_override = None if override is None else override(unit)
     return [
@@ -136,14 +135,14 @@ def build_unit(
 
 
 def free_unsharded(config: FSDPConfig) -> None:
-    """Run the program that cuts the parameters, so that unsharded ones on the device are freed."""
+    """Compute the shards now, so that unsharded parameters on the device are freed."""
     if config.execute_sharding_on_init:
         gc.collect()  # unsharded parameters in reference cycles would survive the sync
         ops.sync()
 
 
-def _refuse_other_parts(managed: ManagedModules, config: FSDPConfig) -> None:
-    """Refuse to share a parameter of which tensor parallelism gave these ranks other parts."""
+def _refuse_tensor_parallel_axis(managed: ManagedModules, config: FSDPConfig) -> None:
+    """Raise ValueError if ranks that share a parameter hold different local parts of it."""
     for _, name, owner, attribute, _ in managed.parameters():
         placement = placement_in(owner, attribute)
         if placement is None:
@@ -161,14 +160,14 @@ def _refuse_other_parts(managed: ManagedModules, config: FSDPConfig) -> None:
 
 
 def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
-    """Return the ranks in a group that keeps parameters after forward; None if there are none."""
+    """Return the size of the groups that share larger shards; None if there are none."""
     reshard = config.reshard_after_forward
     return None if isinstance(reshard, bool) or reshard in (1, num_ranks) else reshard
 
 
 # ---------------------------------------------------------------- shards and buffers
 
-# Of a tensor's first values: enough to tell apart what different random numbers have filled.
+# Number of a tensor's first values to compare between ranks: enough to detect different seeds.
 CHECKED_VALUES = 4096
 
 
@@ -181,24 +180,11 @@ def shard_parameters(
     origins: Mapping[int, Tensor],
     dims: Mapping[int, int],
 ) -> list[FSDPParam]:
-    """Replace the managed parameters by this rank's shards.
-
-    Args:
-        managed: by the new unit.
-        config: the unit's options.
-        communication: who shares the parameters.
-        device: where shards go.
-        origins: by the id of a parameter that was made of a meta tensor, that tensor.
-        dims: by the id of a parameter, which dim of it to cut, where that is not the first.
-
-    Raises:
-        ValueError: if a parameter cannot be trained, or is tied to one in another unit that is
-            sharded differently.
-    """
+    """Replace the managed parameters by shards on ``device``; arguments as for ``build_unit``."""
     _move_not_floating(managed, device)
     sharder = _Sharder(managed.roots[0], config, communication, device, origins, dims)
     new, adopted = [], []
-    # All lookups come first: what is sharded below becomes known, too.
+    # A list, not a generator: sharding below registers parameters that known_shard then finds.
     found = [(known_shard(tensor), tensor, original) for tensor, original in _originals(managed)]
     for known, tensor, original in found:
         if known is None:
@@ -206,7 +192,8 @@ def shard_parameters(
         else:
             adopted.append(sharder.adopt(known, tensor, original))
     if config.flatten_parameters:
-        made = [sharder.shard(f"flat_param_{i}", part) for i, part in enumerate(sharder.alike(new))]
+        groups = sharder.flat_groups(new)
+        made = [sharder.shard(f"flat_param_{i}", group) for i, group in enumerate(groups)]
     else:
         made = [sharder.shard(original.names[0], [(tensor, original)]) for tensor, original in new]
     return made + adopted
@@ -217,16 +204,15 @@ def move_buffers(
 ) -> dict[str, torch.dtype]:
     """Move buffers to ``device``; cast floating-point ones to the buffer dtype.
 
-    Layers with running statistics, such as BatchNorm, compute in the dtype of these, parameters
-    included: XLA's verifier refuses torch_xla's BatchNorm with inputs of two dtypes. Statistics
-    keep their own dtype unless there is a ``buffer_dtype``: an average over thousands of steps is
-    beyond 16 bits.
+    Layers with running statistics, such as BatchNorm, compute in the dtype of the statistics, as
+    XLA's verifier refuses torch_xla's BatchNorm with inputs of two dtypes. Without a
+    ``buffer_dtype`` statistics are not cast: 16 bits are too few for an average over many steps.
 
     Returns:
         The original dtype of every buffer that was cast, by dotted name.
     """
     originals: dict[str, torch.dtype] = {}
-    moved: dict[tuple[int, torch.dtype], Tensor] = {}  # shared buffers stay one
+    moved: dict[tuple[int, torch.dtype], Tensor] = {}  # so that shared buffers are moved once
     for prefix, owner in managed.modules():
         statistics = _statistics_dtype(owner, config)
         if config.compute_dtype not in (None, statistics) and statistics is not None:
@@ -236,7 +222,7 @@ def move_buffers(
         if wanted is None and config.cast_buffers:
             wanted = config.compute_dtype
         for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta:  # that gets its memory from the user
+            if buffer is None or buffer.is_meta:  # the user gives meta buffers memory later
                 continue
             dtype = wanted if wanted and buffer.is_floating_point() else buffer.dtype
             if dtype != buffer.dtype:
@@ -247,7 +233,7 @@ def move_buffers(
 
 
 def _statistics_dtype(module: nn.Module, config: FSDPConfig) -> torch.dtype | None:
-    """Return the dtype in which a layer with running statistics computes."""
+    """Return the dtype in which a layer with running statistics computes; None for others."""
     if isinstance(module, _NormBase) and module.running_mean is not None:
         return config.buffer_dtype or module.running_mean.dtype
     return None
@@ -267,7 +253,7 @@ def _cast_output(
 
 @dataclass(frozen=True)
 class _Sharder:
-    """Makes shards for one unit; ``home`` registers flat ones."""
+    """Makes shards for one unit; flat ones are registered in the module ``home``."""
 
     home: nn.Module
     config: FSDPConfig
@@ -277,7 +263,7 @@ class _Sharder:
     dims: Mapping[int, int]
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
-        """Make one shard of ``parts`` joined end to end."""
+        """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]), 0)
         layout, row_shape = self._layout([original.shape for original in originals], dim)
@@ -292,7 +278,7 @@ class _Sharder:
         return param
 
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
-        """Share the shard that another unit made of the same parameter."""
+        """Return a parameter with the shard that another unit has made of the same tensor."""
         layout, _ = self._layout([original.shape], self.dims.get(id(tensor), theirs.packing.dim))
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
@@ -303,8 +289,9 @@ class _Sharder:
             )
         if theirs.slots.part is not None:
             raise ValueError(
-                f"{name} is tied to {theirs.originals[0].names[0]} of a stacked block, and no other "
-                f"unit can hold a slice of a stack. Scan the blocks without stacked, or untie them"
+                f"{name} is tied to {theirs.originals[0].names[0]} of a stacked block, and no "
+                f"other unit can hold a slice of a stack. Scan the blocks without stacked, or "
+                f"untie them"
             )
         if theirs.packing.layout != layout:
             raise ValueError(
@@ -312,22 +299,14 @@ class _Sharder:
                 f"is sharded as {theirs.packing.layout}, not {layout}. Give both units the same "
                 f"options"
             )
-        dtype = self._compute_dtype(original)
-        return FSDPParam(
-            name,
-            [original],
-            theirs.leaf,
-            layout,
-            dtype,
-            places=theirs.slots,
-            dim=theirs.packing.dim,
-        )
+        dtype, dim = self._compute_dtype(original), theirs.packing.dim
+        return FSDPParam(name, [original], theirs.leaf, layout, dtype, slots=theirs.slots, dim=dim)
 
-    def alike(
+    def flat_groups(
         self, parts: Sequence[tuple[Tensor, OriginalParam]]
     ) -> list[list[tuple[Tensor, OriginalParam]]]:
-        """Group the parts that can share one flat shard, trainable ones first: same dtypes, all
-        trainable or all frozen, all cut by tensor parallelism or none."""
+        """Group the parameters that can share one flat shard, trainable ones first: same dtypes,
+        all trainable or all frozen, all sharded by tensor parallelism or none."""
         groups: dict[tuple[bool, str, str, bool], list[tuple[Tensor, OriginalParam]]] = {}
         for part in parts:
             tensor, computes_in = part[0], self._compute_dtype(part[1]) or part[0].dtype
@@ -338,8 +317,8 @@ class _Sharder:
     def _compare_with_peers(
         self, tensors: Sequence[Tensor], originals: Sequence[OriginalParam]
     ) -> None:
-        # CPU ranks share one random number generator, so a model that every rank seeds and builds
-        # for itself differs between them.
+        """Check that all ranks build the same parameters: CPU ranks share one random number
+        generator, so models that they seed and build at the same time differ."""
         if not self.communication.covers_all:
             return  # groups may hold different parts of a model
         for tensor, original in zip(tensors, originals, strict=True):
@@ -355,7 +334,8 @@ class _Sharder:
         return statistics or self.config.compute_dtype
 
     def _layout(self, shapes: Sequence[torch.Size], dim: int) -> tuple[ShardLayout, Sequence[int]]:
-        """Return how to cut originals of these shapes along ``dim``, and the shape of a row."""
+        """Return the layout of one shard of these originals along ``dim``, and the shape of its
+        rows, or () for a shard [n]."""
         size = (sum(shape.numel() for shape in shapes),)
         num_shards = self.communication.shards.num_shards
         flat = self.config.flatten_parameters
@@ -373,7 +353,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
-    """Return distinct floating-point parameters with all their names and owners, in order."""
+    """Return the distinct floating-point parameters, in order, with all their names and owners."""
     found: dict[int, tuple[Tensor, list[str], list[int], list[tuple[nn.Module, str]]]] = {}
     for root, name, module, attribute, param in managed.parameters():
         if param.is_floating_point():
@@ -407,7 +387,7 @@ def _unsharded_shape(tensor: Tensor) -> torch.Size:
 
 
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
-    """Move parameters that are not of floating point, which stay unsharded."""
+    """Move the parameters that are not of floating point, and thus not sharded, to ``device``."""
     moved: dict[int, nn.Parameter] = {}
     for _, name, owner, attribute, param in managed.parameters():
         if param.is_floating_point():

@@ -1,7 +1,7 @@
-"""Read the values of a model that was built on the meta device from a checkpoint.
+"""Initialize a model on the meta device from a checkpoint.
 
-Invariants: a module's tensors are read when it is wrapped, and nothing is read twice unless it is
-tied; a pickle's code is never run.
+Invariants: a module's tensors are read when it is wrapped; only tied tensors are read twice.
+Pickles are loaded with ``weights_only``, so that no code in them runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def init_from_checkpoint(
     otherwise: Callable[[nn.Module], None] | None = None,
     strict: bool = True,
 ) -> Callable[[nn.Module], None]:
-    """Return a ``param_init_fn`` that fills each module from a file of full tensors.
+    """Return a ``param_init_fn`` that initializes each module from a file of full tensors.
 
         with torch.device("meta"):
             model = build_model()
@@ -47,19 +47,19 @@ def init_from_checkpoint(
         path: a ``.safetensors`` file; a directory with one, or with several and an index as
             Hugging Face saves them; or a ``torch.save`` file of a state dict, or of
             ``{"model": state_dict}`` as consolidation writes it.
-        otherwise: called with a module that holds tensors which the checkpoint does not have,
-            before the others are filled in. Buffers that are not saved (of rotary embeddings, say)
-            need it.
-        strict: refuse a checkpoint that has names which the model does not have. One that has no
-            name of the model is refused in any case.
+        otherwise: initializes a module of which the checkpoint lacks tensors; called before the
+            other tensors are read. Needed for buffers that are not saved, as of rotary embeddings.
+        strict: raise if the checkpoint has names that the model does not have. A checkpoint without
+            any name of the model always raises.
 
     Returns:
-        A function of one module of ``model`` with memory, to be given as ``param_init_fn``.
+        A function to pass as ``param_init_fn``: it initializes one module of ``model``, which must
+        have memory.
 
     Raises:
-        CheckpointError: if the file cannot be read, or if names are missing (and there is no
-            ``otherwise``) or unexpected, sizes differ, or a module that the file has values for is
-            not on the meta device: one line each.
+        CheckpointError: with all problems, one on each line: the file cannot be read, names are
+            missing (without ``otherwise``) or unexpected, shapes differ, or a module for which the
+            file has values is not on the meta device.
     """
     source = _open(Path(path))
     names = _names(model)
@@ -93,9 +93,9 @@ class _Source:
     """Named tensors in one or more files.
 
     Args:
-        shapes: of every tensor.
-        read: returns one by name.
-        label: of the files, for messages.
+        shapes: of every tensor, by name.
+        read: returns the tensor of a name.
+        label: path, for error messages.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -103,12 +103,12 @@ class _Source:
     label: str
 
     def found(self, names: Iterable[str]) -> list[str]:
-        """Return those of ``names`` that are there."""
+        """Return those of ``names`` that are in the files."""
         return [name for name in names if name in self.shapes]
 
 
 def _names(model: nn.Module) -> Names:
-    """Return every name of each tensor, its own first, by the module and the attribute."""
+    """Return all names of each tensor by module and attribute; names of ties come last."""
     names: dict[nn.Module, dict[str, list[str]]] = {module: {} for module in model.modules()}
     aliases: dict[int, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():
@@ -124,7 +124,7 @@ def _names(model: nn.Module) -> Names:
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what a module holds itself."""
+    """Return the tensors of a module without those of its children."""
     named = (*module._parameters.items(), *module._buffers.items())
     return [(attribute, tensor) for attribute, tensor in named if tensor is not None]
 
@@ -148,7 +148,7 @@ def _problems(model: nn.Module, source: _Source, *, may_lack: bool) -> Iterator[
 
 
 def _global_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield those of tensor-parallel parameters: modules are filled before these are cut."""
+    """Yield names and global shapes of tensor-parallel parameters, in which they are read."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:
             if placement := placement_in(module, attribute):
@@ -156,7 +156,7 @@ def _global_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _not_on_meta(model: nn.Module, source: _Source, names: Names) -> Iterator[str]:
-    """Report modules that would keep the values they have: only those on the meta device do not."""
+    """Report modules with values in the file that ``param_init_fn`` would not be called with."""
     for prefix, module in model.named_modules():
         wanted = [name for own in names[module].values() for name in source.found(own)[:1]]
         if wanted and not any(tensor.is_meta for _, tensor in _tensors(module)):
@@ -228,7 +228,7 @@ def _open_safetensors(files: list[Path], label: str) -> _Source:
             for name in file.keys():  # noqa: SIM118  (a file is no dict)
                 opened[name] = file
                 shapes[name] = tuple(file.get_slice(name).get_shape())
-        on_error.pop_all()  # they stay open as long as the source
+        on_error.pop_all()  # the files stay open for reading
     return _Source(shapes, lambda name: opened[name].get_tensor(name), label)
 
 

@@ -1,4 +1,4 @@
-"""Which modules and parameters a new unit manages."""
+"""Find the modules and parameters that a new unit manages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ManagedModules:
     """The modules of a new unit and those below them, except for units and ignored modules.
 
     Args:
-        roots: usually one; several are gathered and freed together.
+        roots: the modules of the unit, usually one; several are gathered and freed together.
         ignored: modules and parameters to leave out.
 
     Raises:
@@ -40,7 +40,7 @@ class ManagedModules:
     def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
         self.roots = tuple(roots)
         self.ignored = ignored
-        # Number of the root, name in it with a dot behind it, and module.
+        # Number of the root, name in it with a dot appended, and module.
         self._named = [
             (number, prefix, module)
             for number, root in enumerate(self.roots)
@@ -55,15 +55,15 @@ class ManagedModules:
                 )
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """Return dotted names and modules, each root (``""``) before what is in it; each once."""
+        """Return all modules, each once, with their dotted names; a root is named ``""``."""
         found: dict[nn.Module, str] = {}
         for _, prefix, module in self._named:
             found.setdefault(module, prefix[:-1])
         return [(name, module) for module, name in found.items()]
 
     def parameters(self) -> list[tuple[int, str, nn.Module, str, nn.Parameter]]:
-        """Return the number of the root, the name in it, the module, the attribute and the
-        parameter for every name of a parameter: one in a module with several names has several."""
+        """Return (number of the root, name in it, module, attribute, parameter) for every name of
+        every parameter."""
         return [
             (number, prefix + attribute, module, attribute, param)
             for number, prefix, module in self._named
@@ -73,7 +73,7 @@ class ManagedModules:
 
     @property
     def on_meta(self) -> bool:
-        """Whether a parameter or buffer, also an ignored one, is on the meta device."""
+        """Whether a parameter or buffer is on the meta device, ignored parameters included."""
         return any(
             tensor is not None and tensor.is_meta
             for _, _, module in self._named
@@ -81,7 +81,7 @@ class ManagedModules:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return parameters and buffers, each once."""
+        """Return the parameters, except ignored ones, and buffers, each once."""
         params = [param for *_, param in self.parameters()]
         buffers = [each for _, module in self.modules() for each in module._buffers.values()]
         return list({id(t): t for t in (*params, *buffers) if t is not None}.values())

@@ -1,8 +1,8 @@
-"""Give memory and values to modules that were built on the meta device.
+"""Allocate and initialize modules that were built on the meta device.
 
-Invariants: modules of units that exist already are left alone, but a parameter tied to one of
-theirs becomes their shard. Initialization sees global parameters also where tensor parallelism has
-cut them, so that random numbers and fan-in are those of the original model.
+Invariants: modules of existing units are not changed; a parameter tied to one of theirs is replaced
+by their shard. Under tensor parallelism, too, global parameters are initialized, so that random
+numbers and fan-in are those of the original model.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from xla_fsdp.wrap import Ignored
 def materialize(
     managed: ManagedModules, param_init_fn: Callable[[nn.Module], None] | None
 ) -> dict[int, Tensor]:
-    """Allocate in host memory what modules hold on the meta device, and initialize it.
+    """Replace meta tensors by initialized tensors in host memory.
 
     Args:
-        managed: by a new unit.
+        managed: the modules of a new unit.
         param_init_fn: called with each module that directly holds meta tensors (default: the
             module's own ``reset_parameters``).
 
     Returns:
-        The meta tensors, by the id of the parameter made of each.
+        The meta tensors, by the id of the tensor that has replaced each.
 
     Raises:
         ValueError: if a module has no ``reset_parameters``, and there is no ``param_init_fn``.
@@ -46,24 +46,28 @@ def materialize(
             initialize = param_init_fn or _reset_parameters(name, owner)
             allocator.allocate(owner)
             initialize(owner)
-    # Only now, as modules are initialized with tensors of their own in global shapes.
-    allocator.keep_local()
+    # After all modules are initialized, as they are with unsharded, global tensors.
+    allocator.cut_local()
     allocator.tie_to_shards()
     return allocator.origins
 
 
 class _Allocator:
-    """Replaces meta tensors by tensors in host memory."""
+    """Replaces meta tensors by tensors in host memory.
+
+    Attributes:
+        origins: the meta tensors, by the id of the tensor that has replaced each.
+    """
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
-        self._new: dict[int, Tensor] = {}  # by the meta tensor's id: tied parameters stay one
+        self._new: dict[int, Tensor] = {}  # by id of the meta tensor, so that ties are preserved
         self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._global: list[tuple[nn.Module, str, TensorPlacement]] = []
         self.origins: dict[int, Tensor] = {}
 
     def allocate(self, owner: nn.Module) -> None:
-        """Replace the meta tensors of a module, and only these."""
+        """Replace the meta tensors of a module, without its children, by uninitialized ones."""
         registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for registry in registries:
             for name, tensor in registry.items():
@@ -75,19 +79,20 @@ class _Allocator:
                     if known := known_shard(tensor):
                         self._tied.append((owner, name, known.leaf))
 
-    def keep_local(self) -> None:
-        """Leave this rank's part of global parameters."""
+    def cut_local(self) -> None:
+        """Replace global parameters by this rank's local parts."""
         local: dict[int, nn.Parameter] = {}
         for owner, name, placement in self._global:
             param = owner._parameters[name]
-            if param is None or param.shape != placement.shape:  # ignored, made by another unit
+            # An ignored parameter that another unit has initialized and cut already.
+            if param is None or param.shape != placement.shape:
                 continue
             if id(param) not in local:
                 local[id(param)] = self._local_part(param, placement)
             owner._parameters[name] = local[id(param)]
 
     def tie_to_shards(self) -> None:
-        """Let parameters that another unit has sharded already be its shards."""
+        """Replace parameters that are tied to those of another unit by its shards."""
         for owner, name, shard in self._tied:
             owner._parameters[name] = shard
 
@@ -101,7 +106,7 @@ class _Allocator:
     def _replace(self, tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
         if id(tensor) not in self._new:
             ignored = isinstance(tensor, nn.Parameter) and tensor in self._ignored.params
-            # An ignored parameter that a module of another unit shares stays one.
+            # An ignored parameter may be shared with a unit that has replaced it already.
             new = known_materialized(tensor) if ignored else None
             if new is None:
                 shape = tensor.shape if placement is None else torch.Size(placement.shape)

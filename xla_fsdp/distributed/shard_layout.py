@@ -19,8 +19,7 @@ ROWS = 8
 """Rows of a TPU tile."""
 
 LARGE = 2 * ROWS * LANES
-"""Elements from which on a shard may be sent as a matrix of whole tiles; smaller shards are flat and
-share buckets."""
+"""Elements from which on a shard may be sent as a matrix of whole tiles; smaller ones are flat."""
 
 
 def shard_multiple(shape: Sequence[int], num_shards: int) -> int:

@@ -250,7 +250,7 @@ def _ints(sizes: str) -> tuple[int, ...]:
 def _trip_count(
     computations: Mapping[str, Computation], inside: Computation, loop: Instruction
 ) -> int | None:
-    """Return the number of iterations of ``loop``, an instruction of ``inside``; None if unknown."""
+    """Return the trip count of ``loop``, an instruction of ``inside``; None if unknown."""
     if noted := loop.find(r'known_trip_count"?:\{"?n"?:"?(\d+)'):
         return int(noted)
     condition = computations.get(loop.attribute("condition"))

@@ -138,7 +138,7 @@ def torus_coords() -> list[list[int]]:
 
 
 def sync() -> None:
-    """Compile and run what has been traced so far on the caller's device."""
+    """Compile and execute all pending operations of the caller's device."""
     torch_xla.sync()
 
 

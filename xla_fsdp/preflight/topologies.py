@@ -1,8 +1,8 @@
 """TPU topologies by name: their ranks, the ranks' coordinates on the torus, figures of a chip.
 
-A topology is a generation with the chips along each torus axis, ``v5e:4x4``, or several such slices,
-``v5e:4x4*2``, joined by the data-center network. A rank is one device: a chip, or on v2 and v3 one
-of a chip's two cores.
+A topology is a generation and the chips along each torus axis, ``v5e:4x4``, or several such slices,
+``v5e:4x4*2``, joined by the data-center network. A rank is a chip, or on v2 and v3 one of a chip's
+two cores.
 
 Invariants: as in torch_xla, rank r is the device with the r-th id; ids count the cores of a chip
 first, then x, y and z, then slices.

@@ -256,7 +256,7 @@ class _ForwardFlops(FlopCounterMode):
 
 
 def _count_flops(step: Step) -> int:
-    """Return the FLOPs of a step: three times the forward's, as each product has two in backward."""
+    """Return the FLOPs of a step, three times the forward: backward has two products for each."""
     # Unrolled, as the products inside a loop are not counted.
     with blocks_one_by_one(), _ForwardFlops(display=False) as counter:
         step()

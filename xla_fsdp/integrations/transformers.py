@@ -73,7 +73,7 @@ def _with_original(original: Original, replacement: Callable[..., Any]) -> Calla
 
 
 def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    # The trainer's own model must be the wrapper. The original does not set it, and the Trainer then
+    # The trainer's own model must be the wrapper. The original does not set it, so that the Trainer
     # makes no optimizer (transformers 5), or one that accelerate does not know.
     if not trainer.is_fsdp_xla_v1_enabled:
         return original(model, *args, **kwargs)

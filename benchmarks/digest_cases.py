@@ -73,7 +73,6 @@ def gpt_programs(name: str) -> list[Program]:
 
 @contextlib.contextmanager
 def _noted_inputs() -> Iterator[list[list[Tensor]]]:
-    """Record the inputs of each program that torch_xla is asked for in the block."""
     import torch_xla
 
     ask = torch_xla._XLAC._get_tensors_xla_device_data_node
@@ -92,7 +91,6 @@ def _noted_inputs() -> Iterator[list[list[Tensor]]]:
 
 
 def _labels(inputs: list[Tensor]) -> tuple[str, ...]:
-    """Return the values of integers and of scalars, such as an optimizer's options."""
     return tuple(map(_label, inputs))
 
 
@@ -366,7 +364,6 @@ def _data(rank: int, step: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def _pending() -> list[Tensor]:
-    """Return all tensors of this rank that the next sync computes."""
     import torch_xla
 
     xla = torch_xla._XLAC

@@ -109,7 +109,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """Return results, and lines about programs that could not be compiled."""
     results, problems = [], []
     for name in [name for name in PROGRAMS if name in options.only.split(",")]:
         try:

@@ -142,7 +142,6 @@ def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    """Run a program that starts ranks itself, with this package as torch_xla's FSDP."""
     from xla_fsdp import compat
     from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 

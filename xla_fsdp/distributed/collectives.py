@@ -391,7 +391,6 @@ def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.devi
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return the same bits as a flat tensor of integers."""
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

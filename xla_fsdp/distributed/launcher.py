@@ -355,7 +355,6 @@ def _one_torch_thread(num_ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _crash_report() -> Iterator[None]:
-    """Print every rank's Python stack if XLA aborts the process."""
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return

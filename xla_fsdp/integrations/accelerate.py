@@ -276,7 +276,6 @@ def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
 
 
 def _hold_shards(optimizer: Optimizer) -> None:
-    """Let an optimizer that was made before wrapping hold the shards of its parameters."""
     groups = [[_current(param) for param in group["params"]] for group in optimizer.param_groups]
     before = list(_params(optimizer))
     after = [param for group in groups for param in group]

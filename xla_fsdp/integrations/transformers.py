@@ -173,7 +173,6 @@ def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
 def _save_model(
     original: Original, trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Save the merged model as ``save_pretrained`` of the unwrapped one writes it."""
     if not is_sharded(trainer):
         original(output_dir, _internal_call)
         return
@@ -271,7 +270,6 @@ def _shards(directory: str | os.PathLike[str]) -> Path:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

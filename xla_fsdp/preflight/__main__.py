@@ -89,7 +89,6 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the topology and the keywords of each run."""
     choices = {name: [_value(value)] for name, value in map(_pair, options.set)}
     for name, values in map(_pair, options.sweep):
         choices[name] = [_value(each) for each in values.split(",")]
@@ -160,7 +159,6 @@ def _reason(error: Exception, *, with_hint: bool) -> str:
 
 
 def _progress(line: str) -> None:
-    """Overwrite the current line of a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 

@@ -99,7 +99,6 @@ def _executable(program: bytes, request: dict[str, Any], flags: dict[str, Any]) 
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """Return the topology's devices in rank order."""
     from jax.experimental import topologies
 
     name, config = request["topology"], request["chip_config"]
@@ -132,7 +131,6 @@ def _options(xla_client: Any, assignment: Any) -> Any:
 
 
 def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
-    """Convert a serialized HLO module to MLIR bytecode."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir

@@ -199,7 +199,6 @@ def _run_child(
 def _watch(
     child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
 ) -> None:
-    """Wait for the child; raise CompileError when it uses more memory than it may."""
     started = time.monotonic()
     with contextlib.suppress(OSError):  # if memory runs out, the system should kill the child first
         Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
@@ -237,7 +236,6 @@ def _read_result(folder: Path) -> Compiled:
 
 
 def _refusal(reason: str) -> str:
-    """Return the message for a refused program, with a remedy if one is known."""
     message = f"the TPU compiler refused the program: {reason}"
     if "layout for this output is not set to host memory" not in reason:
         return message

@@ -74,7 +74,6 @@ def _wire_seconds(collective: Collective, topology: Topology) -> float:
 
 
 def _compute_seconds(module: Module, topology: Topology) -> list[float]:
-    """Return the seconds of each instruction of the entry, including what it calls."""
     seconds = [0.0] * len(module.entry.instructions)
     for execution in module.executions:
         # The cycles of a fusion include those of the instructions in it.

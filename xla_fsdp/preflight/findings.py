@@ -176,7 +176,6 @@ def about_offloading(on_host: int) -> Iterator[str]:
 
 
 def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
-    """Return the names of the parameters that have this many elements."""
     matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
     if not matching:
         return f"parameters of {numel:,} elements together" if numel else "some parameters"
@@ -189,7 +188,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _gathered_dtype(collectives: Sequence[Collective]) -> str:
-    """Return the dtype in which most bytes are gathered."""
     gathered: Counter[str] = Counter()
     for each in collectives:
         if each.kind == "all-gather":

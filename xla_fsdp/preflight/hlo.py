@@ -229,7 +229,6 @@ def _instruction(line: str, start: re.Match[str]) -> Instruction:
 
 
 def _closing(line: str, opens: int) -> int:
-    """Return the index after the bracket that closes the one at ``opens``."""
     depth = 0
     for index in range(opens, len(line)):
         depth += {"(": 1, ")": -1}.get(line[index], 0)
@@ -250,7 +249,6 @@ def _ints(sizes: str) -> tuple[int, ...]:
 def _trip_count(
     computations: Mapping[str, Computation], inside: Computation, loop: Instruction
 ) -> int | None:
-    """Return the trip count of ``loop``, an instruction of ``inside``; None if unknown."""
     if noted := loop.find(r'known_trip_count"?:\{"?n"?:"?(\d+)'):
         return int(noted)
     condition = computations.get(loop.attribute("condition"))

@@ -225,12 +225,10 @@ def _live_tensors() -> list[Tensor]:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return one Python object for each XLA tensor."""
     return list({tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:
-    """Return the roles of tensors, by the id of the Python object."""
     roles: dict[int, str] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer):

@@ -105,7 +105,6 @@ def _collective(
 
 
 def _kind(each: Instruction) -> str:
-    """Return the kind of collective that an instruction starts, "" if it starts none."""
     if each.opcode == "send":
         sent = each.find(r'_xla_megascale_transfer_type="(\w+)"')
         return sent.lower().replace("_", "-") + _BETWEEN_SLICES if sent else ""

@@ -129,7 +129,6 @@ def leave_cpu_rank(rank: int) -> None:
 
 
 def _wait_for(rank: int) -> None:
-    """Wait until the device of ``rank`` has executed all that was scheduled on it."""
     # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
     torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
 
@@ -194,7 +193,6 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
 
 
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Return whether arguments of ``Tensor.to`` name the CPU."""
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
         str(target.device if isinstance(target, Tensor) else target).startswith("cpu")

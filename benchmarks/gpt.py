@@ -65,14 +65,13 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(shape.length, shape.width)
+        self.places = nn.Embedding(shape.length, shape.width)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.blocks)])
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, *targets: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(positions)
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x), *targets)

@@ -74,7 +74,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
     return {
         "tokens": (shape.vocabulary, width),
-        "positions": (shape.length, width),
+        "places": (shape.length, width),
         "norm": (width,),
         "norm.bias": (width,),
         "head": (width, shape.vocabulary),
@@ -84,7 +84,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 def _sharded_dims(name: str, sizes: tuple[int, ...]) -> tuple[str | None, ...]:
     """Return the axis for each dim: width for ``tokens``, else the first dim of a layer."""
-    if name in ("tokens", "positions"):
+    if name in ("tokens", "places"):
         return (None, AXIS) if name == "tokens" else (AXIS, None)
     layer = (AXIS, *(None,) * (len(sizes) - 1))
     return (None, *layer[: len(sizes) - 1]) if name.startswith("block.") else layer
@@ -113,7 +113,7 @@ class Model:
             for name, value in parameters.items()
             if name.startswith("block.")
         }
-        x = self._along_batch(outer["tokens"][tokens] + outer["positions"][None])
+        x = self._along_batch(outer["tokens"][tokens] + outer["places"][None])
         block = jax.checkpoint(self._block)
         x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, blocks)
         logits = (_norm(x, outer, "norm") @ outer["head"]).astype(jnp.float32)

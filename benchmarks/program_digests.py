@@ -84,7 +84,7 @@ def _compare(found: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Any]) 
     return 1 if names else 0
 
 
-# ---------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------- digests and losses
 
 
 def _of_gpts() -> dict[str, str]:

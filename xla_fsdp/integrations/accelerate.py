@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):
         """Clip as accelerate does; the norm is that of the unsharded gradients, over all ranks.
 
         Raises:
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if gradients of ``no_sync`` have not been reduced by a later backward.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not any(is_sharded(param) for param in params):

@@ -273,17 +273,17 @@ def _live_states() -> list[FSDPState]:
     return [each for each in gc.get_objects() if type(each) is FSDPState]
 
 
-def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
-    group = unit.group
+def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
+    group = state.group
     others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
-    gathered = others + _gathered_for_backward(unit)
+    gathered = others + _gathered_for_backward(state)
     reduced = others + 2 * (replicas - 1) / replicas
     off_torus = _off_torus(group.collectives)
     for param in group.params:
         layout, needs_grad = param.packing.layout, param.leaf.requires_grad
         shard_numel = layout.numel / layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype
-        grad_dtype = unit.config.gradient_dtype or dtype
+        grad_dtype = state.config.gradient_dtype or dtype
         yield ParameterTraffic(
             name=param.originals[0].names[0],
             numel=layout.numel,
@@ -295,13 +295,13 @@ def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
         )
 
 
-def _gathered_for_backward(unit: FSDPState) -> int:
+def _gathered_for_backward(state: FSDPState) -> int:
     """Return how many shards a rank sends when parameters are gathered again for backward."""
-    if not unit.settings.reshards_after_forward:
+    if not state.settings.reshards_after_forward:
         return 0
-    smaller = unit.group.smaller
+    smaller = state.group.smaller
     if smaller is None:
-        return unit.group.collectives.num_shards - 1
+        return state.group.collectives.num_shards - 1
     return (smaller.within.num_shards - 1) * smaller.across.num_shards
 
 

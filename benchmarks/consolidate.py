@@ -3,17 +3,17 @@
     python benchmarks/consolidate.py --gigabytes 1 4 10 --ranks 16
 
 For every size it writes the files of all ranks (fp32 weights and two AdamW states each; a third of
-the bytes is the model) in the form of ``torch_xla.distributed.fsdp`` and in ours, and then merges
-them, each way in a child process of its own and with cold caches:
+the bytes is the model) in the format of ``torch_xla.distributed.fsdp`` and in ours. Then it merges
+them in these ways, each in a child process and with cold caches:
 
     upstream        torch_xla's files into one .pth, by torch_xla          (model)
     same files      torch_xla's files into one .pth, by xla_fsdp           (model)
     with optimizer  our safetensors files into a Hugging Face directory    (model and optimizer)
-    copy            our files, copied: what the disk can do at best
+    copy            our files, copied: an upper bound of the disk's speed
 
-The merged files are compared tensor by tensor. A child may use ``--memory_limit`` bytes; where
-torch_xla needs more, that is what is reported. Temporary files need about five times the largest
-size; they go to ``--directory`` and are removed.
+The merged files are compared tensor by tensor. A child that needs more than ``--memory_limit``
+bytes is reported as such. Temporary files, about five times the largest size, go to ``--directory``
+and are removed.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Case:
     """The files of one size.
 
     Args:
-        directory: where they are.
-        gigabytes: of 10^9 bytes, of all ranks' files together.
-        ranks: how many files.
+        directory: folder of the files.
+        gigabytes: size of all ranks' files together, in units of 10^9 bytes.
+        ranks: number of files.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A stack of square layers with biases whose length is no multiple of anything."""
+        """Shapes by name: square layers, with biases of odd lengths."""
         per_layer = 4 * (WIDTH * WIDTH + WIDTH + 3) * (1 + len(STATES))
         layers = max(1, round(self.gigabytes * 1e9 / per_layer))
         shapes: dict[str, tuple[int, ...]] = {}
@@ -85,11 +85,9 @@ class Case:
         return shapes
 
     def path(self, rank: int, ending: str) -> Path:
-        """A rank's file."""
         return self.directory / f"rank-{rank:05d}-of-{self.ranks:05d}.{ending}"
 
     def paths(self, ending: str) -> list[Path]:
-        """All ranks' files."""
         return [self.path(rank, ending) for rank in range(self.ranks)]
 
 
@@ -97,7 +95,7 @@ class Case:
 
 
 def write_files(case: Case) -> None:
-    """Both kinds of files of all ranks, one rank in memory at a time."""
+    """Write both kinds of files of all ranks, with one rank in memory at a time."""
     noise = torch.randn(ShardLayout((WIDTH * WIDTH,), case.ranks).shard_numel)
     for rank in range(case.ranks):
         model = {name: _shard(case, name, rank, 0, noise) for name in case.shapes}
@@ -110,7 +108,7 @@ def write_files(case: Case) -> None:
 
 
 def _shard(case: Case, name: str, rank: int, salt: int, noise: torch.Tensor) -> torch.Tensor:
-    """Different in every tensor and rank, so that a mix-up shows."""
+    """Return a shard with different values for every tensor and rank, to detect mix-ups."""
     length = ShardLayout((_numel(case.shapes[name]),), case.ranks).shard_numel
     shard = noise[:length].clone()
     shard[0], shard[length // 2] = rank + salt * 1000, hash(name) % 1000
@@ -177,7 +175,6 @@ def _header(metadata: ShardMetadata, checksums: Checksums) -> dict[str, str]:
 
 
 def merge_upstream(case: Case) -> None:
-    """torch_xla's function."""
     from torch_xla.distributed.fsdp import consolidate_sharded_model_checkpoints
 
     out = str(case.directory / "upstream.pth")
@@ -185,17 +182,14 @@ def merge_upstream(case: Case) -> None:
 
 
 def merge_same_files(case: Case) -> None:
-    """Ours, on the same files."""
     _merge(case, "*.pth", str(case.directory / "ours.pth"))
 
 
 def merge_with_optimizer(case: Case) -> None:
-    """Ours, model and optimizer."""
     _merge(case, "*.safetensors", f"{case.directory}/merged/")
 
 
 def copy_files(case: Case) -> None:
-    """No merge at all."""
     target = case.directory / "copy"
     target.mkdir()
     for path in case.paths("safetensors"):
@@ -218,9 +212,9 @@ WAYS = {
 
 
 def run_child(way: str, case: Case, memory_limit: int) -> int:
-    """One way, in this process; prints what it took."""
+    """Merge in one way in this process, and print its figures; return the exit code."""
     if way == "upstream":
-        import torch_xla.distributed.fsdp  # noqa: F401 (loading it takes seconds, merging or not)
+        import torch_xla.distributed.fsdp  # noqa: F401 (its import is not to be measured)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     start, cpu = time.perf_counter(), time.process_time()
     try:
@@ -235,7 +229,7 @@ def run_child(way: str, case: Case, memory_limit: int) -> int:
 
 
 def _peak() -> int:
-    """Bytes of this program's peak memory; getrusage's begins with that of the parent process."""
+    # Not getrusage, which starts from the peak of the parent process.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
@@ -245,7 +239,7 @@ def _peak() -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds, seconds of processor time, and bytes of peak resident memory."""
+    """Seconds, seconds of CPU time, and bytes of peak resident memory."""
 
     seconds: float
     cpu: float
@@ -254,7 +248,7 @@ class Result:
 
 def measure(way: str, case: Case, memory_limit: int) -> Result | None:
     """Run one way in a child; None if it does not fit into the limit."""
-    _forget([*case.paths("pth"), *case.paths("safetensors")])
+    _drop_from_cache([*case.paths("pth"), *case.paths("safetensors")])
     command = [sys.executable, __file__, "--child", way, "--directory", str(case.directory)]
     command += ["--gigabytes", str(case.gigabytes), "--ranks", str(case.ranks)]
     command += ["--memory_limit", str(memory_limit)]
@@ -266,15 +260,14 @@ def measure(way: str, case: Case, memory_limit: int) -> Result | None:
     return Result(**json.loads(child.stdout.splitlines()[-1]))
 
 
-def _forget(paths: Sequence[Path]) -> None:
-    """Have the next one read from the disk."""
+def _drop_from_cache(paths: Sequence[Path]) -> None:
     for path in paths:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_equal(case: Case) -> None:
-    """Both merged files hold the same tensors."""
+    """Raise RuntimeError unless both merged files hold the same tensors."""
     theirs = read_torch_file(str(case.directory / "upstream.pth"))["model"]
     ours = read_torch_file(str(case.directory / "ours.pth"))["model"]
     if theirs.keys() != ours.keys():
@@ -289,7 +282,7 @@ def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, int]:
 
 
 def run_case(case: Case, memory_limit: int) -> Iterator[str]:
-    """All ways; a table's lines."""
+    """Measure all ways; yield the lines of a table."""
     write_files(case)
     size = sum(path.stat().st_size for path in case.paths("safetensors"))
     yield f"\n{case.ranks} files, {size / 1e9:.2f} GB in all"
@@ -301,7 +294,7 @@ def run_case(case: Case, memory_limit: int) -> Iterator[str]:
         yield _line(way, result, upstream, size, memory_limit)
         if way == "same files" and upstream is not None:
             check_equal(case)
-        _remove_outputs(case, keep="upstream.pth" if way == "upstream" else "")
+        _remove_outputs(case, except_for="upstream.pth" if way == "upstream" else "")
 
 
 def _line(
@@ -316,11 +309,11 @@ def _line(
     return f"{text}{seconds / upstream.seconds:7.2f}{result.peak / upstream.peak:8.3f}"
 
 
-def _remove_outputs(case: Case, keep: str) -> None:
+def _remove_outputs(case: Case, except_for: str) -> None:
     for path in case.directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif not path.name.startswith("rank-") and path.name != keep:
+        elif not path.name.startswith("rank-") and path.name != except_for:
             path.unlink()
 
 

@@ -1,8 +1,7 @@
-"""The programs whose digests ``program_digests`` keeps: GPTs on a pretended slice of a TPU, and
-small models on real CPU ranks.
+"""The programs that ``program_digests`` compares: GPTs on fake ranks, small models on CPU ranks.
 
-Always true: a program is that of a later step, which has the optimizer's state among its inputs;
-sizes of the small models are odd, so that no number of ranks divides them (but where they must).
+A program is that of a later step, with the optimizer's state among its inputs. Sizes of the small
+models are odd, so that the number of ranks does not divide them (except where it must).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from xla_fsdp.optim import HighPrecisionOptimizer, ZeroRedundancyOptimizer, step
 from xla_fsdp.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # isort: split
-# Not public; there is no more of it in what makes the digests.
+# The only imports from this package that are not public.
 from xla_fsdp.preflight.topologies import find_topology
 from xla_fsdp.preflight.tracing import trace_step
 
@@ -50,19 +49,18 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Program:
-    """A serialized HLO module; of each of its parameters, what else is known; and pairs (parameter,
-    result) that share memory."""
+    """One rank's program."""
 
-    hlo: bytes
-    labels: tuple[str, ...]
-    aliases: tuple[tuple[int, int], ...] = ()
+    hlo: bytes  # serialized HLO module
+    labels: tuple[str, ...]  # of each parameter: facts that the HLO does not show
+    aliases: tuple[tuple[int, int], ...] = ()  # pairs (parameter, result) that share memory
 
 
-# ---------------------------------------------------------------- pretended ranks
+# ---------------------------------------------------------------- fake ranks
 
 
 def gpt_programs(name: str) -> list[Program]:
-    """What a step of one of the GPTs in ``gpt`` runs. In a process of its own."""
+    """Return the programs of a step of a GPT of module ``gpt``; call in a new process."""
     with _noted_inputs() as noted:
         traced = trace_step(lambda: getattr(gpt, name)(SHAPE), find_topology(TOPOLOGY).coords)
     programs = []
@@ -75,7 +73,6 @@ def gpt_programs(name: str) -> list[Program]:
 
 @contextlib.contextmanager
 def _noted_inputs() -> Iterator[list[list[Tensor]]]:
-    """The inputs of every program that somebody asks torch_xla for inside."""
     import torch_xla
 
     ask = torch_xla._XLAC._get_tensors_xla_device_data_node
@@ -94,15 +91,13 @@ def _noted_inputs() -> Iterator[list[list[Tensor]]]:
 
 
 def _labels(inputs: list[Tensor]) -> tuple[str, ...]:
-    """The values of integers, and of numbers that torch_xla does not make constants, such as an
-    optimizer's options; these are rounded, as some are computed."""
     return tuple(map(_label, inputs))
 
 
 def _label(tensor: Tensor) -> str:
     if not tensor.is_floating_point():
         return hashlib.sha256(str(tensor.tolist()).encode()).hexdigest()
-    return f"{tensor.item():.5g}" if tensor.dim() == 0 else ""
+    return f"{tensor.item():.5g}" if tensor.dim() == 0 else ""  # rounded, as some are computed
 
 
 # ---------------------------------------------------------------- small models
@@ -148,7 +143,7 @@ class Net(nn.Module):
 
 
 class StreamedNet(nn.Module):
-    """Row numbers made of the signs of the features; embedding and head come in pieces."""
+    """Looks up rows by the signs of the features; embedding and head are chunked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,14 +152,14 @@ class StreamedNet(nn.Module):
         self.head = LinearCrossEntropy(128, 29, pieces=3)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        places = torch.arange(FEATURES, device=x.device)
-        x = self.tokens((((x > 0) * 2**places).sum(1, keepdim=True) + places) % 37).mean(1)
+        columns = torch.arange(FEATURES, device=x.device)
+        x = self.tokens((((x > 0) * 2**columns).sum(1, keepdim=True) + columns) % 37).mean(1)
         for block in self.blocks:
             x = block(x)
         return self.head(x, target)
 
 
-# ---------------------------------------------------------------- real ranks
+# ---------------------------------------------------------------- CPU ranks
 
 
 @dataclass(frozen=True)
@@ -172,12 +167,12 @@ class Case:
     """One way to shard and train a model.
 
     Args:
-        build: makes the plain model.
+        build: makes the unsharded model.
         shard: shards it.
         optimizer: makes an optimizer of its parameters.
         micro_batches: passes per step; all but the last run under ``no_sync``.
-        clip: whether to clip by norm.
-        in_backward: whether to step there.
+        clip: whether to clip gradients by norm.
+        in_backward: whether the optimizer steps in backward.
         num_ranks: the numbers of ranks that it runs on.
     """
 
@@ -191,7 +186,7 @@ class Case:
 
 
 def wrapped(model: Any, *, deep: bool = False, remat: bool = False, **options: Any) -> Any:
-    """Each block a unit, and what else may be one; with ``deep``, units in them."""
+    """Wrap each block, embedding, head and the model; with ``deep``, also layers of blocks."""
     for index, block in enumerate(model.blocks):
         if deep:
             block.norm, block.up = (
@@ -207,7 +202,7 @@ def wrapped(model: Any, *, deep: bool = False, remat: bool = False, **options: A
 
 
 def in_place(model: Any, **options: Any) -> Any:
-    """The same by ``fully_shard``; the layers that share a weight are one unit."""
+    """Apply ``fully_shard``, to the layers that share a weight together."""
     fully_shard([model.mid, model.mid2], **options)
     for block in model.blocks:
         fully_shard(block, **options)
@@ -215,14 +210,13 @@ def in_place(model: Any, **options: Any) -> Any:
 
 
 def scanned(model: Any, *, stacked: bool = False, **options: Any) -> Any:
-    """Its blocks as one loop."""
+    """Wrap, with the blocks as one loop."""
     model = wrapped(model, **options)
     scan_blocks(model.blocks, stacked=stacked)
     return model
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """Whole on every rank."""
     import torch_xla
 
     model = model.to(torch_xla.device())
@@ -230,30 +224,28 @@ def replicated(model: nn.Module) -> nn.Module:
     return model
 
 
-def cut(model: Any) -> Any:
-    """Tensor-parallel blocks, sharded."""
+def tensor_parallel(model: Any) -> Any:
+    """Parallelize blocks over two ranks, and shard over the two others."""
     mesh = init_mesh((2, 2), ("shard", "tensor"))
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     return wrapped(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["shard"])
 
 
 def hybrid(model: Any) -> Any:
-    """Two replicas."""
     return wrapped(model, mesh=init_mesh((2, 2), ("replica", "shard")))
 
 
 def wide() -> nn.Module:
-    """With shards that travel in rows."""
+    """Make a model with shards that are sent in rows."""
     return Net(128, 255, depth=3)
 
 
 def even() -> nn.Module:
-    """That two ranks can divide."""
+    """Make a model whose sizes two ranks divide."""
     return Net(12, 18)
 
 
 def with_statistics() -> nn.Module:
-    """With those of the joined batch."""
     return SyncBatchNorm.convert_sync_batchnorm(Net(norm=nn.BatchNorm1d))
 
 
@@ -302,14 +294,12 @@ CASES = {
     "zero": Case(Net, replicated, optimizer=_zero),
     "hybrid": Case(Net, hybrid, num_ranks=(4,)),
     "hybrid_no_sync": Case(Net, hybrid, micro_batches=2, clip=True, num_ranks=(4,)),
-    "tensor_parallel": Case(even, cut, clip=True, num_ranks=(4,)),
+    "tensor_parallel": Case(even, tensor_parallel, clip=True, num_ranks=(4,)),
 }
-"""By name."""
 
 
 def rank_programs(num_ranks: int) -> list[dict[str, Program]]:
-    """What a step of every case that runs on so many ranks runs, for each rank. In a process of its
-    own."""
+    """Return, by rank, the programs of all cases with so many ranks; call in a new process."""
     alone = Alone(num_ranks)
     return launch(_programs, (num_ranks, alone), num_ranks=num_ranks) or []
 
@@ -320,7 +310,7 @@ def _programs(rank: int, num_ranks: int, alone: Alone) -> dict[str, Program]:
 
 
 class Alone:
-    """Lets every rank do something in turn, while the others, which are threads, stand still."""
+    """Lets the ranks, which are threads, do something one after the other while the others wait."""
 
     def __init__(self, num_ranks: int) -> None:
         self._all = threading.Barrier(num_ranks, timeout=300)
@@ -328,7 +318,7 @@ class Alone:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """All ranks enter, one is inside."""
+        """Wait for all ranks; let one at a time into the block."""
         self._all.wait()
         with self._turn:
             yield
@@ -374,7 +364,6 @@ def _data(rank: int, step: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def _pending() -> list[Tensor]:
-    """All of this rank's tensors that the next sync computes."""
     import torch_xla
 
     xla = torch_xla._XLAC

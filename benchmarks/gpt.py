@@ -1,8 +1,7 @@
-"""The GPT that ``tpu_compile`` wraps, for PyTorch/XLA, and a training step of it.
+"""The GPT that ``tpu_compile`` compiles, for PyTorch/XLA, and ways to make a training step of it.
 
-Words: a *shape* is all that its size depends on. Always true: blocks are units and are
-rematerialized, AdamW has fp32 state, units compute in bf16. The same model for JAX is in
-``jax_fsdp``.
+Blocks are wrapped and rematerialized, AdamW has fp32 state, compute is in bf16. The same model for
+JAX is in ``jax_fsdp``.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class Block(nn.Module):
         x = x + self.proj(self.attend(self.qkv(self.norm1(x))))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
-    def attend(self, joined: Tensor) -> Tensor:
-        """[rows, length, 3 * width] to [rows, length, width]."""
-        rows, length, _ = joined.shape
-        split = joined.view(rows, length, 3, self.heads, HEAD)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attend from [rows, length, 3 * width] to [rows, length, width]."""
+        rows, length, _ = qkv.shape
+        split = qkv.view(rows, length, 3, self.heads, HEAD)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         scores = query @ key.transpose(-1, -2) * HEAD**-0.5
-        seen = torch.ones(length, length, dtype=torch.bool, device=joined.device).tril()
+        seen = torch.ones(length, length, dtype=torch.bool, device=qkv.device).tril()
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return (weights @ value).transpose(1, 2).reshape(rows, length, -1)
 
@@ -79,31 +78,31 @@ class GPT(nn.Module):
 
 
 def ours(shape: Shape) -> Callable[[], None]:
-    """A step of the model under ``xla_fsdp``, as by default."""
+    """Return a step of the model wrapped by ``xla_fsdp``."""
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
     return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {}), shape)
 
 
 def scan(shape: Shape) -> Callable[[], None]:
-    """The same with all blocks as one loop, and with embedding and head as units of their own, so
-    that neither is held while the loop runs."""
+    """Return ``ours`` with all blocks as one loop, and embedding and head wrapped, so that neither
+    is unsharded while the loop runs."""
     return _scanned(shape, stacked=False)
 
 
 def stacked(shape: Shape) -> Callable[[], None]:
-    """The same with the parameters of all blocks in stacks."""
+    """Return ``scan`` with the parameters of all blocks stacked."""
     return _scanned(shape, stacked=True)
 
 
 def streamed(shape: Shape) -> Callable[[], None]:
-    """``stacked`` with a head that computes the loss, piece by piece, an embedding that sends rows
-    instead of its table, and an optimizer that steps inside backward."""
+    """Return ``stacked`` with a head that computes the loss in chunks, an embedding that sends
+    rows, not its table, and an optimizer that steps inside backward."""
     return _scanned(shape, stacked=True, streamed=True)
 
 
 def offloaded(shape: Shape) -> Callable[[], None]:
-    """``streamed`` whose blocks' inputs wait for backward in the memory of the host."""
+    """Return ``streamed`` with the blocks' inputs offloaded to the host until backward."""
     return _scanned(shape, stacked=True, streamed=True, offload=True)
 
 
@@ -112,7 +111,7 @@ def _scanned(
 ) -> Callable[[], None]:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
-    # A whole head stays for its backward, which follows at once; one in pieces is gathered again.
+    # An unchunked head is not resharded before its backward, which follows at once.
     ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": streamed}}
     rows = {"shard_param_on_dim_0": True}
     model: Any = _wrapped(
@@ -123,8 +122,8 @@ def _scanned(
 
 
 def upstream(shape: Shape) -> Callable[[], None]:
-    """A step of the model under ``torch_xla.distributed.fsdp``, with its best settings: collectives
-    that are not pinned are real all-gathers."""
+    """Return a step of the model wrapped by ``torch_xla.distributed.fsdp`` at its best settings:
+    pinned layouts would turn all-gathers into all-reduces."""
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
     options = {"pin_layout_in_collective_ops": False}
@@ -140,8 +139,7 @@ def _wrapped(
     *,
     streamed: bool = False,
 ) -> nn.Module:
-    """Values do not matter, and memory that nothing was written to takes none."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # no values: memory that is never written to takes none
         model: Any = GPT(shape)
     if streamed:
         from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
@@ -160,8 +158,8 @@ def _wrapped(
 def _step(
     model: nn.Module, shape: Shape, loss: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Callable[[], None]:
-    """One step; ``loss`` of tokens and targets, if the model does not return logits: then steps
-    are made inside backward."""
+    """Return a step; with ``loss`` (of tokens and targets, if the model does not return logits),
+    the optimizer steps inside backward."""
     import torch_xla
 
     from xla_fsdp.optim import step_in_backward
@@ -176,7 +174,7 @@ def _step(
     tokens, targets = (torch.zeros(size, dtype=torch.long).to(torch_xla.device()) for _ in range(2))
 
     def step() -> None:
-        # No name for the logits: one that lives until the sync would be a result of the program.
+        # Logits in a variable that lives until the sync would be a result of the program.
         (loss or of_logits)(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,8 @@
-"""A digest of an HLO program that depends on what it computes, and on nothing else.
+"""A digest of an HLO program that depends only on what it computes.
 
-Words: an instruction's *color* is a hash that stands for it.
-Always true: names, numbers and the order of instructions, of the program's parameters and of its
-results do not count, nor does metadata (source files, lines, names of operations); opcodes, types,
-attributes, operands, constants, and who uses what, do.
-Parameters get their colors from their uses, step by step, as in a test of graphs for isomorphism.
+It ignores names, the order of instructions, parameters and results, and metadata; it depends on
+opcodes, types, attributes, operands, constants and uses. Each instruction gets a *color*, a hash.
+Those of parameters are refined by their uses, as in the Weisfeiler-Leman test of isomorphism.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 ROUNDS = 4
-"""How often parameters are told apart by their uses; each round sees one step further."""
+"""Number of refinements of the parameters' colors."""
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) .*\{$")
 _LINE = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<body>.*)$")
@@ -28,11 +26,9 @@ _TUPLE = re.compile(r"^\(.*?\) tuple\(")
 
 @dataclass(frozen=True)
 class _Instruction:
-    """``body`` is all but its name, ``operands`` the names in it."""
-
     name: str
-    body: str
-    operands: tuple[str, ...]
+    body: str  # the line without the name
+    operands: tuple[str, ...]  # all names in the body
     is_root: bool
 
     @property
@@ -43,7 +39,7 @@ class _Instruction:
 
 
 def text_of(program: bytes) -> str:
-    """The text of a serialized HLO module. Not in a process that has loaded torch_xla."""
+    """Return the text of a serialized HLO module; not in a process that has loaded torch_xla."""
     from jaxlib import xla_client
 
     options = xla_client._xla.HloPrintOptions()
@@ -56,12 +52,12 @@ def digest(
     labels: Mapping[int, str] | None = None,
     aliases: Sequence[tuple[int, int]] = (),
 ) -> str:
-    """Of the module with this text.
+    """Return the digest of a module.
 
     Args:
-        text: as ``text_of`` gives it.
-        labels: what else tells parameters apart, by number.
-        aliases: pairs (parameter, result) that share memory, by number.
+        text: text of the module, as returned by ``text_of``.
+        labels: further facts about parameters, by number.
+        aliases: pairs (parameter, result), by number, that share memory.
     """
     computations = _computations(text)
     [entry] = [name for name in computations if name.startswith("ENTRY ")]
@@ -73,7 +69,7 @@ def digest(
 
 
 def _computations(text: str) -> dict[str, list[_Instruction]]:
-    """By name, those that are called first; the entry's name has the word before it."""
+    """Return instructions by computation, callees first; the entry's name begins with ENTRY."""
     found: dict[str, list[_Instruction]] = {}
     current: list[_Instruction] = []
     for line in text.splitlines():
@@ -95,7 +91,7 @@ def _colors(
     called: Mapping[str, str],
     of_parameter: Callable[[_Instruction], str],
 ) -> dict[str, str]:
-    """Every instruction by what it is and what its operands are."""
+    """Return the color of each instruction, made of its body and its operands' colors."""
     colors: dict[str, str] = {}
     for each in instructions:
         if each.parameter is not None:
@@ -109,7 +105,7 @@ def _colors(
 
 
 def _digest_of_called(instructions: Sequence[_Instruction], called: Mapping[str, str]) -> str:
-    """Of a computation whose parameters and results have an order."""
+    # Here the order of results counts, so the root is not treated as such.
     ordered = [
         _Instruction(each.name, each.body, each.operands, is_root=False) for each in instructions
     ]
@@ -146,13 +142,13 @@ def _digest_of_entry(
 def _colors_with_uses(
     instructions: Sequence[_Instruction], down: Mapping[str, str]
 ) -> dict[str, str]:
-    """Every instruction by its color and by what comes of it."""
+    """Return colors that also depend on the uses of each instruction."""
     uses: dict[str, list[str]] = {each.name: [] for each in instructions}
     colors: dict[str, str] = {}
     for each in reversed(instructions):
         colors[each.name] = color = _hash(down[each.name], *sorted(uses[each.name]))
         unordered = each.is_root and _TUPLE.match(each.body)
-        for place, name in enumerate(each.operands):
+        for index, name in enumerate(each.operands):
             if name in uses:  # not a called computation
-                uses[name].append(_hash(color, "" if unordered else str(place)))
+                uses[name].append(_hash(color, "" if unordered else str(index)))
     return colors

@@ -1,9 +1,8 @@
-"""Plain FSDP of the same GPT in JAX: ``jit``, ``NamedSharding``, a scan over layers, remat.
+"""FSDP of the same GPT in JAX: ``jit``, ``NamedSharding``, a scan over layers, remat.
 
-Always true: fp32 parameters and AdamW moments are sharded over all devices along one dim of each,
-activations along the batch; everything else is left to XLA's partitioner. Compute is in bf16.
-What is returned is lowered, not compiled: that is ``xla_fsdp.preflight.compiler``'s business. To be
-imported in a process without torch_xla, in ``compiler_environment``.
+fp32 parameters and AdamW moments are sharded over all devices along one dim of each, activations
+along the batch; XLA's partitioner does the rest. Compute is in bf16. Import this in a process
+without torch_xla, with the variables of ``compiler_environment``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RATE, BETA1, BETA2, EPSILON, DECAY = 1e-4, 0.9, 0.999, 1e-8, 1e-2
 
 
 def lowered(shape: Shape, topology: Topology) -> Traced:
-    """The step of all ranks as one program, to be partitioned."""
+    """Return the step of all ranks as one program, lowered, which the compiler is to partition."""
     config = {"chip_config_name": topology.chip.config} if topology.chip.config else {}
     devices = topologies.get_topology_desc(
         platform="tpu",
@@ -45,18 +44,18 @@ def lowered(shape: Shape, topology: Topology) -> Traced:
 
 def _lowered(mesh: Any, shape: Shape) -> Any:
     shapes = parameter_shapes(shape)
-    whole, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS, None))
+    replicated, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS, None))
     shardings = {
         name: NamedSharding(mesh, Spec(*_sharded_dims(name, sizes)))
         for name, sizes in shapes.items()
     }
     parameters = {name: jax.ShapeDtypeStruct(sizes, "float32") for name, sizes in shapes.items()}
     tokens = jax.ShapeDtypeStruct((mesh.size * shape.batch, shape.length), "int32")
-    state = (shardings, shardings, shardings, whole)
+    state = (shardings, shardings, shardings, replicated)
     step = jax.jit(
         _Step(Model(shape, NamedSharding(mesh, Spec(AXIS, None, None))), shardings),
         in_shardings=(*state, rows, rows),
-        out_shardings=(*state, whole),
+        out_shardings=(*state, replicated),
         donate_argnums=(0, 1, 2, 3),
     )
     count = jax.ShapeDtypeStruct((), "float32")
@@ -64,7 +63,7 @@ def _lowered(mesh: Any, shape: Shape) -> Any:
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Those of all blocks are stacked, under names that begin with "block."."""
+    """Return shapes by name; those of all blocks are stacked, as "block." and a name."""
     width = shape.width
     block = {
         "norm1": (width,), "norm1.bias": (width,), "norm2": (width,), "norm2.bias": (width,),
@@ -84,7 +83,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _sharded_dims(name: str, sizes: tuple[int, ...]) -> tuple[str | None, ...]:
-    """Tables along the width, everything else along the first dim of a layer."""
+    """Return the axis for each dim: width for ``tokens``, else the first dim of a layer."""
     if name in ("tokens", "places"):
         return (None, AXIS) if name == "tokens" else (AXIS, None)
     layer = (AXIS, *(None,) * (len(sizes) - 1))
@@ -96,7 +95,7 @@ class Model:
     """The GPT of ``gpt``.
 
     Args:
-        shape: its sizes.
+        shape: sizes of the model.
         by_batch: sharding of activations.
     """
 
@@ -104,7 +103,6 @@ class Model:
     by_batch: Any
 
     def loss(self, parameters: dict[str, Any], tokens: Any, targets: Any) -> Any:
-        """Mean cross entropy."""
         outer = {
             name: value.astype(jnp.bfloat16)
             for name, value in parameters.items()
@@ -134,11 +132,11 @@ class Model:
         inner = jax.nn.gelu(linear(_norm(x, layer, "norm2"), "up"), approximate=False)
         return self._along_batch(x + linear(inner, "down"))
 
-    def _attend(self, joined: Any) -> Any:
-        rows, length, _ = joined.shape
+    def _attend(self, qkv: Any) -> Any:
+        rows, length, _ = qkv.shape
         query, key, value = (
             each.reshape(rows, length, self.shape.heads, HEAD).transpose(0, 2, 1, 3)
-            for each in jnp.split(joined, 3, -1)
+            for each in jnp.split(qkv, 3, -1)
         )
         scores = jnp.einsum("rhqd,rhkd->rhqk", query, key) * HEAD**-0.5
         seen = jnp.tril(jnp.ones((length, length), bool))

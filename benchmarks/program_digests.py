@@ -1,16 +1,15 @@
-"""Whether the programs that this package makes are those they were.
+"""Check that the programs that this package makes have not changed.
 
     python benchmarks/program_digests.py            # compare with program_digests.json
     python benchmarks/program_digests.py --write    # or store
     python benchmarks/program_digests.py --mnist    # the losses of the MNIST job, too
     python benchmarks/program_digests.py --only gpt # some of it
 
-A change that is to change nothing leaves all digests as they are. Stored are those of the programs
-of one training step: the benchmark's GPTs of ``gpt`` as one of 16 pretended ranks of v5e:4x4, and
-the small models of ``digest_cases`` on real CPU ranks, of which all ranks' programs make one
-digest. What of a program counts: ``hlo_digest``; of its inputs, integers and single numbers.
+A refactoring leaves all digests as they are. Stored are digests (``hlo_digest``) of the programs of
+one training step, with the values of integer and scalar inputs: of the GPTs of ``gpt`` as one of 16
+fake ranks of v5e:4x4, and of the small models of ``digest_cases`` on CPU ranks, one for all ranks.
 Losses are those of ``examples/mnist/train.py`` with seed 0 on 8 CPU ranks, exactly as printed.
-Exit code 1: something differs, which is named.
+Prints what differs; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MNIST = "--seed 0 --num_ranks 8 --num_epochs 1 --max_steps 30 --log_interval 1 -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Store or compare; returns the exit code."""
+    """Store or compare; return the exit code."""
     options = _parser().parse_args(argv)
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles faster
@@ -85,7 +84,7 @@ def _compare(found: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Any]) 
     return 1 if names else 0
 
 
-# ---------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------- digests and losses
 
 
 def _of_gpts() -> dict[str, str]:
@@ -98,7 +97,6 @@ def _on_ranks(count: int) -> dict[str, str]:
 
 
 def _digest(programs: Sequence[Any]) -> str:
-    """Of several programs, in order."""
     each = [
         hlo_digest.digest(
             hlo_digest.text_of(program.hlo), dict(enumerate(program.labels)), program.aliases
@@ -109,7 +107,6 @@ def _digest(programs: Sequence[Any]) -> str:
 
 
 def _losses(data_dir: Path | None) -> dict[str, float]:
-    """By step."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "losses")
         job = [sys.executable, str(ROOT / "examples/mnist/train.py"), *MNIST.split()]
@@ -121,8 +118,8 @@ def _losses(data_dir: Path | None) -> dict[str, float]:
 
 
 def _in_child(function: str, *arguments: Any) -> Any:
-    """Call ``module:function`` in a process of its own: torch_xla starts once in a process, and
-    cannot be in one with jaxlib."""
+    """Call ``module:function`` in a new process: torch_xla can start only once in a process, and
+    not in one with jaxlib."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_call, function, *arguments).result()
 

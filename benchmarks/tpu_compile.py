@@ -1,16 +1,16 @@
-"""One training step of a GPT as the TPU compiler makes it: ours, upstream's, and plain JAX.
+"""Compile one training step of a GPT for TPU: ours, upstream's, and JAX's.
 
     python benchmarks/tpu_compile.py --models 1024x4,1024x24,2048x24 --topology v5e:4x4
 
 ``ours`` is ``xla_fsdp``, ``scan`` the same with its blocks as one loop, ``stacked`` that with the
-parameters of all blocks in stacks, ``streamed`` that with a head that computes the loss piece by
-piece and an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs on the
-host, ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over
-layers under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW
-with fp32 state, bf16 compute, rematerialized blocks, in the steady state.
+parameters of all blocks stacked, ``streamed`` that with a head that computes the loss in chunks and
+an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs on the host,
+``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers
+under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
+fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
-alternating steps (JAX traces once). ``--write FILE`` keeps the table with the command. Compiled
-programs are kept by preflight, so a second run takes only the time to trace.
+alternating steps (JAX traces once). ``--write FILE`` writes the table and the command. Preflight
+caches compiled programs, so a second run takes only the time to trace.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MIB, MB = 2**20, 10**6
 FLAGGED = ("ours", "scan", "stacked", "streamed", "offloaded")
 PROGRAMS = (*FLAGGED, "upstream", "jax")
 TRACED_EVERY_STEP = (*FLAGGED, "upstream")
-WARM_UP = 2  # steps before the first that counts; they make the optimizer's state
+WARM_UP = 2  # steps that are not timed; they make the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its name."""
         return (
             f"width {self.shape.width}, {self.shape.blocks} blocks, {self.topology.name} "
             f"({self.topology.num_ranks} ranks)"
@@ -66,7 +65,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What was found out about one program."""
+    """Report and times of one program."""
 
     name: str
     report: Report
@@ -75,7 +74,7 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, and print the tables; returns the exit code."""
+    """Compile, and print the tables; return the exit code."""
     options = _parser().parse_args(argv)
     lines = [_introduction(sys.argv[1:] if argv is None else argv)]
     for case in _cases(options):
@@ -110,7 +109,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """What was found out, and what could not be compiled."""
     results, problems = [], []
     for name in [name for name in PROGRAMS if name in options.only.split(",")]:
         try:
@@ -141,7 +139,7 @@ def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
 
 
 def _in_child(work: Callable[..., Any], *arguments: Any) -> Any:
-    """In a process of its own: torch_xla and JAX cannot be in one, and memory is given back."""
+    """Call in a new process: torch_xla and JAX cannot share one, and its memory is freed."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
@@ -161,9 +159,9 @@ def _lowered_by_jax(name: str, case: Case) -> Traced:
 
 
 def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each of ``rounds`` steps, by name, until it would first run something.
+    """Return CPU seconds of each of ``rounds`` steps, by name, until a step would first execute.
 
-    Models take turns, so that whatever else the machine does meets all of them.
+    Steps of all models alternate, so that other load on the machine affects all of them.
     """
     from xla_fsdp.distributed.xla.fake_rank import fake_rank
     from xla_fsdp.preflight.tracing import Recorder, use_one_cpu_device
@@ -213,7 +211,7 @@ def _introduction(argv: Sequence[str]) -> str:
 
 
 def _table(results: Sequence[Result]) -> list[str]:
-    """Markdown: one row per figure, one column per program, then ratios."""
+    """Return a Markdown table: one row per figure, one column per program, then ratios."""
     names = [result.name for result in results]
     ratios = [f"/ {name}" for name in names if name != "ours"] if "ours" in names else []
     rows = [["", *names, *ratios], ["---", *["---:"] * (len(names) + len(ratios))]]

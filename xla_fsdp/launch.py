@@ -1,9 +1,8 @@
 """``python -m xla_fsdp.launch [--num_ranks N] script.py ...``: an unmodified script on CPU ranks.
 
 Every rank runs the program, a script or (with ``-m``) a module, as ``__main__`` in a namespace of
-its own. Inside a rank ``torch_xla.launch``, ``xmp.spawn`` and ``xla_fsdp.launch`` call their
-function right there. The ranks share the process: its modules, and ``sys.modules["__main__"]``,
-which is rank 0's namespace.
+its own. Inside a rank ``torch_xla.launch``, ``xmp.spawn`` and ``xla_fsdp.launch`` just call their
+function. The ranks share all modules; ``sys.modules["__main__"]`` is rank 0's namespace.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled code, where it came from, and what goes in front of ``sys.path``."""
+    """The program to run, compiled."""
 
     code: CodeType
     path: str
-    import_from: str
+    import_from: str  # directory to put in front of ``sys.path``
     spec: ModuleSpec | None = None
 
 
@@ -143,7 +142,6 @@ def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
 
 
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    """Run a program that starts ranks for itself, with this package as torch_xla's FSDP."""
     from xla_fsdp import compat
     from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 
@@ -151,17 +149,17 @@ def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> N
     run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
     try:
         exec(program.code, vars(spaces.of_rank_0))
-    except ValueError as error:  # the program's own, no wrong usage of this command
+    except ValueError as error:  # not of wrong usage, for which ``_run`` catches ValueError
         raise _ProgramError from error
 
 
 class _ProgramError(Exception):
-    """A program raised its cause outside of ranks."""
+    """The program raised an exception, the cause of this one, outside of ranks."""
 
 
 @contextlib.contextmanager
 def _as_main(program: Program, args: Sequence[str], module: ModuleType) -> Iterator[None]:
-    """The process as the program expects it, while it runs."""
+    """Set up ``sys`` inside the block as Python does for a main program."""
     argv, path, main_module = sys.argv, sys.path, sys.modules["__main__"]
     sys.argv, sys.path = [program.path, *args], [program.import_from, *path]
     sys.modules["__main__"] = module
@@ -186,7 +184,7 @@ def _print_cause(error: Exception, program: Program) -> None:
 class _CallableModule(ModuleType):
     """A module that can be called like the function ``xla_fsdp.launch``.
 
-    Importing it makes it the package's attribute ``launch``, in place of the function.
+    Importing this module replaces the package's attribute ``launch``, the function.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Which submodules become units of their own, and what a unit ignores.
+"""Policies that choose which submodules FSDP wraps, and parameters that it ignores.
 
-A policy is called as ``policy(module, recurse, unwrapped_params)``. With ``recurse=True`` it tells
-whether to look inside ``module``; with ``recurse=False`` whether to wrap it, given the number of
-parameter elements in it that no unit has taken yet. Bind extra arguments of the policies here with
-``functools.partial``.
+A policy is called as ``policy(module, recurse, unwrapped_params)``. With ``recurse=True`` it
+returns whether to look inside ``module``, with ``recurse=False`` whether to wrap it;
+``unwrapped_params`` is the number of elements of its parameters that are not wrapped yet. Bind
+other arguments of the policies below with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from torch import nn
 
 
 class Ignored:
-    """Parameters and modules that a unit leaves alone.
+    """Parameters and modules that FSDP does not manage.
 
-    An ignored parameter stays unsharded, on the device where the user put it, wherever it is used;
-    its gradient is not reduced. Units that a policy makes inside ignore it, too.
+    An ignored parameter is not sharded or moved to another device, and its gradient is not reduced.
 
     Args:
-        modules: modules to ignore with all that is in them.
+        modules: modules to ignore, with all their submodules and parameters.
         params: parameters to ignore.
-        states: of either kind (as in torch's FSDP).
+        states: modules or parameters to ignore (as in torch's FSDP).
 
     Attributes:
-        modules: ignored modules, also those inside others; a dict, as it keeps their order.
-        params: ignored parameters.
+        modules: ignored modules and all their submodules; a dict, to be ordered.
+        params: ignored parameters; likewise.
 
     Raises:
         TypeError: if an element is of another type.
-        ValueError: if a parameter is a shard of a unit already.
+        ValueError: if a parameter is sharded already.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class Ignored:
         self.params: dict[Any, None] = dict.fromkeys(own)
 
     def add(self, param: Any) -> None:
-        """Ignore ``param``, which has replaced an ignored one in the model."""
+        """Ignore ``param``, too, as it has replaced an ignored parameter in the model."""
         self.params[param] = None
 
     def as_keywords(self) -> dict[str, Any]:
-        """Return constructor keywords that let units inside ignore the same."""
+        """Return keywords of the wrapper with which inner FSDP modules ignore the same."""
         states = [*self.modules, *self.params]
         return {"ignored_states": states} if states else {}
 
@@ -118,12 +117,12 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a submodule once it holds ``min_num_params`` elements that no unit inside it has.
+    """Wrap a submodule that has at least ``min_num_params`` elements that are not wrapped yet.
 
     Args:
-        module: the submodule in question.
-        recurse: whether the question is to look inside ``module``, and not to wrap it.
-        unwrapped_params: elements in ``module`` not yet taken by a unit.
+        module: the submodule.
+        recurse: whether to decide about looking inside ``module``, not about wrapping it.
+        unwrapped_params: number of elements of its parameters that are not wrapped yet.
         min_num_params: the threshold, in elements.
         force_leaf_modules: classes never looked into (default: attention, whose forward uses its
             children's weights directly).
@@ -144,17 +143,18 @@ def wrap_children(
 ) -> int:
     """Replace every descendant of ``module`` that ``policy`` selects by ``wrap_fn(descendant)``.
 
-    Children are decided before their parent. A module that appears twice is wrapped once; a module
-    without a forward (``nn.ModuleList``) is never wrapped, nor is any in ``nn.MultiheadAttention``.
+    The policy is asked about children before their parent. A module that appears twice is wrapped
+    once. A module without a forward (``nn.ModuleList``) is never wrapped, nor is any inside
+    ``nn.MultiheadAttention``.
 
     Args:
         module: the root, which is not replaced.
-        policy: called as policies of this module are.
-        wrap_fn: makes a unit of a module.
+        policy: called as ``policy(module=, recurse=, unwrapped_params=)``.
+        wrap_fn: wraps a module.
         ignored: modules that the policy is not asked about, and parameters that are not counted.
 
     Returns:
-        The number of parameter elements that the new units took.
+        The number of elements of the parameters that were wrapped.
     """
     return _Walker(policy, wrap_fn, ignored or Ignored()).visit_children(module)
 
@@ -166,7 +166,7 @@ class _Walker:
         self._policy = policy
         self._wrap_fn = wrap_fn
         self._ignored = ignored
-        self._done: dict[nn.Module, nn.Module] = {}  # what each became
+        self._replacements: dict[nn.Module, nn.Module] = {}  # itself for one that is not wrapped
 
     def visit_children(self, module: nn.Module) -> int:
         # Attention computes with its children's weights, without calling the children.
@@ -185,8 +185,8 @@ class _Walker:
         return taken
 
     def _visit(self, module: nn.Module) -> tuple[nn.Module, int]:
-        if module in self._done:
-            return self._done[module], 0
+        if module in self._replacements:
+            return self._replacements[module], 0
         total = self._numel(module)
         taken = self.visit_children(module)
         replacement = module
@@ -194,7 +194,7 @@ class _Walker:
             module=module, recurse=False, unwrapped_params=total - taken
         ):
             replacement, taken = self._wrap_fn(module), total
-        self._done[module] = replacement
+        self._replacements[module] = replacement
         return replacement, taken
 
     def _numel(self, module: nn.Module) -> int:
@@ -203,7 +203,7 @@ class _Walker:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether calling ``module`` computes something (``nn.ModuleList`` has no forward)."""
+    """Return whether ``module`` defines a forward (``nn.ModuleList`` does not)."""
     forward = getattr(module, "forward", None)
-    # nn.Module's own forward only raises; torch keeps it under this name.
+    # nn.Module's default forward, which raises, has this name.
     return getattr(forward, "__name__", "") != "_forward_unimplemented"

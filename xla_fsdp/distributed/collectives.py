@@ -1,9 +1,9 @@
 """Gathers, scatters and reductions of buckets among the ranks of one group.
 
-A bucket is one rank's tensor, [rows, width]; gathered ones of all ranks lie one below the other,
-[num_shards * rows, width].
-Invariants: every call is one collective (a reduction one for each axis of the TPU's torus); every
-rank of the group makes the same calls in the same order; empty tensors are not sent.
+A bucket is a tensor [rows, width] of one rank; gathered, the buckets of all ranks are concatenated
+in rank order to [num_shards * rows, width].
+Invariants: every call is one collective (a reduction: one per axis of the TPU's torus); every rank
+of the group makes the same calls in the same order; empty tensors are not sent.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import to_host
 
 TILE = 16 * LANES
-"""Elements of a TPU tile of 16-bit elements, of which flat tensors fill a multiple per rank: the
-TPU compiler turns the reduce-scatter of a 1-D array, or of fewer rows, into a full all-reduce and a
-slice."""
+"""Elements of a TPU tile of 16-bit elements. Flat buckets are padded to whole tiles: the TPU
+compiler turns the reduce-scatter of a 1-D array, or of fewer rows, into an all-reduce and a slice.
+"""
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)  # by identity: plans are kept, and their buckets are keys
+@dataclass(frozen=True, eq=False)  # hashed by identity: buckets of a plan are keys of dicts
 class Bucket:
-    """Which tensors one collective sends.
+    """The tensors that one collective sends.
 
     Args:
-        numbers: of the tensors in it.
-        shapes: of one rank's shards, [n] or [rows, width].
-        dtype: in which they travel.
+        numbers: the caller's numbers of these tensors.
+        shapes: shapes of one rank's shards: several [n], or one [rows, width].
+        dtype: dtype in which they are sent.
     """
 
     numbers: tuple[int, ...]
@@ -49,35 +49,39 @@ class Bucket:
 
     @property
     def in_rows(self) -> bool:
-        """Whether it holds one tensor in rows."""
+        """Whether it holds one tensor of shape [rows, width], and no flat ones."""
         return len(self.shapes[0]) > 1
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of the shards of flat tensors."""
+        """Number of elements of each shard, of flat tensors."""
         return [size for (size,) in self.shapes]
 
     def pack(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """Copy the shards of all tensors, by number and of any shapes, to [rows, width]."""
+        """Copy the shards, by number and of any shapes, into one tensor [rows, width]."""
         if self.in_rows:
             return ops.copied(shards[self.numbers[0]], self.shapes[0])
         pairs = zip(self.numbers, self.shapes, strict=True)
         return self.pack_flat([ops.shaped(shards[at], shape) for at, shape in pairs])
 
     def pack_gathered(self, gathered: Mapping[int, Tensor]) -> Tensor:
-        """Pack the shards of all ranks, [num_shards, n] or rows, to [num_shards * rows, width]."""
+        """Pack the shards of all ranks into one tensor [num_shards * rows, width].
+
+        Args:
+            gathered: by number, [num_shards, n] for flat tensors, else [num_shards * rows, width].
+        """
         if self.in_rows:
             return gathered[self.numbers[0]]
         return self.pack_flat([gathered[at] for at in self.numbers])
 
     def pack_flat(self, flat: Sequence[Tensor]) -> Tensor:
-        """Lay flat tensors side by side, [..., n] each, and pad them to [rows, width]."""
-        joined = torch.cat(list(flat), dim=-1)
-        missing = -joined.shape[-1] % TILE
-        return (F.pad(joined, (0, missing)) if missing else joined).reshape(-1, LANES)
+        """Concatenate flat tensors, [..., n] each, and pad them to whole tiles, [rows, LANES]."""
+        packed = torch.cat(list(flat), dim=-1)
+        missing = -packed.shape[-1] % TILE
+        return (F.pad(packed, (0, missing)) if missing else packed).reshape(-1, LANES)
 
     def unpack(self, rows: Tensor, num_shards: int | None = None) -> list[Tensor]:
-        """Return what ``pack`` was given, in ``shapes``; with ``num_shards``, ``pack_gathered``."""
+        """Undo ``pack``, or with ``num_shards`` ``pack_gathered``; the shards are in ``shapes``."""
         if self.in_rows:
             return [rows]
         flat = rows.reshape(-1) if num_shards is None else rows.reshape(num_shards, -1)
@@ -91,14 +95,16 @@ class Bucket:
 def plan_buckets(
     shapes: Mapping[int, Shape], dtypes: Mapping[int, torch.dtype], limit: float, copies: int = 1
 ) -> tuple[Bucket, ...]:
-    """Return as few buckets as possible: one for each tensor in rows, and others for flat ones of a
-    dtype. Empty tensors have one each, of which nothing is sent.
+    """Distribute tensors over as few buckets as possible.
+
+    Flat tensors of one dtype share buckets. Each tensor [rows, width] has its own, and so has each
+    empty one, for which nothing is sent.
 
     Args:
-        shapes: in which shards travel, by number of the tensor.
-        dtypes: likewise.
+        shapes: shapes in which shards are sent, by number of the tensor.
+        dtypes: dtypes in which shards are sent, by number of the tensor.
         limit: bytes of consecutive tensors that may share a bucket; one tensor may be larger.
-        copies: how many shards of each tensor count towards it.
+        copies: number of shards of each tensor that count towards the limit.
     """
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for number in shapes:
@@ -112,7 +118,10 @@ def plan_buckets(
 
 
 def buckets_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple[Bucket, ...]:
-    """Return buckets for tensors, by number, that travel as they are; with several dims in rows."""
+    """Plan buckets for tensors, by number, that are sent in their own dtypes.
+
+    A tensor of several dims is sent as [rows, size of the last dim].
+    """
     shapes = {
         number: (each.shape[:-1].numel(), each.shape[-1]) if each.dim() > 1 else tuple(each.shape)
         for number, each in tensors.items()
@@ -123,7 +132,7 @@ def buckets_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple
 def by_number(
     buckets: Iterable[Bucket], unpacked: Callable[[Bucket], list[Tensor]]
 ) -> dict[int, Tensor]:
-    """Return by number the tensors into which ``unpacked`` turns each bucket."""
+    """Return, by number, the tensors that ``unpacked(bucket)`` returns for each bucket."""
     return {
         number: result
         for bucket in buckets
@@ -132,7 +141,7 @@ def by_number(
 
 
 def _runs(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> list[list[int]]:
-    """Return runs of tensors that hold at most ``limit`` elements, but at least one tensor."""
+    """Divide tensors into runs of at most ``limit`` elements, or of one larger tensor."""
     runs: list[list[int]] = []
     size = 0.0
     for number in numbers:
@@ -146,17 +155,18 @@ def _runs(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> 
 
 
 def _flat_together(run: Sequence[int], shapes: Mapping[int, Shape]) -> list[list[int]]:
-    """Return the flat tensors of a run together, and each that is in rows, or empty, alone."""
+    """Return the flat tensors of a run as one list, and every other (or empty) one as its own."""
     flat = [at for at in run if len(shapes[at]) < 2 and 0 not in shapes[at]]
     alone = [[number] for number in run if number not in flat]
     return [flat, *alone] if flat else alone
 
 
 RING = 2**18
-"""Elements below which a bucket is not sent around rings: its reduce-scatter is soon over."""
+"""Buckets of fewer elements are not sent around rings: their reduce-scatter takes little time."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element: sums of integers and zeros change no bit, also those of NaN and -0."""
+"""Integer dtypes by bytes of an element, in which adding zeros changes no bit (of NaN and -0 it
+would in floating point)."""
 
 
 class Collectives(Protocol):
@@ -167,15 +177,15 @@ class Collectives(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for objects that join the same ranks."""
+        """Equal for objects that communicate among the same ranks."""
         ...
 
     def all_gather(self, bucket: Tensor) -> Tensor:
-        """Gather the buckets of all ranks."""
+        """Concatenate the buckets, [rows, width], of all ranks to [num_shards * rows, width]."""
         ...
 
     def reduce_scatter(self, gathered: Tensor) -> Tensor:
-        """Return this rank's bucket of the sum of ``gathered`` over the ranks."""
+        """Sum ``gathered``, [num_shards * rows, width]; return this rank's [rows, width] of it."""
         ...
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
@@ -183,33 +193,40 @@ class Collectives(Protocol):
         ...
 
     def split(self, size: int) -> SmallerGroups:
-        """Divide the ranks into groups of ``size`` neighbours, which divides their number."""
+        """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
         ...
 
     def in_rings(self) -> Collectives:
-        """Return collectives whose reductions can run while something else is computed, where that
-        is known to be possible. Where nothing else is computed, they only take more memory."""
+        """Return collectives whose reductions can overlap with compute.
+
+        They are the same ones where no such reductions are known. They take more memory, so they
+        are worth it only where something else is computed meanwhile.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SmallerGroups:
-    """The ranks of a group, split twice: ``within`` joins neighbours, each of which holds a larger
-    shard; ``across`` joins the ranks that hold the same larger shard, one of each neighbourhood."""
+    """A group of ranks divided into smaller ones, each of which holds all parameters once.
+
+    Args:
+        within: over the ranks of the caller's smaller group, whose shards are larger.
+        across: over the ranks that hold the same larger shard, one of each smaller group.
+    """
 
     within: Collectives
     across: Collectives
 
 
 class XlaCollectives:
-    """Real communication over replica groups.
+    """Collectives over replica groups.
 
     Args:
         groups: the replica groups; None for one of all ranks.
         rank: the caller's index in its group.
         num_shards: the size of a group.
-        steps: replica groups to reduce over one after the other, each scattering what is left
-            (default: along the axes of the TPU's torus, where there is one).
+        steps: replica groups of consecutive reduce-scatters that together make one over ``groups``
+            (default: one along each axis of the TPU's torus, where there is a torus).
 
     Raises:
         ValueError: if the sizes of the steps' groups do not multiply to ``num_shards``.
@@ -269,7 +286,7 @@ class XlaCollectives:
         return rows.reshape(-1, width)
 
     def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
-        """[ranks of a group, rows, width] to [..., rows, width]."""
+        """Reduce [size of a group, rows, width] to this rank's [..., rows, width]."""
         return ops.reduce_scatter(chunks, len(chunks), groups)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
@@ -277,7 +294,7 @@ class XlaCollectives:
 
 
 class RingCollectives(XlaCollectives):
-    """Real communication in which large reductions go around rings.
+    """Collectives over replica groups, whose large reductions go around rings.
 
     The TPU compiler leaves every reduce-scatter blocking, but starts a collective-permute early and
     ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
@@ -308,8 +325,8 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tens
     """
     size = len(groups[0])
     sends = [(rank, ring[(at + 1) % size]) for ring in groups for at, rank in enumerate(ring)]
-    # The chunk to be added at each step; the own one comes last. On the device, not a constant:
-    # every rank has the same program.
+    # The chunk to add at each step; this rank's own comes last. It is an input of the program, not
+    # a constant, so that every rank has the same program.
     order = [(local_rank - 1 - step) % size for step in range(size)]
     on_device = ops.upload(torch.tensor(order, dtype=torch.int32))
     partial_sum = chunks.index_select(0, on_device[:1])
@@ -320,9 +337,10 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tens
 
 
 class LocalCollectives:
-    """The same shapes without communication: every rank is taken to hold what this one holds.
+    """Collectives without communication, which assume that every rank holds what this one holds.
 
-    Exact with one shard; with several, to measure a program without its communication.
+    Exact with one shard. With several, the shapes are right, to measure a program without its
+    communication.
     """
 
     def __init__(self, rank: int = 0, num_shards: int = 1) -> None:
@@ -353,14 +371,12 @@ class LocalCollectives:
 
 @torch.no_grad()
 def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.device) -> None:
-    """Copy the values of ``among``'s first rank into ``tensors``, bit for bit and in place.
-
-    Without communication every rank is taken to hold them already.
+    """Copy the values of the first rank of ``among`` into ``tensors``, bit for bit and in place.
 
     Args:
         tensors: on any device, of the same shapes and dtypes on every rank.
-        among: joins the ranks.
-        device: the caller's, through which the values are sent, all at once.
+        among: the ranks; nothing is done for ``LocalCollectives``.
+        device: the caller's XLA device, which must have room for all values at once.
     """
     if isinstance(among, LocalCollectives):
         return
@@ -375,25 +391,24 @@ def broadcast_(tensors: Sequence[Tensor], among: Collectives, device: torch.devi
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return the same bits, [n]."""
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(INTEGERS[flat.element_size()])
 
 
-# ---------------------------------------------------------------- the ranks of a unit
+# ---------------------------------------------------------------- the ranks of an FSDP module
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of a unit.
+    """Collectives of an FSDP module.
 
     Args:
         shards: over the ranks that together hold the parameters once.
-        everyone: over all ranks that hold them.
-        replicas: over the ranks that hold the same shards; of one rank, if there are no others.
-        groups: all groups of ranks that share parameters, if there are several.
+        everyone: over all ranks that hold the same model, replicas included.
+        replicas: over the ranks that hold the same shards; of one rank without replication.
+        groups: the replica groups of ``shards``, if there are several.
         covers_all: whether all ranks of the job hold the same model.
     """
 
@@ -411,8 +426,10 @@ def communication_for(
     sharding_world_size: int | None = None,
     collectives: Collectives | None = None,
 ) -> Communication:
-    """Return the communication over ``collectives`` if given, else over a mesh, else over groups
-    given by hand, else over all ranks.
+    """Return the collectives of an FSDP module.
+
+    ``collectives`` come first, then ``mesh``, whose last axis shards and whose first of two
+    replicates, then the ``sharding_`` arguments; the default is to shard over all ranks.
 
     Raises:
         ValueError: if the mesh is not one of this job's ranks.
@@ -436,8 +453,8 @@ def all_ranks() -> Collectives:
 
 
 def _refuse_lone_processes() -> None:
-    # Under torchrun XLA has to be told; processes that are not joined train one model each, and
-    # nothing else would say so.
+    # torchrun alone does not join processes to one XLA job. Without this error each process would
+    # silently train a model of its own.
     if not torch.distributed.is_torchelastic_launched():
         return
     started, joined = int(os.environ.get("WORLD_SIZE", "1")), ops.world_size()
@@ -474,7 +491,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def along(mesh: Mesh) -> Collectives:
-    """Return collectives over the ranks that differ from this one only on the mesh's axes."""
+    """Return collectives over this rank's group along all axes of ``mesh``."""
     return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size())
 
 

@@ -1,11 +1,11 @@
-"""Several ranks as threads of one process: start them, keep them in step, end them together.
+"""Run ranks as threads of one process: start them, synchronize them, end them together.
 
-Ranks wait for each other at the *gate*, where each comes before it executes the collectives that it
-has traced. A rank *unwinds* when it leaves the user's function because another one has failed.
-Invariants: nobody executes a collective before all ranks have recorded the same ones (reading a
-value counts like a sync); the first failure wins and ends every wait; a gate that has opened lets
-every rank through even if a failure comes meanwhile, as a rank that stayed behind would leave its
-peers alone in a collective. No torch_xla here, and of torch only the random number generator.
+Before a rank executes the collectives that it has traced, it waits at the *gate* for the others.
+A rank *unwinds* when it leaves the user's function because another one has failed.
+Invariants: no rank executes a collective before all ranks have recorded the same ones (reading a
+value counts as a sync); the first failure wins and ends every wait; a gate that has opened lets
+every rank through even if a failure comes meanwhile, as its peers would wait in the collective for
+a missing rank. Imports no torch_xla, and torch (for its random number generator) only when needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RankSetup = Callable[[int], None]
 
 
 class Unwind(BaseException):
-    """Leaves a rank because the run has failed elsewhere. Not an Exception, so that no
+    """Ends a rank because another one has failed. A BaseException, so that no
     ``except Exception`` in the rank's code stops it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends: an exception a rank raised, or what the ranks did wrong together."""
+    """The reason that a run ends: a rank's exception, or a mistake of several ranks."""
 
     rank: int
     message: str
@@ -42,7 +42,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank at the gate: since when, and the collectives it traced since it was last there."""
+    """A rank that waits at the gate, with the collectives traced since it was last there."""
 
     since: float
     collectives: tuple[str, ...]
@@ -54,7 +54,7 @@ class Run:
 
     num_ranks: int
     execution: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a rank compiles and schedules: the first one compiles, the others find it done."""
+    """Held while a rank compiles and schedules: one compiles, the others find the result cached."""
     threads: list[RankThread] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -65,10 +65,10 @@ class Run:
         self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
-        # The rank that may go on alone, and how many blocks of its it is in: none if it has seeded,
-        # and keeps its turn until it is seen to need its peers.
-        self._turn_holder: int | None = None
-        self._turn_depth = 0
+        # The rank that excludes the others, by ``turn`` or because it has seeded, and in how
+        # many blocks of ``turn`` it is (0 if it has only seeded).
+        self._exclusive_rank: int | None = None
+        self._exclusive_depth = 0
         self._random_states: dict[int, Any] = {}
         self._exchanges = [0] * self.num_ranks
         self._exchanged: dict[int, dict[int, bytes]] = {}
@@ -103,8 +103,10 @@ class Run:
                 raise Unwind
 
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
-        """Return the ``data`` of every rank, in order. All ranks call it, with nothing traced and
-        not yet computed; raises Unwind if the run fails."""
+        """Return the ``data`` of every rank, in order; raise Unwind if the run fails.
+
+        All ranks call it, each after it has computed what it had traced.
+        """
         with self._changed:
             number = self._exchanges[rank]
             self._exchanges[rank] += 1
@@ -112,7 +114,7 @@ class Run:
         self.record(rank, "exchange of host data")
         self.pass_gate(rank)
         with self._changed:
-            # Every rank that is here has read all earlier ones.
+            # Every rank that has passed this gate has read the results of the one before.
             self._exchanged.pop(number - 1, None)
             found = self._exchanged[number]
             return [found[each] for each in range(self.num_ranks)]
@@ -120,7 +122,7 @@ class Run:
     def _check_may_wait(self, rank: int) -> None:
         if self.failures:
             raise Unwind
-        if self._turn_holder == rank:
+        if self._exclusive_rank == rank:
             raise RuntimeError(
                 f"rank {rank} called torch_xla.sync() with collectives inside "
                 "one_rank_at_a_time(); the other ranks wait for their turn and cannot join. "
@@ -137,31 +139,31 @@ class Run:
             self.fail(difference)
 
     def begin_seeding(self, rank: int) -> None:
-        """Let no other rank seed the process's random number generator until ``rank`` shows that
-        it has drawn what it wanted: by a collective, by wrapping a module, or by its end."""
+        """Reserve the process's random number generator for ``rank``.
+
+        It is released when the rank makes a collective, wraps a module or ends.
+        """
         with self._changed:
-            self._take_turn(rank)
+            self._exclude_others(rank)
             self._random_states.pop(rank, None)
 
     def end_seeding(self, rank: int) -> None:
-        """Give up a turn that ``begin_seeding`` took, and note the state of the random numbers for
-        ``resume_seeding``."""
+        """Undo ``begin_seeding``, and save the generator's state for ``resume_seeding``."""
         if not self.is_seeding(rank):
             return
         import torch  # not above: the launcher sets the environment before torch is loaded
 
         with self._changed:
             self._random_states[rank] = torch.get_rng_state()
-            self._turn_holder = None
+            self._exclusive_rank = None
             self._changed.notify_all()
 
     def is_seeding(self, rank: int) -> bool:
-        """Return whether ``rank`` has a turn that ``begin_seeding`` took."""
-        return self._turn_holder == rank and not self._turn_depth
+        """Return whether ``begin_seeding`` has reserved the generator for ``rank``."""
+        return self._exclusive_rank == rank and not self._exclusive_depth
 
     def resume_seeding(self, rank: int) -> None:
-        """Take a new turn if that of ``begin_seeding`` was given up, and continue the random
-        numbers of ``rank`` where they stood then."""
+        """Undo ``end_seeding``: reserve the generator again, with the state that was saved."""
         state = self._random_states.get(rank)
         if state is not None:
             import torch
@@ -171,25 +173,25 @@ class Run:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Make the other ranks that ask for their turn wait until the block is left."""
+        """Let no other rank into such a block, or seed, until this one is left."""
         with self._changed:
             seeded_before = self.is_seeding(rank)
-            self._take_turn(rank)
-            self._turn_depth += 1
+            self._exclude_others(rank)
+            self._exclusive_depth += 1
         try:
             yield
         finally:
             with self._changed:
-                self._turn_depth -= 1
-                if not self._turn_depth and not seeded_before:
-                    self._turn_holder = None
+                self._exclusive_depth -= 1
+                if not self._exclusive_depth and not seeded_before:
+                    self._exclusive_rank = None
                 self._changed.notify_all()
 
-    def _take_turn(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._turn_holder in (None, rank) or self.failures)
+    def _exclude_others(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._exclusive_rank in (None, rank) or self.failures)
         if self.failures:
             raise Unwind
-        self._turn_holder = rank
+        self._exclusive_rank = rank
 
     # ------------------------------------------------------------ how a run ends
 
@@ -239,14 +241,17 @@ class Run:
             thread.start()
 
     def wait(self, seconds: float, for_all: bool = False) -> bool:
-        """Wait until all ranks have finished or (unless ``for_all``) one has failed; return
-        whether that happened within ``seconds``."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._over(for_all), seconds)
+        """Wait until all ranks have finished or (unless ``for_all``) one has failed.
 
-    def _over(self, for_all: bool) -> bool:
-        all_done = len(self.finished) == self.num_ranks
-        return all_done or (bool(self.failures) and not for_all)
+        Returns:
+            Whether that happened within ``seconds``.
+        """
+
+        def is_over() -> bool:
+            return len(self.finished) == self.num_ranks or bool(self.failures and not for_all)
+
+        with self._changed:
+            return self._changed.wait_for(is_over, seconds)
 
     def join_finished(self) -> list[int]:
         """Join the threads of ranks that have finished; return the other ranks."""
@@ -259,8 +264,8 @@ class Run:
         return sorted(set(range(self.num_ranks)) - finished)
 
     def give_up_unstarted(self) -> None:
-        """Count ranks that an interrupt kept from starting as finished; should one of their threads
-        come up yet, it unwinds at once."""
+        """Count ranks that an interrupt prevented from starting as finished; should one of their
+        threads start yet, it unwinds at once."""
         for rank in range(self.num_ranks):
             if rank >= len(self.threads) or self.threads[rank].ident is None:
                 self.finish(rank)
@@ -290,7 +295,7 @@ class Run:
 
 
 class RankThread(threading.Thread):
-    """The thread of one rank. A daemon: one that is stuck in C++ must not hold up the exit."""
+    """The thread of one rank; a daemon, as one that is stuck in C++ must not delay the exit."""
 
     def __init__(self, run: Run, rank: int, *steps: Callable[[], None]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
@@ -299,7 +304,7 @@ class RankThread(threading.Thread):
         self._steps = steps
 
     def run(self) -> None:
-        """Run the steps one after the other; what they raise becomes failures of the run."""
+        """Run the steps in order; record exceptions as failures of the run."""
         try:
             for step in self._steps:
                 self._attempt(step)
@@ -327,13 +332,17 @@ class RankThread(threading.Thread):
 
 
 def current_rank_thread() -> RankThread | None:
-    """Return the calling thread, if it is a rank of a run."""
+    """Return the calling thread if it is that of a rank, else None."""
     thread = threading.current_thread()
     return thread if isinstance(thread, RankThread) else None
 
 
 def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
-    """Return the first collective that is not the same on every rank; ``traced`` is by rank."""
+    """Return a failure for the first collective that differs between ranks, None without one.
+
+    Args:
+        traced: the collectives of each rank.
+    """
     for position in range(max(map(len, traced))):
         ranks_by_collective: dict[str, list[int]] = {}
         for rank, collectives in enumerate(traced):

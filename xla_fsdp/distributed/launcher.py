@@ -1,8 +1,8 @@
 """``launch``: run a function on every rank, on TPU through torch_xla, on CPU as threads.
 
 Invariants: arguments and environment are checked before anything starts; ``launch`` returns only
-when every rank has; torch and torch_xla are imported only when it is called, as it sets the
-environment that they read.
+when every rank has returned; it imports torch and torch_xla only when called, after it has set the
+environment variables that they read.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ GRACE = 3.0
 """Seconds that the other ranks get to unwind after a failure."""
 
 WARN_AFTER = 4.0
-"""Seconds of waiting at the gate before a warning; XLA's own abort comes after 15."""
+"""Seconds of waiting at the gate before a warning; XLA itself aborts the process after 15."""
 
 POLL = 0.2
-"""Seconds between looks at a run."""
+"""Seconds between checks of a run."""
 
 BLOCKED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 
 class RankError(RuntimeError):
-    """A rank failed. ``rank`` is its number, ``__cause__`` what it raised, if it raised."""
+    """A rank failed. ``rank`` is its number, ``__cause__`` the exception that it raised, if any."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -58,11 +58,11 @@ def launch(
 
     On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
     all of them share its modules, its global variables and the CPU random number generator. To
-    build equal models, seed and then build: ``torch.manual_seed`` keeps the other ranks out until
-    this one wraps a module or makes a collective. Torch's own CPU threads are limited to one while
-    several ranks run, as the ranks already keep all cores busy.
-    Elsewhere the call is handed to ``torch_xla.launch``. Inside a rank of a running launch, ``fn``
-    is simply called in that rank, whatever ``num_ranks`` says.
+    build equal models, seed and then build: ``torch.manual_seed`` makes other ranks that seed wait
+    until this one wraps a module or makes a collective. Torch's own CPU threads are limited to one
+    while several ranks run, as the ranks already use all cores.
+    Elsewhere ``torch_xla.launch`` is called. Inside a rank of a running launch, ``fn`` is simply
+    called in that rank, whatever ``num_ranks`` is.
 
     Args:
         fn: called with the rank's number, from 0, and ``args``. On CPU it should return host
@@ -72,9 +72,8 @@ def launch(
             else 1. On TPU it must be 1 or the number of devices there, which is the default.
         start_method: how torch_xla starts processes; not used on CPU.
         sync_timeout: seconds a CPU rank may wait for the others before the run fails.
-        stop_signals: signals, such as ``signal.SIGTERM``, that do not end the process but are
-            requests to the ranks, which learn of them by ``Preemption``. The caller must be the
-            main thread.
+        stop_signals: signals, such as ``signal.SIGTERM``, that do not end the process but ask the
+            ranks to stop; ``Preemption`` tells them. The caller must be the main thread.
 
     Returns:
         On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). None
@@ -87,7 +86,7 @@ def launch(
         RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
             error is printed and the process ends with a non-zero exit code.
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
-            these a rank just ends); so it ends the program with that code, unless it is caught.
+            0 or None a rank just ends).
     """
     inside = current_rank_thread()
     if inside is not None:
@@ -109,10 +108,10 @@ def launch(
 def one_rank_at_a_time() -> Iterator[None]:
     """Let only one CPU rank at a time into the block; do nothing where ranks are processes.
 
-    For what is per process but used as if it were per rank, above all the CPU random number
-    generator: ``with one_rank_at_a_time(): torch.manual_seed(0); model = Model()`` gives every
-    rank the same model. Without it the ranks' draws mix. A ``torch_xla.sync()`` of collectives
-    inside raises RuntimeError, as the other ranks could not join it.
+    Use it for what the ranks share, above all the CPU random number generator:
+    ``with one_rank_at_a_time(): torch.manual_seed(0); model = Model()`` gives every rank the same
+    model; without it, the ranks draw alternately. A ``torch_xla.sync()`` of collectives inside the
+    block raises RuntimeError, as the other ranks could not join it.
     """
     thread = current_rank_thread()
     with contextlib.nullcontext() if thread is None else thread.rank_run.turn(thread.rank):
@@ -170,10 +169,10 @@ def _needed_environment(num_ranks: int) -> dict[str, str]:
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(num_ranks),
-        # A blocked collective keeps its thread; with fewer than one per rank they all wait forever.
+        # A collective blocks its thread; with fewer threads than ranks, all wait forever.
         "XLA_THREAD_POOL_SIZE": str(size),
-        # With the asynchronous client, freeing a buffer waits for a running execution while it
-        # holds the GIL, and the peers that this execution needs never get there.
+        # The asynchronous client waits, holding the GIL, for a running execution before it frees a
+        # buffer. If that execution needs other ranks, they cannot reach it: a deadlock.
         "PJRT_CPU_ASYNC_CLIENT": "0",
     }
 
@@ -222,7 +221,7 @@ def _run_cpu_ranks(
 
 
 def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
-    """Start the ranks and see them end, in the main thread, which therefore still gets Ctrl-C."""
+    """Start the ranks and wait for them in the main thread, which so still receives Ctrl-C."""
     try:
         start()
         _watch(run, sync_timeout)
@@ -238,7 +237,7 @@ def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None
 
 
 def _watch(run: Run, sync_timeout: float) -> None:
-    """Wait until the run is over; end it if ranks wait for others too long."""
+    """Wait until the run is over; warn, and then end it, if ranks wait for others too long."""
     warned: set[str] = set()
     while not run.wait(POLL):
         if run.longest_wait() > sync_timeout:
@@ -317,7 +316,7 @@ def _end_interrupted(run: Run) -> None:
 
 
 def _exit_code_of(error: BaseException | None) -> int:
-    """The exit code that Python would use if ``error`` ended the program."""
+    """Return the exit code that Python would use if ``error`` ended the program."""
     if isinstance(error, SystemExit):
         code = error.code
         return code if isinstance(code, int) else int(code is not None)
@@ -325,8 +324,11 @@ def _exit_code_of(error: BaseException | None) -> int:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Drop the local variables that a traceback keeps alive: half-traced tensors among them would
-    be executed, with their collectives, by the next run's first sync."""
+    """Clear the local variables of a traceback's frames.
+
+    Pending tensors among them would be executed, with their collectives, by the next run's first
+    sync.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -353,7 +355,6 @@ def _one_torch_thread(num_ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _crash_report() -> Iterator[None]:
-    """Show every rank's Python stack should XLA abort the process."""
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return

@@ -1,9 +1,9 @@
 """Ranks laid out on named axes, and the replica groups along them.
 
-By convention axes are called ``replica`` (ranks that hold equal shards), ``shard`` (a tensor's
-slices) and ``tensor`` (slices of layers), the outermost first.
-Invariants: a mesh lays out every rank of the job once, and one sliced out of it still knows them
-all, so its groups are those of the whole job, as a collective wants them.
+By convention axes are called, outermost first, ``replica`` (ranks hold equal shards), ``shard``
+(ranks share parameters, FSDP) and ``tensor`` (ranks share layers, tensor parallelism).
+Invariants: a mesh lays out every rank of the job once. A mesh sliced out of it still knows all
+ranks: a collective needs the groups of the whole job, not only the caller's.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def init_mesh(
         mesh = init_mesh((2, 4), ("replica", "shard"))
         mesh["shard"].groups()  # [[0, 1, 2, 3], [4, 5, 6, 7]] where there is no torus
 
-    On a TPU the last axis gets its part of the torus first, in whole torus axes where possible, so
-    that its collectives run along rings, and the first axis what is left, across slices if there
-    are several. Elsewhere ranks are numbered along the last axis first.
+    On a TPU the last axis is laid along whole axes of the torus where possible, so that its
+    collectives run along rings; then the axis before it, and so on. Slices, if there are several,
+    end up on the first axis. Without a torus, ranks fill the mesh row-major.
 
     Args:
         shape: size of each axis, outermost first.
         axis_names: their names.
         world_size: the number of ranks (default: that of the running job).
-        coords: of every rank on the torus (default: those of the running job; none where only
+        coords: coordinates of every rank on the torus (default: those of the running job; none if
             ``world_size`` is given). For a job that is not running:
             ``xla_fsdp.preflight.topologies.find_topology("v5e:4x4").coords``.
 
@@ -51,7 +51,7 @@ def init_mesh(
     """
     shape, axis_names = tuple(shape), tuple(axis_names)
     if world_size is None and coords is None:
-        from xla_fsdp.distributed.xla import ops  # not above: a mesh may be made without torch_xla
+        from xla_fsdp.distributed.xla import ops  # here, as a mesh can be made without torch_xla
 
         world_size, coords = ops.world_size(), ops.torus_coords()
     elif world_size is None:
@@ -93,7 +93,7 @@ def find_problems(shape: Sequence[int], axis_names: Sequence[str], world_size: i
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh; it may be several dims of the layout flattened, the first one slowest."""
+    """One axis of a mesh: one dim of the layout, or several flattened (row-major)."""
 
     name: str
     size: int
@@ -156,7 +156,7 @@ class Mesh:
     def groups(self, *axes: str) -> Groups:
         """Return all groups of ranks that differ on some axes only (default: all of this mesh).
 
-        The axes count in the order in which they are named, the first one slowest.
+        Within a group, ranks are row-major over the axes in the order in which they are named.
 
         Raises:
             ValueError: if there is no such axis.
@@ -199,12 +199,11 @@ class Mesh:
         return replace(self, axes=tuple(self._axis(name) for name in wanted))
 
     def flatten(self, name: str) -> Mesh:
-        """Return the mesh of one axis called ``name`` that counts through all axes of this one,
-        the first one slowest."""
+        """Return the mesh of a single axis called ``name``: all axes of this mesh, row-major."""
         return replace(self, axes=(Axis(name, self.size(), tuple(self._dims(()))),))
 
     def unsharded(self) -> Mesh:
-        """Return the mesh on which all ranks of a group of this one are replicas of one shard."""
+        """Return the mesh on which nothing is sharded: all ranks of a group are replicas."""
         replicas = self.flatten(REPLICA)
         return replace(self, axes=(*replicas.axes, Axis(SHARD, 1, ())))
 
@@ -225,8 +224,7 @@ UNNAMED = {1: (SHARD,), 2: (REPLICA, SHARD)}
 def as_mesh(given: Any) -> Mesh:
     """Return a ``Mesh`` for a ``Mesh`` or a ``torch.distributed.device_mesh.DeviceMesh``.
 
-    It lays out the ranks as the DeviceMesh does, with the groups of the whole job, also for one
-    that was sliced or flattened. No process group of it is used.
+    A DeviceMesh may be sliced or flattened. Its process groups are not used.
 
     Raises:
         TypeError: for anything else.

@@ -1,7 +1,7 @@
-"""Collectives of activations along one axis of a mesh; nothing here is differentiable.
+"""Collectives of activations along one axis of a mesh; they are not differentiable.
 
-Invariants: every rank traces the same program: where a result depends on the local rank, that is an
-input of the program, never a constant in it. Along an axis of one rank nothing is done.
+Invariants: every rank traces the same program: the local rank is an input of it, never a constant.
+Along an axis of one rank nothing is done.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from xla_fsdp.distributed.xla import ops
 
 
 class AxisComm:
-    """This rank among those along an axis.
+    """Communication of this rank with the others along an axis.
 
     Args:
-        mesh: of one axis, laid out on the ranks of this job.
+        mesh: a mesh of one axis, laid out on the ranks of this job.
 
     Raises:
         ValueError: if the mesh has several axes, or lays out other ranks.
@@ -42,12 +42,11 @@ class AxisComm:
         self._on_device: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is on the device."""
-        return {**vars(self), "_on_device": None}
+        return {**vars(self), "_on_device": None}  # device tensors are neither copied nor pickled
 
     @property
     def key(self) -> Hashable:
-        """Equal for objects that join the same ranks."""
+        """Equal for objects that communicate among the same ranks."""
         return (self.name, repr(self.groups))
 
     @property
@@ -80,8 +79,7 @@ class AxisComm:
         return slices.index_select(dim, self.local_rank_on_device).squeeze(dim)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        """Turn slices along dim ``concat_dim`` into slices along ``split_dim``: each rank sends
-        every other one the part that is to be its own."""
+        """Turn slices along dim ``concat_dim`` into slices along dim ``split_dim``."""
         if self.size == 1:
             return x
         return ops.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim(), self.size, self.groups)

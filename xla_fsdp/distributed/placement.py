@@ -1,8 +1,8 @@
 """How tensor parallelism has divided parameters: a *local* one is a rank's part of a *global* one.
 
-Invariants: a module knows the placements of its own parameters by their names, whatever tensors
-hold their values, so placements survive ``to``, ``to_empty``, copies and FSDP; a parameter without
-placement is the same on all ranks. Slices are equal: every rank runs the same program.
+Invariants: a module stores the placements of its own parameters by their names, so they survive
+``to``, ``to_empty``, copies and FSDP, which replace the tensors. A parameter without placement is
+the same on all ranks. All slices have the same size, as every rank runs the same program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xla_fsdp.distributed.mesh import Mesh
 
 _ATTRIBUTE = "_tensor_placements"
 
-# Keyed by tensor, weakly; the same for all threads, as tensors are not shared by ranks.
+# Weak keys. All threads use it, but ranks share no tensors.
 _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -26,10 +26,10 @@ class TensorPlacement:
     """How the ranks along one axis share a parameter.
 
     Args:
-        mesh: of that one axis.
-        dim: which dim of the global parameter is cut into equal slices, in the order of the ranks;
-            None if it is replicated.
-        shape: of the global parameter.
+        mesh: a mesh of that one axis.
+        dim: the dim of the global parameter that is cut into equal slices, in the order of the
+            ranks; None if the parameter is replicated.
+        shape: shape of the global parameter.
     """
 
     mesh: Mesh
@@ -38,12 +38,12 @@ class TensorPlacement:
 
     @property
     def axis(self) -> str:
-        """The axis's name."""
+        """Name of the axis."""
         return self.mesh.axis_names[0]
 
     @property
     def parts(self) -> int:
-        """Number of slices that the parameter is cut into."""
+        """Number of slices of the parameter; 1 if it is replicated."""
         return 1 if self.dim is None else self.mesh.size()
 
     @property
@@ -59,8 +59,8 @@ class TensorPlacement:
         """Return the local part of a tensor of the global parameter's shape.
 
         Args:
-            value: the global parameter, its gradient or the like.
-            local_rank: of the rank whose part it is, along the axis.
+            value: the global parameter, its gradient or optimizer state.
+            local_rank: index along the axis of the rank that holds the part.
         """
         if self.dim is None:
             return value
@@ -69,7 +69,7 @@ class TensorPlacement:
 
 
 def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
-    """Return the shape of one of ``parts`` equal slices along ``dim``; all of it for None."""
+    """Return the shape of one of ``parts`` equal slices along ``dim``; ``shape`` for None."""
     sizes = list(shape)
     if dim is not None:
         sizes[dim] //= parts
@@ -77,7 +77,7 @@ def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
 
 
 def set_placement(module: nn.Module, attribute: str, placement: TensorPlacement) -> None:
-    """Note the placement of the parameter of that name in ``module``."""
+    """Store the placement of the parameter of that name in ``module``."""
     vars(module).setdefault(_ATTRIBUTE, {})[attribute] = placement
     remember_placements(module)
 
@@ -88,7 +88,7 @@ def placement_in(module: nn.Module, attribute: str) -> TensorPlacement | None:
 
 
 def remember_placements(module: nn.Module) -> None:
-    """Note for ``known_placement`` the tensors that are the module's parameters now."""
+    """Let ``known_placement`` find the tensors that are now the module's parameters."""
     for attribute, placement in vars(module).get(_ATTRIBUTE, {}).items():
         param = module._parameters.get(attribute)
         if isinstance(param, nn.Parameter):
@@ -96,5 +96,5 @@ def remember_placements(module: nn.Module) -> None:
 
 
 def known_placement(param: Tensor) -> TensorPlacement | None:
-    """Return the placement of a parameter that no FSDP unit has taken."""
+    """Return the placement of a parameter that FSDP has not sharded, None without one."""
     return _of_tensor.get(param)

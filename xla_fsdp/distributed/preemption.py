@@ -1,7 +1,7 @@
-"""Signals that ask a job to end: taken for requests, and agreed on by all ranks.
+"""Treat signals such as SIGTERM as requests to end, on which all ranks agree.
 
 Only the main thread of a process can listen for signals, so ``launch`` does it for the ranks. A
-shutdown signals processes directly and by their parent, too; a second signal changes nothing.
+process may get a signal twice, from the system and from its parent; the second changes nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 Signals = tuple[signal.Signals, ...]
 
 LAG = 2
-"""Votes that may be on their way: in the program that runs, and in the one that waits behind it."""
+"""Votes that are not read yet: one in the program that runs, one in the next, which is queued."""
 
 
 class _Process:
-    """What signals did to this process; like them, one for all of its threads."""
+    """Whether this process was asked to end; signals are per process, not per thread."""
 
-    # No threading.Event: a second signal while the handler sets it would wait for itself.
+    # Not a threading.Event: a second signal while the handler sets it would deadlock.
     asked = False
 
 
@@ -44,27 +44,27 @@ class Preemption:
                 save_checkpoint(...)
                 raise SystemExit(75)
 
-    Every rank makes the same calls. A step's program sums one more number over the ranks. All ranks
-    learn of a request after the same step, at most two steps late; reading it waits for no more
-    than the step before the last one, so a step stays queued while another runs.
+    Every rank makes the same calls. A vote adds an all-reduce of one number to a step's program.
+    All ranks learn of a request after the same step, at most two steps late. Reading a vote waits
+    only for the step before the last one, so one step is queued while another runs.
     """
 
     def __init__(self) -> None:
         self._votes: deque[Tensor] = deque()
 
     def vote(self) -> None:
-        """Put this rank's word into the step that is being traced: before ``torch_xla.sync()``."""
+        """Add this rank's vote to the step that is being traced; call before the sync."""
         import torch
 
-        from xla_fsdp.distributed.xla import ops  # not above: the launcher must not load torch_xla
+        from xla_fsdp.distributed.xla import ops  # here, as the launcher must not load torch_xla
 
-        word = ops.upload(torch.tensor([float(was_asked())]))
-        everybody = [list(range(ops.world_size()))]
-        self._votes.append(ops.all_reduce("sum", word, everybody))
+        own = ops.upload(torch.tensor([float(was_asked())]))
+        all_ranks = [list(range(ops.world_size()))]
+        self._votes.append(ops.all_reduce("sum", own, all_ranks))
 
     def agreed(self) -> bool:
-        """Return whether a rank had been asked to end when it voted for the last time but one: the
-        same on every rank. After the sync."""
+        """Return whether any rank had been asked to end at the vote before the last; call after
+        the sync. All ranks get the same answer."""
         return len(self._votes) >= LAG and self._votes.popleft().item() > 0
 
 
@@ -75,11 +75,11 @@ def was_asked() -> bool:
 
 @contextmanager
 def listen(signals: Signals, *, to_children: bool) -> Iterator[None]:
-    """Take ``signals`` to this process for requests inside the block.
+    """Treat ``signals`` to this process as requests to end inside the block.
 
     Args:
-        signals: such as ``signal.SIGTERM``; none of them leaves everything as it is.
-        to_children: whether to send them on to the processes that this one has started.
+        signals: such as ``signal.SIGTERM``; may be empty.
+        to_children: whether to forward them to the processes that this one has started.
 
     Raises:
         ValueError: outside of the main thread, or for a signal that cannot be caught.
@@ -101,10 +101,10 @@ def listen(signals: Signals, *, to_children: bool) -> Iterator[None]:
 
 
 class Listening:
-    """A function that makes a process listen by being sent there.
+    """A function that makes the process in which it is unpickled listen for signals.
 
-    torch_xla starts processes and runs ranks in their threads, which cannot listen; but what it
-    sends to a process is unpickled by the main thread.
+    torch_xla runs ranks in threads of the processes it starts, and only a main thread can listen.
+    But it is the main thread that unpickles the function to run.
     """
 
     def __init__(self, fn: Callable[..., Any], signals: Signals) -> None:

@@ -3,8 +3,8 @@
 Containers are what ``torch.utils._pytree`` knows (dict, list, tuple, named tuple, OrderedDict, and
 registered types such as the outputs of transformers models), dataclass instances, and
 ``PackedSequence``.
-Invariants: tensors are visited in one fixed order; containers are copied, and everything else
-passes through by identity, as do dataclass instances without tensors.
+Invariants: tensors are visited in one fixed order; containers are copied. Everything else, also a
+dataclass instance without tensors, is returned itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a copy of ``tree`` with every tensor ``t`` replaced by ``fn(t)``."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    # The plain containers first: pytree costs many times as much, in every forward of every unit.
+    # The common containers first: pytree is many times slower, in every forward of every module.
     if type(tree) in (tuple, list):
         return type(tree)(map_tensors(fn, item) for item in tree)
     if type(tree) is dict:
         return {key: map_tensors(fn, value) for key, value in tree.items()}
-    if isinstance(tree, PackedSequence):  # a subclass of the named tuple that pytree would make
+    if isinstance(tree, PackedSequence):  # pytree would return the named tuple that it subclasses
         return type(tree)(*(map_tensors(fn, part) for part in tree))
     if pytree.tree_is_leaf(tree):
         is_instance = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
@@ -38,9 +38,9 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     try:
         return pytree.tree_map(partial(map_tensors, fn), tree, is_leaf=lambda n: n is not top[0])
     finally:
-        # pytree's recursive helper is a reference cycle that holds the lambda: with ``tree`` in it,
-        # the outputs of a transformers model would live until the next garbage collection, and a
-        # step that ends before has them as results of its program.
+        # pytree's recursive helper is a reference cycle that holds the lambda. With ``tree`` in it,
+        # the outputs of a transformers model would live until the next garbage collection, and
+        # become results of the step's program if the step ends before.
         top.clear()
 
 
@@ -63,6 +63,6 @@ def _map_dataclass(fn: Callable[[Tensor], Any], instance: Any) -> Any:
         return instance
     result = copy.copy(instance)
     for name, value in values.items():
-        # Past a frozen dataclass's own __setattr__: the copy is still private to us.
+        # A frozen dataclass refuses setattr; nobody else has the copy yet.
         object.__setattr__(result, name, map_tensors(fn, value))
     return result

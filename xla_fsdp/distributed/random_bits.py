@@ -1,11 +1,10 @@
-"""Random bits that are a function of where they are used, for rounding.
+"""Random bits for stochastic rounding, as a hash instead of a random number generator.
 
-A *salt* is a number for one use (a seed, a step, a parameter, a rank); the bits of an element are a
-hash of the salt and the element's number, by the 32-bit finalizer "lowbias32" of Chris Wellons'
-hash prospector (github.com/skeeto/hash-prospector), here in two's complement.
-Invariants: no random number generator is read or moved on, so nobody else's random numbers change
-and a step that is repeated rounds in the same way. Salts are inputs of a program, not constants in
-it: it is compiled once.
+A *salt* is made of a seed, a step, a parameter and a rank. The bits of an element are a hash of the
+salt and the element's index, by the 32-bit finalizer "lowbias32" of Chris Wellons' hash prospector
+(github.com/skeeto/hash-prospector), here in two's complement.
+Invariants: no random number generator is used, so other random numbers do not change and a repeated
+step rounds in the same way. Salts are inputs of a program, not constants: it is compiled once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def salt_of(*parts: int) -> int:
-    """Return one signed 32-bit number for the given ones (of any size, in this order)."""
+    """Hash integers (of any size, in this order) to one signed 32-bit integer."""
     salt = 0
     for part in parts:
         for word in (part & _MASK, (part >> 32) & _MASK):
@@ -27,14 +26,11 @@ def salt_of(*parts: int) -> int:
 
 
 def random_bits(shape: torch.Size, salt: Tensor) -> Tensor:
-    """Return 32 random bits for each of the elements of a tensor.
+    """Return an int32 tensor of this shape, all bits of which are random.
 
     Args:
-        shape: of the result.
+        shape: shape of the result.
         salt: int32, one element, on the device.
-
-    Returns:
-        An int32 tensor, whose low and high bits are all usable.
     """
     number = torch.arange(shape.numel(), dtype=torch.int32, device=salt.device)
     # Twice: after one pass over consecutive numbers, similar salts give similar bits.
@@ -49,8 +45,8 @@ def _hashed(x: Tensor) -> Tensor:
 
 def _shifted(x: Tensor, by: int) -> Tensor:
     """Shift right, filling with zeros."""
-    # torch's own shift copies the sign, and torch_xla divides in its place, which rounds negative
-    # numbers up unless the bits that are shifted out are zero.
+    # torch's shift copies the sign, and torch_xla implements it as a division, which rounds
+    # negative numbers up unless the bits that are shifted out are zero.
     return ((x & -(1 << by)) >> by) & ((1 << (32 - by)) - 1)
 
 

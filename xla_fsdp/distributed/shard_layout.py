@@ -1,6 +1,6 @@
-"""The arithmetic from a tensor's shape to its shards, and back. Pure: no tensor, no device, no I/O.
+"""How a tensor is divided into shards. Pure arithmetic: no tensors, no device, no I/O.
 
-Invariants: all shards of a layout have the same length, a multiple of ``multiple``, and joined in
+Invariants: all shards of a layout have the same length, a multiple of ``multiple``. Concatenated in
 rank order they are the flattened tensor followed by padding.
 """
 
@@ -16,21 +16,21 @@ LANES = 128
 issue 3510 measured the all-gather of ragged shards to be several times slower)."""
 
 ROWS = 8
-"""Rows of a TPU tile, of which shards that travel in rows consist."""
+"""Rows of a TPU tile."""
 
 LARGE = 2 * ROWS * LANES
-"""Elements from which on a shard may travel in rows; smaller ones share buckets."""
+"""Elements from which on a shard may be sent as a matrix of whole tiles; smaller ones are flat."""
 
 
 def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
-    """Return the number of elements to a multiple of which shards of a parameter are padded.
+    """Return the number of elements to whose multiple each shard of a parameter is padded.
 
-    A large matrix whose shards would end within a row is padded to tiles of whole rows, unless that
-    makes it more than an eighth larger. Then it travels as it is: laying the 50 million elements of
-    a vocabulary out anew took the TPU compiler over 400 s.
+    It is ``LANES``, or for a large matrix whose shards would end within a row, ``ROWS`` whole rows,
+    unless that makes the matrix more than an eighth larger. Then its gathered shards need no new
+    layout, which for the 50 million elements of a vocabulary took the TPU compiler over 400 s.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the unsharded parameter.
         num_shards: number of ranks that share it.
     """
     numel, width = math.prod(shape), math.prod(shape[1:]) if len(shape) > 1 else 0
@@ -82,11 +82,11 @@ class ShardLayout:
 
     @cached_property
     def padded_numel(self) -> int:
-        """Number of elements of all shards joined."""
+        """Number of elements of all shards together, padding included."""
         return self.shard_numel * self.num_shards
 
     def slice_for(self, rank: int) -> slice:
-        """Return which elements of the flattened tensor ``rank`` holds, padding left out.
+        """Return the slice of the flattened tensor that ``rank`` holds, without padding.
 
         Raises:
             ValueError: if ``rank`` is not in ``range(num_shards)``.

@@ -1,8 +1,8 @@
-"""Groups of ranks that suit a torus, and reductions over them in one step per axis. Pure.
+"""Lay groups of ranks along the axes of a torus, and reduce over them one axis at a time. Pure.
 
-The TPU compiler makes a reduce-scatter over a ring as such, but one over several axes of a torus as
-a full all-reduce and a slice, with twice the traffic. Coordinates are numbered fastest axis first;
-the fifth is the slice (slices have no torus in common).
+The TPU compiler turns a reduce-scatter over several axes of a torus into an all-reduce and a slice,
+with twice the traffic; over a ring it does not. A rank's coordinates are [core, x, y, z, slice],
+fastest axis first; slices (of several TPU slices) have no torus in common.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Groups = list[list[int]]
 Coords = Sequence[Sequence[int]]
 
 SLICE = 4
-"""Which coordinate is the number of the slice."""
+"""Index of the slice among a rank's coordinates."""
 
 
 def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
-    """Return the rings, one axis of the torus after the other, by which ``groups`` can be reduced.
+    """Split a reduce-scatter over ``groups`` into one per axis of the torus.
 
-    Reducing and scattering by all steps in order, slowest axis first, leaves every rank with the
-    same slice as one reduce-scatter over its whole group would.
+    The consecutive reduce-scatters, slowest axis first, leave every rank with the same slice as one
+    reduce-scatter over its group.
 
     Args:
         groups: replica groups of one size.
-        coords: of every rank, by rank.
+        coords: coordinates of every rank, by rank.
 
     Returns:
-        No steps if a group is no box on the torus, or is not numbered along its axes (the first
-        axis fastest); then reduce in one.
+        The replica groups (rings) of each reduce-scatter; none if a group is no box on the torus or
+        is not numbered along its axes (the first axis fastest). Then use a single reduce-scatter.
     """
     if any(rank >= len(coords) for group in groups for rank in group):
         return []
@@ -63,16 +63,16 @@ def _along(groups: Groups, shape: tuple[int, ...], axis: int) -> Groups:
 def rank_order(shape: Sequence[int], coords: Coords) -> list[int]:
     """Return the ranks of a mesh of this ``shape``, row-major, so that its axes follow the torus.
 
-    The last axis, along which most is sent, is given its part of the torus first: whole axes if
-    some have that size, else a box; then the one before it. Slices are taken when nothing else is
-    left, so they end up on the first axis.
+    The last axis, along which most is sent, is assigned first: to whole axes of the torus if some
+    have that size, else to a box; then the one before it. Slices are assigned last, so they end up
+    on the first axis.
 
     Args:
         shape: sizes that multiply to the number of ranks.
-        coords: of every rank, by rank.
+        coords: coordinates of every rank, by rank.
 
     Returns:
-        All ranks once; in their own order if they are no box or cannot be divided so.
+        All ranks; in ascending order if they are no box on the torus or it cannot be divided so.
     """
     everyone = list(range(math.prod(shape)))
     if len(coords) != len(everyone):
@@ -85,7 +85,7 @@ def rank_order(shape: Sequence[int], coords: Coords) -> list[int]:
         if part is None:
             return everyone
         parts.insert(0, part)
-    # Within a part, too, the fastest piece comes first, as reduction_steps wants it.
+    # Within a part, too, the fastest piece comes first, as reduction_steps expects.
     offsets = [_offsets(part) for part in parts]
     return [by_coords[sum(each)] for each in itertools.product(*offsets)]
 
@@ -99,7 +99,7 @@ class _Piece:
     is_slice: bool = False
 
     def split(self, size: int) -> tuple[_Piece, _Piece]:
-        """Return its first ``size`` ranks, and how often they repeat."""
+        """Return the first ``size`` ranks as a piece, and the piece of their repetitions."""
         rest = _Piece(self.stride * size, self.size // size, self.is_slice)
         return _Piece(self.stride, size, self.is_slice), rest
 
@@ -117,7 +117,7 @@ def _pieces(box: Sequence[int], slices: Sequence[Sequence[int]]) -> list[_Piece]
 
 
 def _take(left: list[_Piece], size: int) -> list[_Piece] | None:
-    """Take ``size`` ranks out of ``left``, within a slice if possible; None if there are none."""
+    """Remove ``size`` ranks from ``left``, within a slice if possible; None if not possible."""
     within = [piece for piece in left if not piece.is_slice]
     part = _unsplit(within, size) or _split(within, size)
     part = part or _unsplit(left, size) or _split(left, size)
@@ -129,7 +129,7 @@ def _take(left: list[_Piece], size: int) -> list[_Piece] | None:
 
 
 def _unsplit(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
-    """Return as few whole pieces as make ``size`` ranks, the fastest ones."""
+    """Return the fewest, and among them the fastest, unsplit pieces of ``size`` ranks together."""
     for count in range(1, len(pieces) + 1):
         for chosen in itertools.combinations(pieces, count):
             if math.prod(piece.size for piece in chosen) == size:
@@ -138,7 +138,7 @@ def _unsplit(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
 
 
 def _split(pieces: Sequence[_Piece], size: int) -> list[_Piece] | None:
-    """Return ``size`` ranks out of the fastest pieces, each giving what divides the rest."""
+    """Return parts of ``pieces``, fastest first, that have ``size`` ranks together."""
     part = []
     for piece in pieces:
         if (common := math.gcd(piece.size, size)) > 1:

@@ -1,7 +1,7 @@
-"""Flags of the TPU compiler under which a sharded step needs less memory, and waits less.
+"""Flags of the TPU compiler with which a sharded step needs less memory and waits less.
 
-Invariants: a flag that the user has set stays, and a compiler of another version, which might not
-know these names and would end the process, gets none.
+Invariants: the user's own flags win. A compiler of another version gets no flags, as one that does
+not know a flag ends the process.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import importlib.metadata
 
 # A sharded optimizer step works on many small tensors. The compiler prefetches each of them in
-# slices, and every such prefetch has a table of 16 KiB in HBM: at 24 transformer blocks of width
-# 1024 over 16 ranks 42 MiB of temporaries and 4 of code. With fewer prefetches at a time and none
-# in slices the estimated time of a step is the same.
+# slices, and every such prefetch has a table of 16 KiB in HBM: for 24 transformer blocks of width
+# 1024 on 16 ranks, 42 MiB of temporaries and 4 of code. With fewer prefetches at a time, and none
+# in slices, the estimated time of a step is the same.
 LOW_MEMORY = (
     "--xla_tpu_sliced_prefetch_max_slices=0",  # for v5p the compiler aborts with 1
     "--xla_vf_vmem_max_outstanding_prefetches=4",  # v5e, v5p
     "--xla_gf_vmem_max_outstanding_prefetches=4",  # v6e
 )
 
-# For v4 the compiler leaves every all-gather blocking otherwise; later chips start them early.
+# Without these, every all-gather is blocking on v4; on later chips they are asynchronous anyway.
 EARLY_GATHERS = (
     "--xla_enable_async_all_gather=true",
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
 )
 
-# Code lies in HBM, too, and blocks that compute the same can share it: that of 24 takes 55 MiB
-# instead of 281. With LOW_MEMORY a step needs 617 MiB instead of 889.
+# Code lies in HBM, too, and equal blocks can share it: that of 24 blocks takes 55 MiB, not 281.
+# With LOW_MEMORY a step needs 617 MiB, not 889.
 SHARED_CODE = ("--xla_tpu_enable_deduplicated_calls=true",)
 
 ADDED = (*LOW_MEMORY, *SHARED_CODE, *EARLY_GATHERS)
@@ -35,13 +35,10 @@ KNOWN_TO = "0.0.21"
 
 
 def compiler_flags(given: str = "") -> str:
-    """Return ``LIBTPU_INIT_ARGS``, which a process reads when it first uses a TPU.
+    """Return the value for ``LIBTPU_INIT_ARGS``, which is read when a process first uses a TPU.
 
     Args:
-        given: the variable's value so far; flags in it win.
-
-    Returns:
-        ``given`` with the missing flags of ``ADDED``, if the installed compiler knows them.
+        given: the variable's present value; its flags win over ``ADDED``.
     """
     if _installed_version() != KNOWN_TO:
         return given

@@ -1,14 +1,14 @@
 """Other projects' training loops on this package: ``accelerate``, ``transformers``, ``lightning``.
 
-Each module imports the project that it is named after, which this package does not depend on. They
-rely on how these projects work inside, so each refuses versions that it is not tested with.
+Each module imports the project that it is named after, which is no dependency of this package. They
+use internals of these projects, so each refuses versions that it is not tested with.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-# What a version begins with, by package, the newest that works with torch 2.9 first.
+# Prefixes of tested versions by package, newest that works with torch 2.9 first.
 TESTED = {
     "accelerate": ("1.15",),
     "lightning": ("2.6",),

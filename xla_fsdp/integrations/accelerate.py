@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate with sharded models: an ``Accelerator`` that knows them.
+"""Hugging Face Accelerate with sharded models: a subclass of its ``Accelerator``.
 
-accelerate's own, on XLA, averages the gradients of different shards as if they were replicas.
+On XLA, accelerate itself averages the gradients of different shards as if they were replicas.
 
-Invariants: the gradients of shards are left as FSDP has reduced them; only those of parameters that
-FSDP ignores are averaged, once per step. What has no shards is left to accelerate.
+Invariants: gradients of shards stay as FSDP has reduced them; those of parameters that FSDP ignores
+are averaged once per step. Models and optimizers without shards are handled by accelerate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
             return
         for param in _params(self):
             if param.grad is not None and not is_sharded(param):
-                grad = param.grad.to(ops.device())  # it may be left in host memory
+                grad = param.grad.to(ops.device())  # an ignored parameter may be on the host
                 param.grad.copy_(ops.all_reduce("sum", grad, None) / ops.world_size())
         self._ignored_are_reduced = True
 
@@ -58,7 +58,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self.reduce_ignored()
         self._ignored_are_reduced = False
         before = self.gradient_state.is_xla_gradients_synced
-        # What accelerate asks before it averages; other optimizers must find it as they left it.
+        # accelerate averages unless this is set. Restored, as it is shared with other optimizers.
         self.gradient_state.is_xla_gradients_synced = True
         try:
             super().step(closure)
@@ -67,22 +67,22 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients as accelerate does."""
-        if self.gradient_state.sync_gradients:  # those that come are new, even without a step
+        if self.gradient_state.sync_gradients:  # the next gradients are new, also without a step
             self._ignored_are_reduced = False
         super().zero_grad(set_to_none)
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's, for models sharded by ``XlaFullyShardedDataParallel`` as well.
+    """accelerate's ``Accelerator``, also for models wrapped by ``XlaFullyShardedDataParallel``.
 
-    Models may be wrapped before ``prepare``, or by it, with ``shard``. An optimizer that comes with
-    its model in one call of ``prepare`` may be made before.
+    Models may be wrapped before ``prepare``, or by it, with ``shard``. An optimizer that is
+    prepared together with its model may be made before the model is wrapped.
 
     Args:
-        args: as accelerate's.
-        shard: called with every model that ``prepare`` is given and that is not wrapped; returns it
-            wrapped: ``shard=partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)``.
-        kwargs: as accelerate's.
+        args: passed to accelerate.
+        shard: wraps each model given to ``prepare`` that is not wrapped yet:
+            ``shard=partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)``.
+        kwargs: passed to accelerate.
     """
 
     _models: list[Any]
@@ -98,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Prepare as accelerate does; optimizers made before their model was wrapped follow it.
+        """Prepare as accelerate does; let optimizers made before wrapping hold the shards.
 
         Raises:
             ValueError: if an optimizer has state, or groups that flattened parameters cross.
@@ -125,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
         return sharded
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Unwrap as accelerate does; of a sharded model, return the module with its shards."""
+        """Unwrap as accelerate does; for a sharded model, return the module, still sharded."""
         model = super().unwrap_model(model, *args, **kwargs)
         return model.module if isinstance(model, XlaFullyShardedDataParallel) else model
 
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):
         """Clip as accelerate does; the norm is that of the unsharded gradients, over all ranks.
 
         Raises:
-            RuntimeError: if ``no_sync`` kept gradients that no backward has reduced since.
+            RuntimeError: if gradients of ``no_sync`` have not been reduced by a later backward.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not any(is_sharded(param) for param in params):
@@ -157,16 +157,19 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------ state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As in accelerate; of a sharded model, return the unsharded tensors on the main process
-        and nothing on the others. Every rank must call it."""
+        """Return the state dict as accelerate does; every rank must call it.
+
+        For a sharded model, the main process gets unsharded tensors, the others an empty dict.
+        """
         if _sharded_root(model) is None:
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model, rank0_only=True)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Save as accelerate does; sharded models and their optimizers go, in shards, into
-        directories of their own (by ``save_checkpoint``). Hooks get the other models. Every rank
-        must call it.
+        """Save as accelerate does; every rank must call it.
+
+        Sharded models and their optimizers are saved by ``save_checkpoint`` in directories of their
+        own; hooks get the other models only.
 
         Raises:
             ValueError: if a sharded model has several optimizers, or an optimizer several models.
@@ -188,7 +191,7 @@ class Accelerator(accelerate.Accelerator):
         found: list[Any] = []
         handle = self.register_load_state_pre_hook(lambda _, where: found.append(where))
         try:
-            # One at a time: torch's list of what may be unpickled is the process's.
+            # One at a time: torch's list of types that may be unpickled is global.
             with self._without_sharded(), one_rank_at_a_time():
                 super().load_state(input_dir, *args, **kwargs)
         finally:
@@ -198,8 +201,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """Let accelerate's own methods see what has no shards only, and data loaders that its
-        ``save_state`` can look into."""
+        """Hide sharded models and optimizers from accelerate's own methods in the block, and unwrap
+        data loaders, so that ``save_state`` can look into them."""
         before = self._models, self._optimizers, self._dataloaders
         self._models = [model for model in self._models if _sharded_root(model) is None]
         self._optimizers = [o for o in self._optimizers if not isinstance(o, ShardedOptimizer)]
@@ -213,7 +216,6 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers, self._dataloaders = before
 
     def _sharded_models(self) -> list[tuple[XlaFullyShardedDataParallel, Optimizer | None]]:
-        """Every sharded model with its optimizer."""
         roots = [root for model in self._models if (root := _sharded_root(model)) is not None]
         optimizers = [
             each.optimizer for each in self._optimizers if isinstance(each, ShardedOptimizer)
@@ -233,7 +235,7 @@ def _directory(where: Any, index: int) -> Path:
 
 
 def _sharded_root(model: nn.Module) -> XlaFullyShardedDataParallel | None:
-    """The outermost wrapper, if ``model`` is one.
+    """Return ``model`` if it is wrapped, None if nothing in it is sharded.
 
     Raises:
         ValueError: if only modules inside are wrapped, or the model is sharded in place.
@@ -274,7 +276,6 @@ def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
 
 
 def _hold_shards(optimizer: Optimizer) -> None:
-    """Let an optimizer that was made before wrapping hold the shards of its parameters."""
     groups = [[_current(param) for param in group["params"]] for group in optimizer.param_groups]
     before = list(_params(optimizer))
     after = [param for group in groups for param in group]

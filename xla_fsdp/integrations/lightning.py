@@ -1,6 +1,6 @@
-"""Lightning Fabric's ``XLAFSDPStrategy`` on this package, on CPU ranks, too: ``install()``.
+"""Lightning Fabric's ``XLAFSDPStrategy`` on this package, also on CPU ranks: ``install()``.
 
-Fabric's own code runs unchanged: ``compat`` answers its imports of ``torch_xla.distributed.fsdp``.
+Fabric's code is not changed: ``compat`` redirects its imports of ``torch_xla.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def install(cpu_ranks: int | None = None) -> None:
     Call it in the main module, before ``Fabric`` is made.
 
     Args:
-        cpu_ranks: without a TPU, how many ranks ``fabric.launch(fn)`` runs as threads of this
-            process; 2 or more. ``Fabric(accelerator="tpu", devices=cpu_ranks, ...)`` then takes
-            them for TPU cores.
+        cpu_ranks: without a TPU, the number of ranks, 2 or more, that ``fabric.launch(fn)`` runs as
+            threads of this process, as if they were TPU cores:
+            ``Fabric(accelerator="tpu", devices=cpu_ranks, ...)``.
 
     Raises:
-        ValueError: for less than 2 ``cpu_ranks``, with which the strategy does not run, or where
+        ValueError: if ``cpu_ranks`` is less than 2, which the strategy does not support, or
             ``PJRT_DEVICE`` is not CPU.
-        UntestedVersionError: on import of this module, if Lightning does not fit.
+        UntestedVersionError: on import of this module, for an untested version of Lightning.
     """
     compat.install()
     if cpu_ranks is None:

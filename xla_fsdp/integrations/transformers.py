@@ -1,9 +1,9 @@
 """transformers' ``Trainer`` on sharded models: ``install()``, once, before it is used.
 
-Methods of ``Trainer`` are replaced by ones that do the original unless the trainer was given
-``fsdp_config={"xla": True, ...}`` (and not ``xla_fsdp_v2``); its subclasses have them, too.
-Gradients are left to ``Accelerator``. A checkpoint directory holds the merged model as
-``save_pretrained`` writes it, and everything in shards in ``xla_fsdp``.
+Methods of ``Trainer`` are replaced, also for its subclasses. They call the original unless the
+trainer has ``fsdp_config={"xla": True, ...}`` (and not ``xla_fsdp_v2``). Gradients are handled by
+``integrations.accelerate``. A checkpoint directory holds the merged model as ``save_pretrained``
+writes it, and shards of model, optimizer and scheduler in ``xla_fsdp``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def install() -> None:
     nothing.
 
     Raises:
-        UntestedVersionError: on import of this module, if transformers or accelerate do not fit.
+        UntestedVersionError: on import of this module, for untested versions.
     """
     trainer_module.Accelerator = Accelerator
     for name, replacement in _REPLACEMENTS.items():
@@ -55,7 +55,8 @@ def install() -> None:
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Return whether a trainer's model is wrapped: from its first training or evaluation on."""
+    """Return whether a trainer's model is wrapped, as it is from the first training or evaluation
+    on."""
     return isinstance(trainer.model, XlaFullyShardedDataParallel)
 
 
@@ -72,16 +73,13 @@ def _with_original(original: Original, replacement: Callable[..., Any]) -> Calla
 
 
 def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap at the first training or evaluation.
-
-    The trainer's model is the wrapper from then on. The original wraps without saying so, and the
-    Trainer then makes no optimizer at all (transformers 5), or one that accelerate does not know.
-    """
+    # The trainer's own model must be the wrapper. The original does not set it, so that the Trainer
+    # makes no optimizer (transformers 5), or one that accelerate does not know.
     if not trainer.is_fsdp_xla_v1_enabled:
         return original(model, *args, **kwargs)
     if not is_sharded(trainer):
         trainer.model = trainer.model_wrapped = shard_as_configured(trainer.model, trainer.args)
-        # The Trainer's default asks for torch's fused kernel, which there is none of for XLA.
+        # The Trainer's default is torch's fused kernel, which does not exist for XLA.
         if trainer.args.optim == OptimizerNames.ADAMW_TORCH_FUSED:
             trainer.args.optim = OptimizerNames.ADAMW_TORCH
     return trainer.model
@@ -91,14 +89,14 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     """Wrap a model as the ``fsdp_config`` of ``TrainingArguments`` says.
 
     Args:
-        model: not wrapped.
-        args: ``TrainingArguments``. Of its ``fsdp_config`` these count: ``min_num_params``, else
-            ``transformer_layer_cls_to_wrap`` (default: the model's ``_no_split_modules``) say which
-            modules are wrapped; ``xla_fsdp_grad_ckpt``, whether these are recomputed in backward;
-            ``xla_fsdp_settings``, all other options of the wrapper, with dtypes by name.
+        model: the model, not wrapped.
+        args: ``TrainingArguments``. Of its ``fsdp_config`` are used: ``min_num_params``, or else
+            ``transformer_layer_cls_to_wrap`` (default: the model's ``_no_split_modules``), to
+            choose modules to wrap; ``xla_fsdp_grad_ckpt``, to recompute these in backward;
+            ``xla_fsdp_settings``, for other options of the wrapper, with dtypes by name.
 
     Raises:
-        ValueError: with all that does not fit.
+        ValueError: if options cannot be used; names all of them.
     """
     config: Mapping[str, Any] = args.fsdp_config
     names = _layer_names(model, config)
@@ -107,7 +105,7 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     recompute = bool(config["xla_fsdp_grad_ckpt"])
     model_config: Any = getattr(model, "config", None)
     if recompute and model_config is not None:
-        model_config.use_cache = False  # a cache that grows when a layer is recomputed
+        model_config.use_cache = False  # recomputed layers would append to the cache again
     policy = _policy(model, config, names)
     wrapper = _recomputing if recompute and policy is not None else None
     return XlaFullyShardedDataParallel(
@@ -175,14 +173,13 @@ def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
 def _save_model(
     original: Original, trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Save the merged model as ``save_pretrained`` of the unwrapped one writes it."""
     if not is_sharded(trainer):
         original(output_dir, _internal_call)
         return
     full = full_state_dict(trainer.model, rank0_only=True)
     if trainer.args.should_save:
         _write_merged(trainer, full, Path(output_dir or trainer.args.output_dir))
-    exchange(b"")  # nobody goes on before the files are there
+    exchange(b"")  # a barrier: all ranks wait until the files are written
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
@@ -212,7 +209,7 @@ def _save_train_state(original: Original, trainer: Any, output_dir: str) -> None
 
 
 def _load_model(original: Original, trainer: Any, checkpoint: str, *args: Any, **kw: Any) -> None:
-    """Load nothing where the model's shards are loaded with its optimizer's."""
+    # If there are shards, _load_train_state loads the model with its optimizer.
     if not (trainer.is_fsdp_xla_v1_enabled and _shards(checkpoint).is_dir()):
         original(checkpoint, *args, **kw)
 
@@ -241,23 +238,23 @@ def _load_best_model(original: Original, trainer: Any) -> None:
 
 
 # ---------------------------------------------------------------- random numbers
-# A sync moves the device's random numbers on, and the Trainer syncs a different number of times
-# between a save and the next step than between a load and that step. So both steps begin with what
-# was saved.
+# A sync advances the device's random number state, and the Trainer syncs more or less often between
+# a save and the next step than between a load and that step. So both steps begin with the saved
+# state.
 
 
 def _save_random_state(original: Original, trainer: Any, output_dir: str) -> None:
     original(output_dir)
-    _keep_random_state(trainer)
+    _remember_random_state(trainer)
 
 
 def _load_random_state(original: Original, trainer: Any, checkpoint: str | None) -> None:
-    with one_rank_at_a_time():  # torch's list of what may be unpickled is the process's
+    with one_rank_at_a_time():  # torch's list of types that may be unpickled is global
         original(checkpoint)
-    _keep_random_state(trainer)
+    _remember_random_state(trainer)
 
 
-def _keep_random_state(trainer: Any) -> None:
+def _remember_random_state(trainer: Any) -> None:
     if is_sharded(trainer):
         trainer.xla_fsdp_random_state = ops.get_rng_state(trainer.args.device)
 
@@ -273,11 +270,10 @@ def _shards(directory: str | os.PathLike[str]) -> Path:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-# Methods of ``Trainer``, each of which becomes ``function(original, trainer, ...)``.
+# Methods of ``Trainer`` and their replacements, called as ``function(original, trainer, ...)``.
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_wrap_model": _wrap_model,
     "save_model": _save_model,

@@ -1,4 +1,4 @@
-"""Ask the real TPU compiler ahead of time what a training step needs on a slice.
+"""Compile a training step for a TPU slice ahead of time, and report its memory, traffic and time.
 
 ``preflight(build_step, topology="v5e:4x4", ...)`` returns a ``Report``; the same on the command
 line is ``python -m xla_fsdp.preflight module:function``. Importing this loads no torch_xla.

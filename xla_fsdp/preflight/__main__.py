@@ -1,8 +1,7 @@
-"""``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: reports on a terminal.
+"""``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: print reports.
 
-Every combination of the values given for options is examined; one that fails is told in one line.
-Exit code 0 if every program compiled and fits, 1 if one does not or its step raised, 2 for wrong
-usage.
+Every combination of the values given for options is examined; a failure is printed in one line.
+Exit code 0 if every program compiles and fits, 1 if not or if a step raises, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ USAGE_EXIT_CODE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine programs and print what was found; return the exit code."""
+    """Print reports on all combinations of options; return the exit code."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
@@ -90,7 +89,6 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Topology and keywords of each run."""
     choices = {name: [_value(value)] for name, value in map(_pair, options.set)}
     for name, values in map(_pair, options.sweep):
         choices[name] = [_value(each) for each in values.split(",")]
@@ -102,7 +100,6 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _axes(words: str) -> dict[str, int]:
-    """Sizes of a mesh by axis name."""
     pairs = [_pair(word) for word in words.split(",")]
     if not all(size.isdecimal() for _, size in pairs):
         raise ValueError(f"{words!r} is not of the form axis=size,axis=size")
@@ -117,7 +114,7 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _value(word: str) -> Any:
-    """on, off, a number, or the word itself."""
+    """Convert "on" and "off" to a bool, a number to int or float; return other words as given."""
     if word in ("on", "off"):
         return word == "on"
     for number in (int, float):
@@ -144,7 +141,7 @@ def _examine(
             progress=_progress,
             **keywords,
         )
-    except Exception as error:  # what the user's code raises may be anything
+    except Exception as error:  # the user's code may raise anything
         _progress("")
         if options.traceback:
             traceback.print_exc()
@@ -162,7 +159,6 @@ def _reason(error: Exception, *, with_hint: bool) -> str:
 
 
 def _progress(line: str) -> None:
-    """Write over one line of a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 

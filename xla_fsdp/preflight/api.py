@@ -1,7 +1,7 @@
-"""``preflight``: from the user's own code to a report.
+"""``preflight``: report on a training step of the user's own code.
 
-Nothing runs, here or on a TPU: the user's step is traced as rank 0 would trace it, compiled by the
-real TPU compiler in a child process, and what that made of it is read.
+The step is traced as rank 0 would trace it and compiled by the real TPU compiler in a child
+process; the report is read from the compiled program. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
-if TYPE_CHECKING:  # it loads torch, and the compiler's child process imports this package
+if TYPE_CHECKING:  # it loads torch, which the compiler's child process does not need
     from xla_fsdp.distributed.mesh import Mesh
 
 
 class PreflightWarning(UserWarning):
-    """Something of the configuration makes the step send more than it would have to."""
+    """The configuration makes the step send more than necessary."""
 
 
 def preflight(
@@ -51,23 +51,23 @@ def preflight(
             zeros while it runs. Build models that are too large for this machine on the meta
             device: then only one rank's shards take memory.
         topology: name of the slice, as ``find_topology`` takes it.
-        mesh: handed on as ``build_step(mesh=mesh, **options)``; a mapping of axis names to sizes is
-            laid out on the slice by ``init_mesh``, the outermost axis first.
-        max_host_mem: bytes of host memory that the compiler may take; a compilation that needs more
-            is ended.
+        mesh: passed on as ``build_step(mesh=mesh, **options)``; a mapping of axis names to sizes,
+            outermost axis first, is laid out on the slice by ``init_mesh``.
+        max_host_mem: bytes of host memory that the compiler may use; a compilation that needs more
+            is killed.
         cache_dir: folder of compiled programs (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``; they win over those that torch_xla
             and ``launch`` set.
         progress: called with a line of text while waiting.
-        options: handed to ``build_step``, and noted in the report.
+        options: passed to ``build_step``, and shown in the report.
 
     Returns:
-        The report, of a step in the steady state: with the optimizer's state there already.
+        The report on a step in the steady state, when the optimizer's state exists already.
 
     Raises:
         ValueError: if there is no such topology, the mesh does not have its ranks, ``build_step``
             does not take the options, or the step traces nothing.
-        CompileError: if the TPU compiler is not installed, refuses the program or takes too much
+        CompileError: if the TPU compiler is not installed, refuses the program or needs too much
             memory.
         RuntimeError: if this process uses torch_xla with other devices than one CPU.
     """
@@ -100,10 +100,10 @@ def preflight(
 
 
 def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
-    """Return a mesh on a slice, laid out there if sizes by axis name are given.
+    """Return the mesh, or lay out sizes by axis name on the slice.
 
     Raises:
-        ValueError: if it does not have the slice's ranks.
+        ValueError: if the number of ranks is not the slice's.
     """
     if isinstance(mesh, Mapping):
         from xla_fsdp.distributed.mesh import init_mesh
@@ -121,7 +121,7 @@ def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) ->
     """Raise ValueError if ``build_step`` cannot be called with these keywords."""
     try:
         signature = inspect.signature(build_step)
-    except ValueError:  # not known of everything that can be called
+    except ValueError:  # some builtins have no signature
         return
     try:
         signature.bind(**options)
@@ -149,7 +149,7 @@ def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def report_on(
     traced: Traced, compiled: Sequence[Compiled], topology: Topology, options: dict[str, Any]
 ) -> Report:
-    """Report on a step whose programs were compiled, in the order of ``traced.programs``."""
+    """Report on a step; ``compiled`` are its programs in the order of ``traced.programs``."""
     modules = [Module(each.text) for each in compiled]
     by_module = [collectives_of(module) for module in modules]
     collectives = [each for found in by_module for each in found]
@@ -182,7 +182,7 @@ def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology
     for each in program.inputs:
         by_role[each.role] += each.nbytes
     held = {role: by_role[role] for role in (PARAMETER, GRADIENT, STATE)}
-    # The compiler's total of temporaries counts; the peak, an estimate, divides it into parts.
+    # The compiler's total of temporaries is exact; ``peak``, an estimate, divides it into parts.
     in_gathers = peak.by_purpose.get(GATHERED, 0)
     gathered = min(in_gathers, compiled.temporaries)
     activations = min(peak.total - in_gathers, compiled.temporaries - gathered)

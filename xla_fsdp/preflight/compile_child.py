@@ -1,11 +1,10 @@
 """Compile one program for a TPU topology: ``python -m xla_fsdp.preflight.compile_child FOLDER``.
 
-The folder holds ``request.json`` and ``program.pb`` (an HLO module as torch_xla makes it, or what
-JAX lowers a program to that is yet to be partitioned); this writes ``optimized.txt`` (the scheduled
+The folder holds ``request.json`` and ``program.pb`` (torch_xla's serialized HLO module, or for a
+program to be partitioned JAX's StableHLO bytecode). This writes ``optimized.txt`` (the scheduled
 module), ``dump`` (with the compiler's buffer assignment) and ``result.json``.
 
-Invariants: a process of its own, as two XLA runtimes in one process clash; torch_xla is never
-loaded here, and no TPU is needed.
+Invariants: torch_xla is never loaded here, as two XLA runtimes in one process clash.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# With these options the compiler writes down a program that is too large, before it fails.
-_KEEP_ON = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
+# With these options the compiler dumps a program that is too large before it fails.
+_DUMP_TOO_LARGE = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     started, cpu_started = time.monotonic(), time.process_time()
     try:
         text, sizes = _compile(program, request, folder)
-    except Exception as error:  # the compiler's own exception types are many
+    except Exception as error:  # the compiler has many exception types
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         return 1
     spent = {
@@ -54,10 +53,10 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _compile(program: bytes, request: dict[str, Any], folder: Path) -> tuple[str, dict[str, int]]:
-    """The scheduled module, and sizes by their names in ``compiler.Compiled``.
+    """Return the scheduled module, and sizes by their names in ``compiler.Compiled``.
 
-    A program that the compiler refuses as too large for a chip is compiled all the same, up to what
-    cannot be loaded: then the size of its code is not known.
+    A program that is too large for a chip is compiled a second time, up to its schedule. The size
+    of its code is then not known, and given as 0.
     """
     dump = folder / "dump"
     dumping = {"xla_dump_to": str(dump)}
@@ -67,11 +66,11 @@ def _compile(program: bytes, request: dict[str, Any], folder: Path) -> tuple[str
         too_large_by = bytes_over_capacity(str(error))
         if not too_large_by:
             raise
-        # The second attempt may end this process; then this is the result.
+        # The second attempt may kill this process; then this is the result.
         _write(folder, {"error": f"{type(error).__name__}: {error}"})
         shutil.rmtree(dump, ignore_errors=True)
         with contextlib.suppress(Exception):  # it cannot be loaded
-            _executable(program, request, {**dumping, **_KEEP_ON})
+            _executable(program, request, {**dumping, **_DUMP_TOO_LARGE})
         written = sorted(dump.glob("*after_codegen.txt"))
         if not written:
             raise
@@ -81,7 +80,7 @@ def _compile(program: bytes, request: dict[str, Any], folder: Path) -> tuple[str
 
 
 def bytes_over_capacity(error: str) -> int:
-    """Return by how much a program is too large for a chip; 0 for an error of another kind."""
+    """Return by how many bytes a program is too large for a chip; 0 for any other error."""
     found = _OVER_CAPACITY.search(error)
     return round(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
 
@@ -100,7 +99,6 @@ def _executable(program: bytes, request: dict[str, Any], flags: dict[str, Any]) 
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """The topology's devices in rank order."""
     from jax.experimental import topologies
 
     name, config = request["topology"], request["chip_config"]
@@ -122,7 +120,7 @@ def _devices(request: dict[str, Any]) -> list[Any]:
 
 
 def _options(xla_client: Any, assignment: Any) -> Any:
-    """Options for device ids [replica, partition]."""
+    """Return options for an array of device ids, [replica, partition]."""
     options = xla_client.CompileOptions()
     build = options.executable_build_options
     for target in (options, build):
@@ -133,7 +131,6 @@ def _options(xla_client: Any, assignment: Any) -> Any:
 
 
 def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
-    """MLIR bytecode of a serialized HLO module."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
@@ -146,7 +143,7 @@ def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
 
 
 def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
-    """Let output k use the memory of input i, for each pair (i, k)."""
+    """Let output k reuse the memory of input i, for each pair (i, k)."""
     main = next(each for each in module.body.operations if each.name.value == "main")
     known = (
         list(main.arg_attrs)

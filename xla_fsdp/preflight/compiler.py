@@ -1,6 +1,6 @@
-"""Compile programs for a TPU topology: in a child process with a memory limit, and once each.
+"""Compile programs for a TPU topology, in a child process with a memory limit.
 
-Results are cached by a digest of the program, the topology, the flags and the compiler's version.
+Results are cached on disk, by a digest of the program, topology, flags and compiler version.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class CompileError(RuntimeError):
 class Buffers:
     """Bytes of HBM that the compiler sets aside for a program's buffers, per rank."""
 
-    arguments: int  # inputs, their padding included; results may take their place
-    outputs: int  # results that take no input's place
-    temporaries: int  # all else, constants too
+    arguments: int  # inputs with padding; results may reuse their memory
+    outputs: int  # results that do not reuse an input's memory
+    temporaries: int  # everything else, also constants
     on_host: int  # in the host's memory, not in HBM
 
 
@@ -50,14 +50,14 @@ class Compiled(Buffers):
 
     text: str  # the optimized, scheduled module
     code: int  # the program itself, which lies in HBM, too; 0 if the compiler refused it
-    too_large_by: int  # what a chip is short of, if the compiler refused the program for that
-    seconds: float  # that compiling took
-    cpu_seconds: float
-    peak_host_bytes: int  # host memory that compiling took
+    too_large_by: int  # bytes that a chip lacks, if the compiler refused the program as too large
+    seconds: float  # duration of compilation
+    cpu_seconds: float  # CPU time of compilation
+    peak_host_bytes: int  # host memory needed for compilation
 
     @property
     def peak(self) -> int:
-        """HBM that the program needs: all its buffers, and its code."""
+        """Bytes of HBM that the program needs: all its buffers, and its code."""
         return self.arguments + self.outputs + self.temporaries + self.code
 
 
@@ -73,15 +73,15 @@ def compile_program(
     """Compile for every rank of ``topology``.
 
     Args:
-        program: of one rank, or one that the compiler is to partition.
-        topology: the ranks.
-        max_host_mem: bytes of host memory that the compiler may take.
-        cache_dir: folder of results (default: in the user's cache folder).
+        program: the program of one rank, or one that the compiler is to partition.
+        topology: the slices to compile for.
+        max_host_mem: bytes of host memory that the compiler may use.
+        cache_dir: folder of compiled programs (default: in the user's cache folder).
         flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
-        progress: called with the seconds gone by, about ten times a second.
+        progress: called with the seconds passed, about ten times a second.
 
     Raises:
-        CompileError: if the compiler refuses, takes too much memory or is not installed.
+        CompileError: if the compiler refuses, needs too much memory or is not installed.
     """
     check_installed()
     if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
@@ -95,7 +95,7 @@ def compile_program(
         try:
             _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
         except CompileError:
-            # Of a program too large for the chip, the child writes an error before its second try.
+            # If a program is too large, the child writes an error before it tries a second time.
             if not (folder / "result.json").exists():
                 raise
         compiled = _read_result(folder)
@@ -159,7 +159,7 @@ def _write_request(folder: Path, program: Program, topology: Topology) -> None:
 
 
 def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
-    """Return an environment in which the compiler answers on a machine without a TPU."""
+    """Return environment variables with which the TPU compiler works without a TPU."""
     unwanted = ("PJRT_DEVICE", "XLA_FLAGS", "TPU_MEGACORE")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
     return {
@@ -199,9 +199,8 @@ def _run_child(
 def _watch(
     child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
 ) -> None:
-    """Wait for the child; raise CompileError when it takes more memory than it may."""
     started = time.monotonic()
-    with contextlib.suppress(OSError):  # the first to be ended should the machine run out
+    with contextlib.suppress(OSError):  # if memory runs out, the system should kill the child first
         Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -220,7 +219,7 @@ def _watch(
 def _resident_bytes(pid: int) -> int:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):  # it has ended
+    except (OSError, IndexError):  # the child has ended
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -237,7 +236,6 @@ def _read_result(folder: Path) -> Compiled:
 
 
 def _refusal(reason: str) -> str:
-    """The message for a refused program, with what to do about it where that is known."""
     message = f"the TPU compiler refused the program: {reason}"
     if "layout for this output is not set to host memory" not in reason:
         return message
@@ -249,9 +247,10 @@ def _refusal(reason: str) -> str:
 
 
 # ---------------------------------------------------------------- the compiler's buffer assignment
-# The memory figures of a compiled program itself count what is lost to fragmentation twice among
-# the temporaries, which is much where there are loops, and include memory on the chip. The buffer
-# assignment is what is set aside, and adds up to what the compiler states where it refuses one.
+# Figures are read from the dumped buffer assignment, not from the executable's memory statistics.
+# Those count bytes lost to fragmentation twice among the temporaries (many, where there are loops)
+# and include on-chip memory. The assignment adds up to the size in the compiler's out-of-memory
+# errors.
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _NOT_IN_HBM = re.compile(r", color [1-9]|, thread-local")  # HBM has color 0, which is left out
@@ -259,7 +258,7 @@ _ON_HOST = ", color 5,"
 
 
 def assigned_buffers(dump: Path) -> Buffers:
-    """Read the buffers of the (largest) program whose assignment the compiler dumped in a folder.
+    """Read the sizes in the buffer assignment, the largest if several, that is in folder ``dump``.
 
     Raises:
         FileNotFoundError: if there is none.

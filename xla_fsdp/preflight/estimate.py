@@ -1,6 +1,6 @@
 """Estimate how long a step and its parts take, from the cycles in the compiler's schedule.
 
-Overlapped collectives are taken to be hidden entirely, so real steps are slower.
+Overlapped collectives are assumed to be hidden entirely, so real steps are slower.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def estimate(
 
 
 def timeline(module: Module, collectives: Sequence[Collective], topology: Topology) -> Timeline:
-    """Lay out a program over its estimated time: memory held, and collectives on their way.
+    """Return the memory held and the collectives in flight over a program's estimated time.
 
-    A loop is one instruction here; what goes on inside it is not laid out.
+    A loop counts as one instruction; its inside is not resolved in time.
     """
     seconds = _compute_seconds(module, topology)
     for each in collectives:
         if not each.overlapped:
             seconds[each.start] += _wire_seconds(each, topology) * each.times
-    begins = list(itertools.accumulate(seconds, initial=0.0))  # of each instruction, and the end
+    begins = list(itertools.accumulate(seconds, initial=0.0))  # start of each, and the end of all
     spans = tuple(
         Span(each.kind, each.dtype, each.overlapped, begins[each.start], begins[each.end + 1],
              each.times, each.total_bytes)
@@ -52,7 +52,7 @@ def timeline(module: Module, collectives: Sequence[Collective], topology: Topolo
 
 
 def _moments(found: Sequence[Level], begins: Sequence[float]) -> Iterator[Moment]:
-    """At most ``MAX_MOMENTS``: of several in a row, the one at which most memory is held."""
+    """Yield at most ``MAX_MOMENTS``: of several in a row, the one with the most memory held."""
     step = -(-len(found) // MAX_MOMENTS)
     for start in range(0, len(found), step):
         some = found[start : start + step]
@@ -62,10 +62,10 @@ def _moments(found: Sequence[Level], begins: Sequence[float]) -> Iterator[Moment
 
 
 def _wire_seconds(collective: Collective, topology: Topology) -> float:
-    """Time of one execution at the full speed of the links that its group can use."""
+    """Return the time of one execution, at full speed of the links that its group can use."""
     if collective.is_between_slices:
         return collective.wire_bytes / (topology.chip.network_bytes / topology.chip.cores)
-    axes, ranks = 0, 1  # the axes that a group of this size may lie along, the longest first
+    axes, ranks = 0, 1  # torus axes that a group of this size lies along, the longest first
     for size in sorted(topology.shape, reverse=True):
         if ranks < collective.group_size and size > 1:
             axes, ranks = axes + 1, ranks * size
@@ -74,7 +74,6 @@ def _wire_seconds(collective: Collective, topology: Topology) -> float:
 
 
 def _compute_seconds(module: Module, topology: Topology) -> list[float]:
-    """Seconds of each of the entry's instructions, with all that it runs."""
     seconds = [0.0] * len(module.entry.instructions)
     for execution in module.executions:
         # The cycles of a fusion include those of the instructions in it.

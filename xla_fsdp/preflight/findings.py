@@ -1,8 +1,4 @@
-"""Say in words what in a step is worth a look.
-
-A finding names what it is about, with figures, and what to do about it where something can be done;
-collectives of one kind are told together.
-"""
+"""Findings: sentences about what could be better in a step, with figures and a remedy if known."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from xla_fsdp.preflight.program import ParameterTraffic, Traced
 from xla_fsdp.preflight.report import MB
 from xla_fsdp.preflight.traffic import Collective
 
-# Traffic and memory below this many bytes are not spoken of.
+# Traffic and memory of fewer bytes are not reported.
 WORTH_SAYING = 1 * MB
 
 
@@ -26,7 +22,7 @@ def all_findings(
     modules: Sequence[Module],
     collectives: Sequence[Collective],
 ) -> Iterator[str]:
-    """Yield all findings about a step; ``largest`` of its programs needs most memory."""
+    """Yield all findings about a step; ``largest`` is the program that needs most memory."""
     parameters = traced.parameters
     sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
     yield from about_programs(len(modules))
@@ -45,7 +41,7 @@ def all_findings(
 
 
 def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
-    """Tell of groups of ranks whose reductions cannot go along the torus axis by axis."""
+    """Report groups of ranks whose reductions cannot go along the torus axis by axis."""
     by_group: dict[tuple[int, ...], list[str]] = {}
     for each in parameters:
         if each.off_torus:
@@ -60,7 +56,7 @@ def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
 
 
 def about_programs(count: int) -> Iterator[str]:
-    """Tell of a step in several programs."""
+    """Report a step in several programs."""
     if count > 1:
         yield (
             f"the step runs as {count} programs: something reads a value or syncs in its middle "
@@ -73,7 +69,7 @@ def about_reductions(
     operand_sizes: Mapping[str, int],
     parameters: Sequence[ParameterTraffic],
 ) -> Iterator[str]:
-    """Tell of gradients that travel as full all-reduces."""
+    """Report gradients that are reduced by full all-reduces."""
     for each in collectives:
         if each.kind == "all-reduce" and each.only_sliced and each.total_bytes >= WORTH_SAYING:
             names = _names(operand_sizes.get(each.origin, 0), parameters)
@@ -86,7 +82,13 @@ def about_reductions(
 
 
 def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
-    """Tell of more traffic than the parameters need, of which ``activations`` may be the rest."""
+    """Report more traffic than the parameters need.
+
+    Args:
+        wire: bytes that are sent.
+        minimum: bytes that the parameters need.
+        activations: whether tensor parallelism also sends activations.
+    """
     more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
     if more and activations:
         yield (
@@ -102,7 +104,7 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
 
 
 def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
-    """Tell of collectives that compute waits for."""
+    """Report collectives that compute waits for."""
     blocking: Counter[str] = Counter()
     for each in collectives:
         if not each.overlapped:
@@ -113,7 +115,7 @@ def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
-    """Tell of matrix products in another dtype than the parameters are gathered in."""
+    """Report matrix products in another dtype than the parameters are gathered in."""
     products: Counter[str] = Counter()
     for module in modules:
         for execution in module.executions:
@@ -129,7 +131,7 @@ def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:
 
 
 def about_outputs(nbytes: int) -> Iterator[str]:
-    """Tell of results that no input makes room for."""
+    """Report results that do not reuse the memory of an input."""
     if nbytes >= WORTH_SAYING:
         yield (
             f"{nbytes / MB:.0f} MB of results do not take the place of an input: gradients kept "
@@ -138,7 +140,7 @@ def about_outputs(nbytes: int) -> Iterator[str]:
 
 
 def about_loops(modules: Sequence[Module]) -> Iterator[str]:
-    """Tell of loops with an unknown trip count."""
+    """Report loops with an unknown trip count."""
     unknown = [name for module in modules for name in module.unknown_trips]
     if unknown:
         yield (
@@ -148,7 +150,7 @@ def about_loops(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
-    """Tell of instructions whose time the compiler does not know."""
+    """Report instructions whose time the compiler cannot estimate."""
     unknown = [
         each.name
         for module in modules
@@ -164,7 +166,7 @@ def about_estimates(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def about_offloading(on_host: int) -> Iterator[str]:
-    """Tell of activations in the memory of the host."""
+    """Report activations that are offloaded to the host's memory."""
     if on_host >= WORTH_SAYING:
         yield (
             f"{on_host / MB:.0f} MB of activations per rank go to the host's memory and come back "
@@ -174,7 +176,6 @@ def about_offloading(on_host: int) -> Iterator[str]:
 
 
 def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
-    """Names of the parameters that have this many elements."""
     matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
     if not matching:
         return f"parameters of {numel:,} elements together" if numel else "some parameters"
@@ -182,13 +183,11 @@ def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
     listed = ", ".join(f"`{name}`" for name in names[:3])
     return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"
 
 
 def _gathered_dtype(collectives: Sequence[Collective]) -> str:
-    """The dtype that most bytes are gathered in."""
     gathered: Counter[str] = Counter()
     for each in collectives:
         if each.kind == "all-gather":

@@ -1,7 +1,4 @@
-"""Parse the text of an HLO module: its computations, its instructions, and how often each runs.
-
-The parser goes by structure (balanced brackets), never by the order of lines.
-"""
+"""Parse the text of an HLO module: computations, instructions, and how often each is executed."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ BITS = {
     "f8e4m3fn": 8, "f8e5m2": 8,
 }  # fmt: skip
 
-# What the compiler writes for cycles that it cannot estimate, as of some large sums.
+# The compiler's value for cycles that it cannot estimate, as of some large sums.
 NO_ESTIMATE = 2**63 - 1
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
@@ -35,7 +32,7 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    attributes: str  # of a constant its value, of a parameter its number
+    attributes: str  # for a constant its value, for a parameter its number
     is_root: bool
 
     def find(self, pattern: str) -> str:
@@ -49,17 +46,17 @@ class Instruction:
 
     @property
     def origin(self) -> str:
-        """Name of the instruction before optimization, as far as the compiler kept it."""
+        """Name of the instruction before optimization, if the compiler has noted it."""
         return self.find(r'op_name="([^"]*)"') or self.name
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate of the cycles that it takes, 0 where it gives none."""
+        """The compiler's estimate of its cycles; 0 without one."""
         return 0 if self.has_no_estimate else self._cycles
 
     @property
     def has_no_estimate(self) -> bool:
-        """Whether the compiler tried to estimate its cycles, and could not."""
+        """Whether the compiler tried, but failed, to estimate its cycles."""
         return self._cycles == NO_ESTIMATE
 
     @property
@@ -102,7 +99,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each value, by the value's name."""
+        """The instructions that read a value, by the value's name."""
         users: dict[str, list[Instruction]] = defaultdict(list)
         for each in self.instructions:
             for operand in each.operands:
@@ -115,7 +112,7 @@ class Computation:
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
 
     def source(self, name: str) -> Instruction | None:
-        """Return the instruction that computes a value, seen through copies and conversions."""
+        """Return the instruction that computes a value, looking through copies and conversions."""
         each = self.by_name.get(name)
         while each is not None and each.opcode in ("bitcast", "copy", "reshape", "convert"):
             each = self.by_name.get(each.operands[0])
@@ -124,16 +121,17 @@ class Computation:
 
 @dataclass(frozen=True)
 class Execution:
-    """A computation run by one instruction, or the entry run by the module."""
+    """A computation called by one instruction, or the entry computation."""
 
     computation: Computation
-    times: int  # in one run of the module, trip counts of the loops around it included
+    times: int  # per run of the module, with the trip counts of the loops around it
     caller: Instruction | None = None
-    caller_computation: Computation | None = None  # which holds the caller
-    caller_in_entry: int | None = None  # index of the entry's instruction that holds all of this
+    caller_computation: Computation | None = None  # the computation of the caller
+    caller_in_entry: int | None = None  # index of the entry's instruction that (indirectly) calls
 
     def index_in_entry(self, index: int) -> int:
-        """Return the index of the entry's instruction that is, or holds, number ``index`` here."""
+        """Return the index, in the entry, of the instruction that is or contains number ``index``
+        of this computation."""
         return index if self.caller_in_entry is None else self.caller_in_entry
 
 
@@ -141,7 +139,7 @@ class Module:
     """A parsed module.
 
     Args:
-        text: as the compiler or torch_xla prints it.
+        text: text of the module, as the compiler or torch_xla prints it.
 
     Raises:
         ValueError: if the text holds no entry computation.
@@ -155,11 +153,11 @@ class Module:
         self.entry = entries[0]
         counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
         self.num_devices = math.prod(map(int, counts))
-        self.unknown_trips: list[str] = []  # loops, filled in by ``executions``
+        self.unknown_trips: list[str] = []  # names of loops; appended to by ``executions``
 
     @cached_property
     def executions(self) -> list[Execution]:
-        """Every run of a computation, those inside fusions included."""
+        """All calls of computations, including those inside fusions."""
         return list(self._visit(Execution(self.entry, 1)))
 
     def _visit(self, execution: Execution) -> Iterator[Execution]:
@@ -182,7 +180,7 @@ class Module:
 
 
 def _called(each: Instruction) -> list[str]:
-    """Computations that an instruction runs once each time (not the reducers of a reduction)."""
+    """Return the names of the computations that an instruction runs (not its reducers)."""
     keys = {
         "fusion": ("calls",),
         "while": ("body",),
@@ -231,7 +229,6 @@ def _instruction(line: str, start: re.Match[str]) -> Instruction:
 
 
 def _closing(line: str, opens: int) -> int:
-    """Index just behind the bracket that closes the one at ``opens``."""
     depth = 0
     for index in range(opens, len(line)):
         depth += {"(": 1, ")": -1}.get(line[index], 0)
@@ -245,14 +242,13 @@ def _ints(sizes: str) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------- trip counts of loops
-# A loop's counter is the one value of its state that the condition reads, compares with a constant
-# bound, and that the body adds a constant step to. A start that cannot be seen is taken for 0.
+# A loop's counter is the value of its carry that the condition compares with a constant bound, and
+# to which the body adds a constant step. An unknown start is assumed to be 0.
 
 
 def _trip_count(
     computations: Mapping[str, Computation], inside: Computation, loop: Instruction
 ) -> int | None:
-    """Iterations of ``loop``, an instruction of ``inside``; None if they are not known."""
     if noted := loop.find(r'known_trip_count"?:\{"?n"?:"?(\d+)'):
         return int(noted)
     condition = computations.get(loop.attribute("condition"))
@@ -269,7 +265,7 @@ def _trip_count(
 
 
 def _bound(computations: Mapping[str, Computation], condition: Computation) -> int | None:
-    """The constant that a condition wants its counter to be less than, in it or in a fusion."""
+    """Return the constant below which a condition, or a fusion in it, wants the counter to be."""
     fused = [computations.get(each.attribute("calls")) for each in condition.instructions]
     lines = [line for found in (condition, *fused) if found for line in found.instructions]
     directions = {each.attribute("direction") for each in lines if each.opcode == "compare"}
@@ -278,7 +274,7 @@ def _bound(computations: Mapping[str, Computation], condition: Computation) -> i
 
 
 def _counter(condition: Computation) -> int | None:
-    """Index of the value of the state that a condition reads, if it reads one."""
+    """Return the index of the only value of the carry that a condition reads, else None."""
     read = {
         each.attribute("index")
         for each in condition.instructions
@@ -307,7 +303,7 @@ def _step(computations: Mapping[str, Computation], body: Computation, counter: i
 def _addend(
     inside: Computation, each: Instruction, arguments: Mapping[str, Instruction | None]
 ) -> int | None:
-    """The constant that an addition adds, which may be one of the fusion's arguments."""
+    """Return the constant that an addition adds; it may be one of the fusion's arguments."""
     if each.opcode != "add":
         return None
     terms = [inside.source(name) for name in each.operands]

@@ -1,7 +1,6 @@
-"""Reports as one HTML page: a table, drawings in SVG, and each report in full.
+"""Reports as one HTML page: a table, SVG drawings with tooltips, and each report in full.
 
-Invariants: no scripts and nothing to load; what comes from outside (names, options, findings) is
-escaped; whatever has a figure shows it when pointed at.
+Invariants: no scripts and nothing to load; names, options and findings are escaped.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _COLORS = {
 
 
 def page(reports: Sequence[Report]) -> str:
-    """Return the page."""
+    """Return an HTML page of reports."""
     rows = "".join(map(_row, reports))
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     return (
@@ -102,16 +101,16 @@ def _section(report: Report) -> str:
 
 # ---------------------------------------------------------------- drawings; lengths in pixels
 
-WIDTH, LEFT, RIGHT = 1000, 250, 115  # of a drawing, and of its margins for labels
+WIDTH, LEFT, RIGHT = 1000, 250, 115  # width of a drawing and of its margins, which hold labels
 INNER = WIDTH - LEFT - RIGHT
 BAR = 30
-HEIGHT, LANE, GAP = 220, 18, 6  # of memory over time, and of the collectives below it
+HEIGHT, LANE, GAP = 220, 18, 6  # heights of the memory plot, and of the collectives below it
 TICKS = 5
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values in 0 to ``top`` to pixels."""
+    """Map values from 0 to ``top`` to pixels."""
 
     top: float
     start: float
@@ -122,7 +121,7 @@ class _Scale:
 
 
 def _memory_bars(reports: Sequence[Report]) -> str:
-    """One bar per report, all on one scale; the mark is the chip's capacity."""
+    """Draw one bar per report, on a common scale, with a mark at the chip's capacity."""
     tops = [max(each.memory.capacity, each.memory.peak) for each in reports]
     x = _Scale(max(tops, default=0), LEFT, INNER)
     bars = (_bar(report, x, BAR * number) for number, report in enumerate(reports))
@@ -148,7 +147,7 @@ def _bar(report: Report, x: _Scale, top: float) -> str:
 
 
 def _step_timeline(report: Report) -> str:
-    """Memory over the step's estimated time, and below it the collectives in their lanes."""
+    """Draw memory over the step's estimated time, and below it a lane per kind of collective."""
     timeline = report.timeline
     x = _Scale(timeline.seconds, LEFT, INNER)
     lanes = sorted({(span.kind, span.overlapped) for span in timeline.spans})
@@ -163,7 +162,7 @@ def _step_timeline(report: Report) -> str:
 
 
 def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale) -> Iterator[str]:
-    """Bytes at each moment, one area on top of the other, the inputs lowest."""
+    """Draw the bytes at each moment as stacked areas, inputs lowest."""
     inputs = memory.parameters + memory.gradients + memory.optimizer_state + memory.data
     areas: list[tuple[str, str, list[int]]] = [
         ("optimizer_state", "parameters, optimizer state, batch", [inputs] * len(moments)),
@@ -174,7 +173,7 @@ def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale)
     ]  # fmt: skip
     highest = max([memory.peak, *map(sum, zip(*(each[2] for each in areas), strict=True))])
     lines = {"peak": memory.peak}
-    if memory.capacity <= 2 * highest:  # else the areas would be too low to read
+    if memory.capacity <= 2 * highest:  # otherwise the line would squeeze the areas
         lines["capacity"] = memory.capacity
     y = _Scale(1.05 * max(highest, *lines.values()), HEIGHT, -HEIGHT + 10)
     yield from _memory_axis(y)
@@ -215,7 +214,7 @@ def _time_axis(seconds: float, x: _Scale, bottom: float) -> Iterator[str]:
 
 
 def axis_marks(top: float) -> list[float]:
-    """Return at most ``TICKS`` steps of 1, 2 or 5 times a power of ten, from 0 to ``top``."""
+    """Return marks from 0 to ``top`` in at most ``TICKS`` steps of 1, 2 or 5 times 10**n."""
     smallest = 10.0 ** math.floor(math.log10(top / TICKS)) if top > 0 else 1.0
     step = next(smallest * each for each in (1, 2, 5, 10) if top <= TICKS * smallest * each)
     return [number * step for number in range(int(top / step) + 1)]
@@ -231,7 +230,7 @@ def _lane(
     own = [each for each in spans if (each.kind, each.overlapped) == (kind, overlapped)]
     for each in own:
         left = min(x(each.start), WIDTH - RIGHT - 0.8)
-        width = max(x(each.end) - x(each.start), 0.8)  # never thinner than can be seen
+        width = max(x(each.end) - x(each.start), 0.8)  # thinner ones would be invisible
         hint = (
             f"{each.kind} {each.dtype}, {each.wire_bytes / MB:.2f} MB"
             + (f" in {each.times} executions" if each.times > 1 else "")

@@ -1,8 +1,7 @@
-"""Find what lies in a chip's memory at the moment when most does, by what it is for.
+"""Estimate which buffers a program holds over its schedule, and its peak, by purpose.
 
-This is an estimate from the text of the schedule. It does not say what the compiler packs into one
-address range, nor its scratch space: the totals to trust are those of ``compiler.Buffers``. A loop
-counts with its carry and the most that its body holds.
+The text of the schedule shows neither which buffers share addresses nor scratch space; exact totals
+are those of ``compiler.Buffers``. A loop counts as its carry and the peak of its body.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from xla_fsdp.preflight.hlo import BITS, Computation, Instruction, Module
 
 GATHERED, OTHER = "gathered parameters", "activations and temporaries"
 
-# Index of an instruction, and the bytes held from there on, by purpose.
+# Index of an instruction, and the bytes by purpose that are held from there on.
 Level = tuple[int, dict[str, int]]
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?\})?")
 
 
 class _Array(NamedTuple):
-    """One array of a shape, as the text has it."""
+    """One array of a shape, in the text's own notation."""
 
     dtype: str
     sizes: str
-    order: str  # of the dims, minor first
+    order: str  # dims, minor first
     layout: str
 
     @property
@@ -38,7 +37,7 @@ class _Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes, with the dims filled up to whole tiles."""
+        """Bytes, with the dims padded to whole tiles."""
         if self.dtype not in BITS:
             return 0
         dims = [int(size) for size in self.sizes.split(",") if size]
@@ -64,7 +63,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory is held, inputs left out."""
+    """The moment at which most memory is held; the program's inputs do not count."""
 
     by_purpose: dict[str, int]
     largest: tuple[tuple[int, str, str], ...]  # bytes, shape and origin of the largest buffers
@@ -76,12 +75,12 @@ class Peak:
 
 
 def fullest_moment(module: Module) -> Peak:
-    """Find where the entry computation of a scheduled module holds most in HBM."""
+    """Find when the entry computation of a scheduled module holds most bytes in HBM."""
     return _peak_of(_buffers(module, module.entry, _hbm_bytes))
 
 
 def levels(module: Module) -> list[Level]:
-    """Return what the entry computation holds in HBM, in the order of the schedule."""
+    """Return the bytes that the entry computation holds in HBM, in the order of the schedule."""
     return _levels(_buffers(module, module.entry, _hbm_bytes))
 
 
@@ -124,7 +123,7 @@ def _levels(buffers: Sequence[_Buffer]) -> list[Level]:
 def _buffers(
     module: Module, computation: Computation, size: Callable[[_Array], int]
 ) -> list[_Buffer]:
-    """Every buffer of a computation, except its inputs and results."""
+    """Return all buffers of a computation, except its inputs and results."""
     values: dict[str, list[_Buffer]] = {}  # one buffer for each array of an instruction's shape
     found: list[_Buffer] = []
     for at, each in enumerate(computation.instructions):
@@ -150,7 +149,7 @@ def _buffers(
 def _shared(
     module: Module, each: Instruction, operands: list[_Buffer], arrays: Sequence[_Array]
 ) -> Sequence[_Buffer | None]:
-    """For each array of an instruction's result, the operand's buffer that it is, if it is one."""
+    """Return, for each array of an instruction's result, the operand's buffer that it reuses."""
     if each.opcode == "get-tuple-element":
         index = int(each.attribute("index"))
         return [operands[index] if index < len(operands) else None for _ in arrays]
@@ -163,12 +162,11 @@ def _shared(
 
 
 def _kind(array: _Array) -> tuple[str, str, bool]:
-    """What tells apart the buffers that one instruction hands on."""
     return array.dtype, array.sizes, array.is_in_hbm
 
 
 def _is_fragment(module: Module, each: Instruction) -> bool:
-    """Whether a fusion is a fragment of a split collective, and hands on its buffers."""
+    """Return whether this is a fusion of a split collective, whose buffers it passes on."""
     if each.opcode != "fusion":
         return False
     return any(
@@ -179,10 +177,8 @@ def _is_fragment(module: Module, each: Instruction) -> bool:
 
 
 def _purpose(module: Module, each: Instruction) -> str:
-    """What an instruction's buffers are for.
-
-    A fusion that computes while a gather goes on hands on the gather's buffers, and makes others.
-    """
+    # A fusion that computes during a gather passes on the gather's buffers; those that it makes
+    # itself are not gathered parameters.
     lines = [each]
     if each.opcode == "fusion":
         lines = module.computations[each.attribute("calls")].instructions

@@ -1,4 +1,4 @@
-"""A traced training step before it is compiled: its programs, and the traffic that it asks for."""
+"""A traced training step, not yet compiled: its programs, and the traffic of its parameters."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class Program:
     hlo: bytes  # the serialized HLO module, before optimization
     inputs: tuple[Input, ...]  # in the order of the module's parameters
     aliases: tuple[tuple[int, int], ...]  # (input, output) of tensors that are changed in place
-    # Elements that each collective takes, by the name of its instruction.
+    # Number of elements of each collective's operands, by the name of its instruction.
     operand_sizes: Mapping[str, int] = field(default_factory=dict)
-    # For a program that the compiler is to partition by itself: the rank that gets each partition.
-    # Then ``hlo`` is what JAX lowers to, StableHLO in MLIR bytecode.
+    # For a program that the compiler is to partition: the rank of each partition. Then ``hlo`` is
+    # StableHLO, as MLIR bytecode, lowered by JAX.
     partition_order: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
-        """A digest of all that the compiler is given."""
+        """A digest of everything that the compiler is given."""
         rest = json.dumps([self.aliases, self.partition_order]).encode()
         return hashlib.sha256(self.hlo + rest).hexdigest()
 
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """What one sharded parameter must put on the wire in a step."""
+    """The bytes that must be sent in a step for one sharded parameter."""
 
-    name: str  # of the first parameter, where several are flattened
-    numel: int  # of the unsharded parameter
-    padded: int  # the same with padding, as it travels
-    gathered_bytes: int  # that a rank sends for its gathers
-    reduced_bytes: int  # that a rank sends for the reduction of its gradient
-    # The ranks that share it, if they fill no box on the torus in order: then its gradient cannot
-    # be reduced axis by axis.
+    name: str  # name of the parameter, or of the first of several that are flattened together
+    numel: int  # elements of the unsharded parameter
+    padded: int  # elements with padding
+    gathered_bytes: int  # bytes that a rank sends for its gathers
+    reduced_bytes: int  # bytes that a rank sends for the reduction of its gradient
+    # The ranks that share it, if they fill no box on the torus in order, so that its gradient
+    # cannot be reduced axis by axis; else empty.
     off_torus: tuple[int, ...] = ()
-    is_tensor_parallel: bool = False  # then activations are sent, too
+    is_tensor_parallel: bool = False
 
 
 @dataclass(frozen=True)
 class Traced:
-    """One step in the steady state, in which the optimizer's state is there already."""
+    """One step in the steady state, in which the optimizer's state exists already."""
 
     programs: tuple[Program, ...]  # in the order in which they run
-    model_flops: int = 0  # of the products of forward and backward, recomputation left out
+    model_flops: int = 0  # of matrix products in forward and backward, without recomputation
     parameters: tuple[ParameterTraffic, ...] = ()
 
     @property

@@ -1,7 +1,4 @@
-"""The report on a step: its memory, collectives and time as plain data, and as text.
-
-Invariants: the parts of ``Memory`` add up to its peak, and a report can be written as JSON.
-"""
+"""The report on a step, as dataclasses, JSON and text: its memory, collectives and time."""
 
 from __future__ import annotations
 
@@ -30,23 +27,20 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a chip's memory (HBM) per rank, by part.
-
-    ``capacity`` is what the chip has without what the runtime keeps for itself. ``too_large_by`` is
-    what the compiler says that the program is short of, where it refused it; the parts are then
-    those of the program for a chip that has room.
-    """
+    """Bytes of a chip's memory (HBM) per rank, by part; the parts add up to ``peak``."""
 
     parameters: int
-    gradients: int  # kept between steps; those in flight are among the activations
+    gradients: int  # those held between steps; the others are among the activations
     optimizer_state: int
     data: int  # batch, buffers, constants, and padding of inputs
-    outputs: int  # results that do not take the place of an input
+    outputs: int  # results that do not reuse the memory of an input
     gathered_parameters: int
     activations: int
-    scratch: int  # set aside beyond the buffers that the schedule shows
+    scratch: int  # reserved by the compiler beyond the buffers in the schedule
     code: int
-    capacity: int
+    capacity: int  # memory of the chip that the runtime does not reserve
+    # Bytes that a chip lacks, if the compiler refused the program as too large. The parts are then
+    # those of the program on a chip with enough memory.
     too_large_by: int = 0
 
     @property
@@ -56,15 +50,17 @@ class Memory:
 
     @property
     def left(self) -> int:
-        """Bytes left over; negative if the step does not fit. Code counts, which the compiler
-        leaves out when it decides whether to refuse a program."""
+        """Unused bytes; negative if the step does not fit.
+
+        Includes code, which the compiler ignores when it decides whether to refuse a program.
+        """
         left = self.capacity - self.peak
         return min(left, -self.too_large_by) if self.too_large_by else left
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind: how often they run in a step, and bytes that a rank sends."""
+    """Collectives of one kind: executions in a step, and bytes that a rank sends in a step."""
 
     kind: str
     dtype: str
@@ -87,9 +83,9 @@ class Buffer:
 class StepTime:
     """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses."""
 
-    compute: float  # of all cycles that the compiler expects, loops included
-    blocking: float  # of collectives under which no compute is scheduled, at full link speed
-    model_flops: int  # of forward and backward, recomputation left out
+    compute: float  # all cycles that the compiler expects, loops included
+    blocking: float  # collectives under which no compute is scheduled, at full link speed
+    model_flops: int  # of forward and backward, without recomputation
     mfu: float  # model FLOPs utilization, from 0 to 1
 
     @property
@@ -100,7 +96,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Moment:
-    """What the program's buffers hold from ``seconds`` on, its inputs left out; an estimate."""
+    """Bytes that the program's buffers hold from ``seconds`` on, without inputs; an estimate."""
 
     seconds: float
     gathered_parameters: int
@@ -109,7 +105,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """A collective on its way; all executions of one in a loop are one span."""
+    """A collective in flight; all executions in a loop are one span."""
 
     kind: str
     dtype: str
@@ -134,22 +130,22 @@ class Report:
     """The result of ``preflight``; sizes in bytes per rank, times in seconds.
 
     Args:
-        topology: its name.
-        num_ranks: ranks of it.
-        options: what the model was built with.
-        memory: of the program of the step that needs most.
-        full_parameters: bytes of gathered parameters that are there at once, on-chip ones included.
-        largest: buffers at its fullest moment.
+        topology: name of the topology.
+        num_ranks: its number of ranks.
+        options: options of the model.
+        memory: memory of the step's program that needs most.
+        full_parameters: most bytes of gathered parameters at once, on-chip ones included.
+        largest: largest buffers at the peak of memory.
         traffic: collectives of one step.
-        minimum_wire_bytes: what any program must send for this model and wrapping.
-        step_time: an estimate.
-        compile_seconds: that the compiler took.
-        compile_cpu_seconds: of CPU time that the compiler took.
-        host_bytes: host memory that the compiler took.
-        offloaded_bytes: of the memory of a TPU's host that the step takes per rank.
-        warnings: what is done in a worse way than it could be because of the configuration.
-        findings: what to look at, in words.
-        timeline: of the program that needs most memory.
+        minimum_wire_bytes: bytes that any program must send for this model and wrapping.
+        step_time: estimated time.
+        compile_seconds: duration of compilation.
+        compile_cpu_seconds: CPU time of compilation.
+        host_bytes: host memory needed for compilation.
+        offloaded_bytes: memory of a TPU's host that the step uses per rank.
+        warnings: problems of the configuration.
+        findings: other sentences about what could be better.
+        timeline: timeline of the program that needs most memory.
     """
 
     topology: str
@@ -200,7 +196,7 @@ class Report:
 
 
 def full_text(report: Report) -> str:
-    """Return everything about one step; warnings come first."""
+    """Return a report as text: warnings, figures, findings."""
     top = "\n".join((title(report), *_warnings(report)))
     findings = "\n".join(f"- {finding}" for finding in report.findings) or "Nothing to remark."
     return "\n\n".join((top, figures(report), findings))
@@ -217,7 +213,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def figures(report: Report) -> str:
-    """Return memory, collectives and time."""
+    """Return memory, collectives and time as text."""
     return "\n\n".join((_memory(report), _traffic(report), _time(report)))
 
 
@@ -251,7 +247,6 @@ def cells(report: Report) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines in which columns are as wide as their longest cell; the first two flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

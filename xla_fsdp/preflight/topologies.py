@@ -1,11 +1,11 @@
-"""TPU topologies by name: how many ranks, where each is on the torus, what a chip can do.
+"""TPU topologies by name: their ranks, the ranks' coordinates on the torus, figures of a chip.
 
 A topology is a generation and the chips along each torus axis, ``v5e:4x4``, or several such slices,
-``v5e:4x4*2``, which a network of the data center joins. A rank is one device as torch_xla runs it:
-a chip, or on v2 and v3 one of a chip's two cores.
+``v5e:4x4*2``, joined by the data-center network. A rank is a chip, or on v2 and v3 one of a chip's
+two cores.
 
-Invariants: rank r is the device with the r-th id, which is how torch_xla numbers ranks; ids count
-the cores of a chip first, then x, y and z, then slices.
+Invariants: as in torch_xla, rank r is the device with the r-th id; ids count the cores of a chip
+first, then x, y and z, then slices.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Chip:
     """One generation of TPU, per rank; speeds are the vendor's published peaks."""
 
     hbm_bytes: int  # as the compiler counts it
-    # What the runtime keeps of it for itself, to the MiB; the compiler states it where it refuses a
-    # program (``test_capacity_tpu`` asks it).
+    # Reserved by the runtime, to the MiB; the compiler's out-of-memory errors state it
+    # (``test_capacity_tpu`` provokes one).
     reserved_bytes: int
     peak_flops: float  # per second, in bf16
     clock_hz: float  # of the compute core
@@ -34,7 +34,7 @@ class Chip:
     hosts: tuple[int, ...] = (2, 2)  # chips of one host along each axis; slices are whole hosts
     config: str = ""  # name of the chip configuration for the compiler, if it needs one
     accelerator: str = ""  # an accelerator type of this generation, for the compiler's environment
-    init_args: tuple[str, ...] = ()  # which torch_xla sets on this generation alone
+    init_args: tuple[str, ...] = ()  # flags that torch_xla sets on this generation only
 
     @property
     def usable_bytes(self) -> int:
@@ -131,7 +131,7 @@ def find_topology(name: str) -> Topology:
 
 
 def known_names() -> str:
-    """Return the form of the names that ``find_topology`` takes, one per generation."""
+    """Return the forms of the names that ``find_topology`` takes, as text for messages."""
     forms = {2: "AxB", 3: "AxBxC"}
     names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
@@ -145,7 +145,7 @@ def example(generation: str) -> str:
 
 
 def _sizes(layout: str) -> tuple[int, ...]:
-    """Sizes of "4x4"; () for anything else."""
+    """Return the sizes in a text such as "4x4"; () if it is malformed."""
     sizes = layout.split("x")
     if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         return ()

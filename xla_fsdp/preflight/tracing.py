@@ -1,8 +1,9 @@
 """Trace one rank's step of the user's own code on this machine, with the other ranks faked.
 
-Invariants: nothing is executed. Wherever a step would run what is pending, that is taken as a
-program, and *hollow* tensors (zeros that take no memory) stand for its results. Large parameters
-are hollow from the first cut on, so of a model that is built unit by unit nothing stays in memory.
+Invariants: nothing is executed. Where a step would execute its pending operations (a *cut*), they
+are recorded as a program, and its results are replaced by *hollow* tensors (zeros that take no
+memory). At each cut while the model is built, large parameters become hollow, so that a model that
+is larger than memory can be built piece by piece.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from xla_fsdp.preflight.traffic import KINDS
 
 Step = Callable[[], Any]
 
-# Bytes from which on a parameter's values are given up; a step may read smaller ones.
+# Parameters of at least so many bytes become hollow; a step may read values of smaller ones.
 LARGE = 2**20
 
 
 def trace_step(
     build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
 ) -> Traced:
-    """Trace what ``rank`` runs in a step in the steady state.
+    """Trace one rank's step in the steady state.
 
     Args:
         build_step: builds model and optimizer, and returns a function that makes one step.
-        coords: of every faked rank on the torus.
-        rank: which of them to be.
+        coords: coordinates of every fake rank on the torus.
+        rank: rank whose step is traced.
 
     Raises:
         RuntimeError: if this process has started torch_xla on anything but one CPU device.
@@ -76,7 +77,7 @@ def trace_step(
         step()
         recorder.cut()
         states = [state for state in _live_states() if state not in earlier]
-        # Last: tensors made under a dispatch mode are of another kind, and nothing can follow.
+        # Last, as tensors made under a dispatch mode cannot be used in further steps.
         recorder.start_discarding()
         flops = _count_flops(step)
     if not recorder.programs:
@@ -114,30 +115,30 @@ class _Phase(enum.Enum):
 
 
 class Recorder:
-    """Takes what is pending as a program, and puts hollow tensors in its place.
+    """Records pending operations as programs, and replaces their results by hollow tensors.
 
     Attributes:
-        programs: those that were cut since ``start_recording``.
+        programs: programs that were cut since ``start_recording``.
     """
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
         self._phase = _Phase.BUILDING
         self._hollow = ZeroPages()
-        # Buffer and role of each tensor that an earlier program left, by the tensor's id.
+        # Buffer and role of each tensor that exists before the present program, by id(tensor).
         self._before: dict[int, tuple[int, str]] = {}
 
     def start_recording(self) -> None:
-        """Keep the programs that are cut from now on."""
+        """Record the programs that are cut from now on."""
         self._note_buffers()
         self._phase = _Phase.RECORDING
 
     def start_discarding(self) -> None:
-        """Lose what is cut from now on; shapes stay right for what follows in the step."""
+        """Discard the programs that are cut from now on; their results still become hollow."""
         self._phase = _Phase.DISCARDING
 
     def cut(self) -> None:
-        """Take what is pending."""
+        """End the present program: record or discard all pending operations."""
         live = _live_tensors()
         pending = [tensor for tensor in live if ops.is_pending(tensor)]
         if self._phase is _Phase.BUILDING:
@@ -161,14 +162,15 @@ class Recorder:
         for tensor in pending:
             ops.release(tensor, dummy)
         for tensor, shape in zip(pending, shapes, strict=True):
-            # Not in place, which torch_xla would trace as one more operation on the old value.
+            # Not copy_(), which torch_xla would trace as another pending operation.
             tensor.data = self._hollow.make(shape, tensor.dtype)
         ops.forget_token()
 
     def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
-        """Let large parameters give up their values; those that share a buffer share a new one."""
+        """Make large parameters hollow; tensors that share a buffer still do so afterwards."""
         buffers = [(each, buffer_id(each)) for each in tensors]
-        with torch._C.DisableTorchFunctionSubclass():  # shards without values act as parameters
+        # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
+        with torch._C.DisableTorchFunctionSubclass():
             hollow = {
                 buffer: self._hollow.make(each.shape, each.dtype)
                 for each, buffer in buffers
@@ -203,7 +205,7 @@ class Recorder:
 
 
 def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
-    """Elements that each collective of the traced program takes, by the name of its instruction."""
+    """Return the number of elements of each collective's operands, by its instruction's name."""
     entry = Module(lowered_hlo(pending)).entry
     return {
         each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
@@ -213,7 +215,7 @@ def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    """Every Python object for a tensor on the device; several may be of one XLA tensor."""
+    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
     found: dict[int, Tensor] = {}
     for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -223,12 +225,10 @@ def _live_tensors() -> list[Tensor]:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """One of the Python objects for each XLA tensor."""
     return list({tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:
-    """Roles of tensors, by the id of the Python object."""
     roles: dict[int, str] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer):
@@ -245,7 +245,7 @@ def _roles() -> dict[int, str]:
 
 
 class _ForwardFlops(FlopCounterMode):
-    """Counts outside of backward passes only, so neither gradients nor recomputations."""
+    """Counts FLOPs of forward passes only, without gradients and recomputation."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if current_pass() != -1:
@@ -254,37 +254,36 @@ class _ForwardFlops(FlopCounterMode):
 
 
 def _count_flops(step: Step) -> int:
-    """Three times the forward's: each product has two in backward."""
-    # A loop does not show the products in it.
+    """Return the FLOPs of a step, three times the forward: backward has two products for each."""
+    # Unrolled, as the products inside a loop are not counted.
     with blocks_one_by_one(), _ForwardFlops(display=False) as counter:
         step()
     return 3 * counter.get_total_flops()
 
 
 # ---------------------------------------------------------------- the least traffic
-# Counted is what the wrapping asks for: each parameter gathered for its forward, once more for
-# backward where it is freed between, and its gradient reduced once, as a shard also over replicas,
-# without padding, in rings. Remat gathers nothing more; an embedding that sends rows in place of
-# its table may need less.
+# This counts, without padding and as sent in rings: each parameter gathered for its forward, and
+# again for backward if it is resharded between; its gradient reduce-scattered once, and its shard
+# all-reduced over replicas. Remat needs no further gathers; an embedding that sends rows, not its
+# table, may need less.
 
 
 def _live_states() -> list[FSDPState]:
-    """Every FSDP unit of this process."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) is FSDPState]
 
 
-def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
-    group = unit.group
+def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
+    group = state.group
     others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
-    gathered = others + _gathered_for_backward(unit)
+    gathered = others + _gathered_for_backward(state)
     reduced = others + 2 * (replicas - 1) / replicas
     off_torus = _off_torus(group.collectives)
     for param in group.params:
         layout, needs_grad = param.packing.layout, param.leaf.requires_grad
         shard_numel = layout.numel / layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype
-        grad_dtype = unit.config.gradient_dtype or dtype
+        grad_dtype = state.config.gradient_dtype or dtype
         yield ParameterTraffic(
             name=param.originals[0].names[0],
             numel=layout.numel,
@@ -296,18 +295,18 @@ def _parameter_traffic(unit: FSDPState) -> Iterator[ParameterTraffic]:
         )
 
 
-def _gathered_for_backward(unit: FSDPState) -> int:
-    """How many shards of other ranks a rank gathers once more for backward."""
-    if not unit.settings.reshards_after_forward:
+def _gathered_for_backward(state: FSDPState) -> int:
+    """Return how many shards a rank sends when parameters are gathered again for backward."""
+    if not state.settings.reshards_after_forward:
         return 0
-    smaller = unit.group.smaller
+    smaller = state.group.smaller
     if smaller is None:
-        return unit.group.collectives.num_shards - 1
+        return state.group.collectives.num_shards - 1
     return (smaller.within.num_shards - 1) * smaller.across.num_shards
 
 
 def _off_torus(collectives: Collectives) -> tuple[int, ...]:
-    """The first group of ranks, if the groups do not follow the torus."""
+    """Return the first group of ranks if the groups do not follow the torus, else ()."""
     if not isinstance(collectives, XlaCollectives) or collectives.follows_torus:
         return ()
     groups = collectives.groups

@@ -1,9 +1,8 @@
 """Find the collectives of an optimized TPU program, and the bytes that each puts on the wire.
 
-Invariants: a collective counts once per execution, however many instructions the compiler made of
-it. An asynchronous one is split over fusions: one holds it with ``AsyncCollectiveStart``, one with
-``AsyncCollectiveDone``, and each fusion that computes meanwhile holds it again. An all-reduce
-inside a fusion that slices its result is a reduce-scatter; outside of one it is a full all-reduce.
+A collective counts once per execution, even if the compiler has split it over several fusions: one
+contains it with ``AsyncCollectiveStart``, one with ``AsyncCollectiveDone``, and so does each fusion
+that computes meanwhile. An all-reduce inside a fusion that slices its result is a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from xla_fsdp.preflight.hlo import Computation, Execution, Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 
-# Slices have no torus in common: the data-center network joins them. The chip hands its data to
-# its host by ``send``, and gets the result by the ``recv`` of the same rendezvous.
+# Slices are joined by the data-center network. A chip passes its data to the host by ``send``, and
+# gets the result by the ``recv`` of the same rendezvous.
 _BETWEEN_SLICES = " between slices"
 
 _START, _MIDDLE, _DONE = "AsyncCollectiveStart", "middle", "AsyncCollectiveDone"
@@ -29,15 +28,15 @@ class Collective:
 
     kind: str  # one of ``KINDS``, with " between slices" if it leaves the slice
     dtype: str  # on the wire
-    sizes: tuple[int, ...]  # of the operand (the first of several)
+    sizes: tuple[int, ...]  # shape of the (first) operand
     group_size: int  # ranks that take part together
     times: int  # executions per run of the program
-    wire_bytes: int  # that a rank sends in one execution, in a ring
+    wire_bytes: int  # bytes that a rank sends in one execution, in a ring
     overlapped: bool  # whether compute is scheduled between its start and its end
-    only_sliced: bool  # of an all-reduce: whether every reader takes a slice of the result only
-    origin: str  # name of the instruction that torch_xla made, as far as the compiler kept it
+    only_sliced: bool  # for an all-reduce: whether every reader takes only a slice of the result
+    origin: str  # name of torch_xla's instruction, if the compiler has noted it
     start: int  # index of the entry's instruction in which it starts
-    end: int  # and of the one in which it ends
+    end: int  # index of the entry's instruction in which it ends
 
     @property
     def total_bytes(self) -> int:
@@ -52,7 +51,7 @@ class Collective:
 
 @dataclass
 class _Split:
-    """A collective split over fusions, as far as they have been read."""
+    """A collective that is split over fusions, some of which may not have been read yet."""
 
     end: int | None = None
     overlapped: bool = False
@@ -106,7 +105,6 @@ def _collective(
 
 
 def _kind(each: Instruction) -> str:
-    """The kind of collective that an instruction starts, "" if it is none."""
     if each.opcode == "send":
         sent = each.find(r'_xla_megascale_transfer_type="(\w+)"')
         return sent.lower().replace("_", "-") + _BETWEEN_SLICES if sent else ""
@@ -125,14 +123,20 @@ def _group_size(each: Instruction, num_devices: int) -> int:
 
 
 def _num_slices(each: Instruction) -> int:
-    """How many slices a transfer joins; they are listed as in "{1,4:7}"."""
+    """Return how many slices a transfer joins; they are listed as in "{1,4:7}"."""
     targets = each.find(r'_xla_megascale_target="\{([\d,:]+)\}')
     ends = [target.partition(":") for target in targets.split(",") if target]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends) or 1
 
 
 def _wire_bytes(kind: str, sent: int, size: int) -> int:
-    """Bytes that a rank sends in a ring of ``size`` ranks, each of which puts in ``sent`` bytes."""
+    """Return the bytes that a rank sends in a ring of ``size`` ranks.
+
+    Args:
+        kind: as in ``Collective``.
+        sent: bytes of each rank's operands.
+        size: number of ranks.
+    """
     return {
         "all-gather": (size - 1) * sent,
         "all-reduce": 2 * (size - 1) * sent // size,
@@ -146,7 +150,7 @@ def _wire_bytes(kind: str, sent: int, size: int) -> int:
 
 
 def _end(execution: Execution, index: int, split: _Split | None) -> tuple[int, bool]:
-    """Index of the entry's instruction that ends a collective, and whether it is overlapped."""
+    """Return the index of the entry's instruction that ends a collective; whether it overlaps."""
     inside, start = execution.computation, execution.index_in_entry(index)
     each = inside.instructions[index]
     if each.opcode == "send":
@@ -166,7 +170,7 @@ def _end(execution: Execution, index: int, split: _Split | None) -> tuple[int, b
 
 
 def _recv_done(inside: Computation, send: int) -> int:
-    """Index of the instruction that has the result of a ``send``, or its own if there is none."""
+    """Return the index of the ``recv-done`` that belongs to ``send``; of ``send`` without one."""
     rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
     order = inside.instructions
     for recv in order:
@@ -178,13 +182,12 @@ def _recv_done(inside: Computation, send: int) -> int:
 
 
 def _computes(inside: Computation, start: int, done: int) -> bool:
-    """Whether there is compute between two instructions."""
     between = inside.instructions[start + 1 : done]
     return any(line.cycles > 0 or line.opcode == "while" for line in between)
 
 
 def _fragment(inside: Computation, each: Instruction) -> str:
-    """Which fragment of a split collective this is; "" if it is not split."""
+    """Return which fragment of a split collective this is; "" if it is not split."""
     targets = {
         user.find(r'custom_call_target="?%?([\w.\-]+)')
         for user in inside.users[each.name]
@@ -197,7 +200,7 @@ def _fragment(inside: Computation, each: Instruction) -> str:
 
 
 def _chain(each: Instruction) -> tuple[str, ...]:
-    """The attributes that the fragments of one split collective have in common."""
+    """Return the attributes that all fragments of a split collective share."""
     return each.find(r'chain_id="?(\d+)'), each.find(r"channel_id=(\d+)"), each.origin
 
 
@@ -207,7 +210,7 @@ _RENAMES = ("get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "
 
 
 def _only_sliced(module: Module, inside: Computation, name: str) -> bool:
-    """Whether all that reads a value, also inside fusions, takes a slice of it."""
+    """Return whether all readers of a value, also inside fusions, take a slice of it."""
     users = inside.users[name]
     return bool(users) and all(_takes_slice(module, inside, user, name) for user in users)
 

@@ -1,8 +1,8 @@
-"""Changes to torch_xla while ranks are threads of one process.
+"""Patches of torch_xla for ranks that are threads of one process.
 
-torch_xla's own recipe for several CPU devices in one process hangs or aborts as soon as ranks
-compile apart or meet late. Here collectives get a channel id and are recorded, and syncs and reads
-wait for the other ranks (``cpu_ranks.Run``).
+Without them, several CPU devices in one process hang or abort when ranks compile different programs
+or reach a collective at different times. The patches give collectives a channel id and record them,
+and let syncs and reads wait for the other ranks (``cpu_ranks.Run``).
 Invariants: outside of a run every call goes to torch_xla unchanged.
 """
 
@@ -29,8 +29,8 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
 CHANNEL = 1
-"""With a channel id the meeting point of a collective no longer depends on the compiled module, so
-ranks whose graphs differ elsewhere still find each other."""
+"""Ranks that execute a collective find each other by its channel id. Without one they do by the
+compiled module, which may differ between ranks."""
 
 COLLECTIVE_NODES = re.compile(
     r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
@@ -40,9 +40,9 @@ COLLECTIVE_NODES = re.compile(
 
 @dataclass
 class RunSlot:
-    """Where the replaced functions of torch_xla look up the run in progress; one per process.
+    """The run in progress, for the replaced functions of torch_xla; one slot per process.
 
-    ``start_ranks(fn, args)`` is called where a program asks torch_xla for ranks outside of a run.
+    If there is none, ``start_ranks(fn, args)`` is called in place of ``torch_xla.launch``.
     """
 
     run: Run | None = None
@@ -52,7 +52,7 @@ class RunSlot:
 @functools.cache
 def run_slot() -> RunSlot:
     """Return this process's slot; the first call replaces torch_xla's functions."""
-    # For good: modules that are imported during a run may take the functions by name.
+    # They stay replaced: modules imported during a run may have imported them by name.
     slot = RunSlot()
     _CpuCollectives(slot).install()
     _replace_step_marker(slot)
@@ -64,7 +64,7 @@ def run_slot() -> RunSlot:
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[None]:
-    """Let the ranks of ``run`` be those of this process inside the block.
+    """Make ``run`` the run of this process inside the block.
 
     Raises:
         RuntimeError: if there is a run already.
@@ -85,7 +85,7 @@ class _CpuRanks(ops.RankRuntime):
         self._run = run
 
     def begin_collective(self, value: Tensor) -> None:
-        pass  # CPU ranks may run different programs, in which the order has to be the same
+        pass  # keep torch_xla's order: programs of CPU ranks may differ, their order must not
 
     def exchange(self, data: bytes) -> list[bytes]:
         return self._run.exchange(index_of(ops.device()), data)
@@ -113,14 +113,14 @@ def prepare_cpu_ranks() -> None:
 
 
 def enter_cpu_rank(rank: int) -> None:
-    """Make the calling thread the one that traces on device number ``rank``."""
+    """Let the calling thread trace on device number ``rank``."""
     torch_xla._XLAC._xla_set_default_device(f"xla:{rank}")
     xr._init_world_size_ordinal()
 
 
 def leave_cpu_rank(rank: int) -> None:
-    """Let the device finish, and forget what an unfinished step left for a later sync to run."""
-    # An execution that still runs when the interpreter exits makes the C++ runtime abort.
+    """Wait for the device, and discard what an unfinished step left for a later sync."""
+    # The C++ runtime aborts if something is still executed when the interpreter exits.
     _wait_for(rank)
     torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
     context = vars(xm._get_device_context(f"xla:{rank}"))
@@ -129,8 +129,7 @@ def leave_cpu_rank(rank: int) -> None:
 
 
 def _wait_for(rank: int) -> None:
-    """Wait until the device of ``rank`` has executed what was scheduled on it."""
-    # This call wants the runtime's name of the device; "xla:0" raises an IndexError.
+    # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
     torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
 
 
@@ -146,42 +145,42 @@ def _replace_step_marker(slot: RunSlot) -> None:
         if slot.run is None:
             original(device, list(devices), wait=wait, reset_scope=reset_scope)
             return
-        # By device, not by thread: a sync in a backward hook comes from autograd's own thread.
+        # Not current_rank_thread(): a sync in a backward hook runs in autograd's own thread.
         on = device or torch_xla._XLAC._xla_get_default_device()
         rank = index_of(on)
-        # The holder of the lock waits for the previous execution on its device, which must never
-        # need a peer that wants the lock. So either all ranks have scheduled what they had (the
-        # gate), or that execution is over.
+        # Who holds the lock waits for the previous execution on its device. That must not need a
+        # rank that waits for the lock, so before: either all ranks have scheduled theirs (the
+        # gate), or the execution is over.
         if slot.run.needs_gate(rank):
             slot.run.pass_gate(rank)
         else:
             _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
-        if wait:  # not under the lock: what we wait for may need peers that have yet to get it
+        if wait:  # not under the lock: the execution may need ranks that have yet to take it
             _wait_for(rank)
 
     torch_xla._XLAC._xla_step_marker = step_marker
 
 
 def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return functions that compute tensors for the host, changed to call ``before`` first.
+    """Wrap the functions that copy values to the host, so that they call ``before`` first.
 
     Args:
-        before: called with the tensor, or with the first argument of a function of several.
+        before: called with the tensor, or list of tensors, that is read.
 
     Returns:
-        Owner, name and changed function of each.
+        Owner, name and wrapper of each function.
     """
     functions = [
         *((Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "to", "__repr__")),
         *((Tensor, name) for name in ("__bool__", "__int__", "__float__")),
-        # Of several tensors; xm.save and xm.mesh_reduce call them.
+        # These take lists of tensors; xm.save and xm.mesh_reduce call them.
         (torch_xla._XLAC, "_xla_sync_multi"),
         (torch_xla._XLAC, "_xla_get_cpu_tensors"),
     ]
 
-    def changed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(value: Any = None, *args: Any, **kwargs: Any) -> Any:
             if name != "to" or _names_cpu(*args, **kwargs):
@@ -190,11 +189,10 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
 
         return read
 
-    return [(owner, name, changed(getattr(owner, name), name)) for owner, name in functions]
+    return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Return whether arguments of ``Tensor.to`` name the CPU."""
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
         str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
@@ -204,10 +202,10 @@ def _names_cpu(*args: Any, **kwargs: Any) -> bool:
 
 
 def _replace_reads(slot: RunSlot) -> None:
-    """Make ranks meet before a value is read that collectives have yet to compute.
+    """Let ranks wait for each other before they read a value that needs pending collectives.
 
-    torch_xla's C++ executes them at once. Ranks that did not make the same ones would then get each
-    other's memory, or wait until XLA aborts the process.
+    torch_xla's C++ executes them at once. Ranks that traced different collectives would then read
+    each other's memory, or wait until XLA aborts the process.
     """
 
     def before(value: Any) -> None:
@@ -222,18 +220,17 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     lazy = [t for t in tensors if t.device.type == "xla"]
     if not lazy or not run.needs_gate(index_of(lazy[0].device)):
         return
-    # What is local to this rank may be read by this rank alone.
+    # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
         on = str(lazy[0].device)
         torch_xla._XLAC._xla_step_marker(on, [], wait=True)
-        # As torch_xla.sync() does. A token left over leads back to parameters whose buffers the
-        # program has reused, and the next one would fail on them. Step closures wait for the sync.
+        # As torch_xla.sync() does: the old token depends on parameters whose buffers the program
+        # has reused, so the next program would fail. Step closures still wait for the sync.
         torch_xla._XLAC._set_all_reduce_token(on, None)
 
 
 def _replace_seeding(slot: RunSlot) -> None:
-    """Let no other rank draw random numbers while one seeds and builds its model: the ranks share
-    one host random number generator."""
+    """Let no other rank seed while one seeds and builds its model: they share one generator."""
     original = torch.manual_seed
 
     @functools.wraps(original)
@@ -263,7 +260,7 @@ def _replace_spawn(slot: RunSlot) -> None:
 
 
 class _CpuCollectives:
-    """xm.all_gather, reduce_scatter and all_reduce with channel ids, and a record of each call."""
+    """Replacements of xm's collectives, which use channel ids and record each call."""
 
     def __init__(self, slot: RunSlot) -> None:
         self._slot = slot
@@ -276,7 +273,6 @@ class _CpuCollectives:
         self._scatter: Callable[..., Tensor] = functools.partial(xm.reduce_scatter, **how)
 
     def install(self) -> None:
-        """Replace torch_xla's functions."""
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
             setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
         for name in ("all_to_all", "collective_permute"):
@@ -285,7 +281,10 @@ class _CpuCollectives:
     def _replaced(
         self, original: Callable[..., Any], collective: Callable[[SimpleNamespace], Any]
     ) -> Callable[..., Any]:
-        """Return ``original`` that calls ``collective`` with its arguments by name in a run."""
+        """Wrap ``original``: in a run, call ``collective`` with the arguments by name instead.
+
+        It may return NotImplemented, then ``original`` is called.
+        """
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -315,7 +314,6 @@ class _CpuCollectives:
             run.record(index_of(value.device), what)
 
     def all_gather(self, given: SimpleNamespace) -> Any:
-        """Gather with a channel id."""
         if given.pin_layout and not isinstance(given.value, Tensor):
             return NotImplemented
         groups = _all_groups(given.groups)
@@ -327,7 +325,6 @@ class _CpuCollectives:
         return _each(gather, given.value, given.output)
 
     def reduce_scatter(self, given: SimpleNamespace) -> Any:
-        """Scatter with a channel id."""
         groups = _all_groups(given.groups)
         reduction, scale, dim = given.reduce_type, given.scale, given.scatter_dim
 
@@ -341,8 +338,8 @@ class _CpuCollectives:
     def all_reduce(self, given: SimpleNamespace) -> Any:
         """Reduce by a reduce-scatter and an all-gather.
 
-        An all-reduce takes no channel id. These do, and share a token that keeps them in program
-        order where the graphs of the ranks differ.
+        torch_xla's all-reduce takes no channel id. These two do, and a token orders them in the
+        same way on all ranks even if their programs differ.
         """
         if xr.world_size() == 1:  # torch_xla returns the input
             return NotImplemented
@@ -365,7 +362,7 @@ class _CpuCollectives:
 
 
 def _all_groups(groups: Groups) -> list[list[int]]:
-    """Return the groups spelled out; they must be of one size."""
+    """Return ``groups``, or one of all ranks; raise ValueError if they differ in size."""
     if not groups:
         return [list(range(xr.world_size()))]
     if len({len(group) for group in groups}) > 1:
@@ -374,7 +371,7 @@ def _all_groups(groups: Groups) -> list[list[int]]:
 
 
 def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> Any:
-    """Apply to a tensor or to each tensor of a list; into ``output`` if there is one."""
+    """Apply to a tensor or to each of a list of tensors; write into ``output`` if given."""
     if isinstance(value, Tensor):
         result = collective(value)
         return result if output is None else _overwrite(output, result)
@@ -389,7 +386,7 @@ def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> An
 
 
 def _overwrite(old: Tensor, new: Tensor) -> Tensor:
-    """Give ``old`` the value of ``new``, unseen by autograd like torch_xla's own in-place forms."""
+    """Give ``old`` the value of ``new``, unseen by autograd, as torch_xla's own collectives do."""
     if old.shape != new.shape:
         raise ValueError(f"output has shape {tuple(old.shape)}, the result {tuple(new.shape)}")
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(old):

@@ -1,4 +1,4 @@
-"""One rank of a job that does not exist: its program is traced and never executed."""
+"""Fake ranks of a TPU job: programs are traced as one of its ranks and never executed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PAGE = 4096
 def fake_rank(
     rank: int, coords: Sequence[Sequence[int]], before_running: Callable[[], None]
 ) -> Iterator[None]:
-    """Let the caller be one rank of a TPU job, and execute nothing, inside the block.
+    """Make the caller one rank of a TPU job, and execute nothing, inside the block.
 
     Args:
-        rank: of the caller.
-        coords: of every rank on the torus.
-        before_running: called wherever a sync or a read would run what has been traced; it must
-            leave nothing pending.
+        rank: rank of the caller.
+        coords: coordinates of every rank on the torus.
+        before_running: called where a sync or a read would execute pending operations; no tensor
+            may be pending when it returns.
     """
 
     def before_read(value: Any) -> None:
@@ -63,17 +63,20 @@ class _FakeTpu(ops.RankRuntime):
 
 
 class ZeroPages:
-    """Makes tensors of zeros that take no memory: device buffers over pages that nobody has written
-    to, which the system only counts. Each is a buffer of its own over the same pages."""
+    """Makes tensors of zeros that take no memory.
+
+    Each is a device buffer of its own. All lie over the same pages, which are never written to, so
+    that the system allocates none.
+    """
 
     def __init__(self) -> None:
         self._zeros = torch.empty(0, dtype=torch.uint8)
-        # They are kept: the last reference to one would be given up by a thread of the device, and
-        # whoever looks at all tensors meanwhile would find it half gone.
+        # Never freed: a thread of the device would drop the last reference, and who lists all
+        # tensors (gc.get_objects) meanwhile would find one half destroyed.
         self._views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the caller's device, which must be the CPU's."""
+        """Return zeros on the caller's device, which must be a CPU device."""
         if dtype.itemsize == 1 and dtype.is_floating_point:  # unknown to DLPack
             return ops.upload(torch.zeros(tuple(shape), dtype=dtype))
         kind = tuple(shape), dtype
@@ -89,7 +92,7 @@ class ZeroPages:
 
 
 def _unwritten(nbytes: int) -> Tensor:
-    """Return zeros, uint8 [nbytes], from the system; ``torch.zeros`` would write them."""
+    """Return zeros, uint8 [nbytes], of fresh pages; ``torch.zeros`` would write to them."""
     pages = torch.from_numpy(np.zeros(nbytes + PAGE, np.uint8))
-    start = -pages.data_ptr() % PAGE  # a device buffer begins where vectors may
+    start = -pages.data_ptr() % PAGE  # device buffers must be aligned
     return pages[start : start + nbytes]

@@ -1,4 +1,4 @@
-"""Read the program that has been traced for some tensors; nothing is compiled or executed."""
+"""Read the traced program that computes given tensors; nothing is compiled or executed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ def program_of(tensors: Sequence[Tensor]) -> bytes:
 
 
 def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return the device buffers that ``program_of(tensors)`` takes, in the order of its parameters:
-    an identity, and a tensor of the same shape and dtype."""
+    """Return the inputs of ``program_of(tensors)``, in the order of its parameters.
+
+    Returns:
+        ``buffer_id`` of each, and a tensor of the same shape and dtype.
+    """
     _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))
     return list(zip(torch_xla._XLAC._get_tensors_handle(values), values, strict=True))
 
 
 def buffer_id(tensor: Tensor) -> int | None:
-    """Return the identity of a tensor's device buffer; None if it has none yet."""
+    """Return a number that identifies a tensor's device buffer; None if it has none yet."""
     try:
         return torch_xla._XLAC._get_tensors_handle([tensor])[0]
-    except RuntimeError:  # a value that has only been announced for the device
+    except RuntimeError:  # the value has not been uploaded yet
         return None
 
 
 def tensor_id(tensor: Tensor) -> int:
-    """Return a number that Python objects which stand for one XLA tensor share."""
+    """Return a number that identifies an XLA tensor; several Python objects may share one."""
     return torch_xla._XLAC._xla_get_tensor_id(tensor)

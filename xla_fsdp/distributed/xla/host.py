@@ -1,7 +1,7 @@
-"""Copies on the host, bytes between ranks, and tensors that wait in the host's memory.
+"""Copies to the host, exchange of bytes between ranks, and tensors offloaded to host memory.
 
-Invariants: nothing here moves a device's random numbers on, so that a job that is saved now and
-then draws the same ones as one that is not.
+Invariants: the device's random number state does not change, so that a job that saves checkpoints
+draws the same random numbers as one that does not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from xla_fsdp.distributed.xla import ops
 
 
 def settle() -> None:
-    """Run what has been traced, as ``sync`` does, without moving the device's random numbers on."""
+    """Execute all pending operations, without advancing the device's random number state."""
     with _same_random_numbers():
         ops.sync()
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors of any device to host memory, after running what has been traced."""
+    """Copy tensors of any device to host memory; execute all pending operations first."""
     settle()
     lazy = [t.detach() for t in tensors if t.device.type == "xla"]
     copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
@@ -30,8 +30,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """Return the ``data`` of every rank of the job, in order, after running what has been traced.
-    All ranks must call it."""
+    """Return the ``data`` of every rank of the job, in order; execute pending operations first.
+
+    All ranks must call it.
+    """
     with _same_random_numbers():
         ops.sync()
         return ops.runtime().exchange(data)
@@ -47,31 +49,31 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def offload(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` annotated to lie in the host's memory, for loops to stack.
+    """Return ``tensor`` annotated to lie in the host's memory.
 
-    The TPU compiler turns annotations into copies that run beside compute, and a loop's stack of
-    such tensors into one on the host. The result must not outlive the program.
+    The TPU compiler makes copies of such annotations, which run beside compute, and puts a loop's
+    stacked output of such tensors on the host. The result must not outlive the program.
     """
-    return _placed(tensor, "pinned_host")
+    return _annotated(tensor, "pinned_host")
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """Return an offloaded tensor, or a slice of a stack of such, in the device's memory."""
-    return _placed(tensor, "device")
+    """Return an offloaded tensor, or a slice of stacked ones, in the device's memory."""
+    return _annotated(tensor, "device")
 
 
-def _placed(tensor: Tensor, where: str) -> Tensor:
-    if ops.runtime().device_type() == "CPU":  # whose memory is the host's
+def _annotated(tensor: Tensor, where: str) -> Tensor:
+    if ops.runtime().device_type() == "CPU":  # a CPU device's memory is the host's
         return tensor
-    # Not by torch.ops.xla.place_to_host: its results are of a kind that cannot be given new values.
-    [placed] = torch_xla._XLAC._xla_custom_call(
+    # Not torch.ops.xla.place_to_host: its results cannot be given new values (``ops.release``).
+    [annotated] = torch_xla._XLAC._xla_custom_call(
         [tensor],
         "annotate_device_placement",
         [tensor.shape],
         [tensor.dtype],
-        True,  # has_side_effect: it is not to be taken for a copy that nobody needs
+        True,  # has_side_effect, so that it is not removed as a useless copy
         "",
         0,
         {"_xla_buffer_placement": where},
     )
-    return placed
+    return annotated

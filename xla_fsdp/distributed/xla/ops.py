@@ -1,7 +1,4 @@
-"""The calling rank, and the operations that it traces.
-
-Workarounds for torch_xla stand next to their reasons. Nothing here knows of modules or sharding.
-"""
+"""The calling rank, and the operations that it traces; nothing here knows of modules."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ EXCHANGE_MULTIPLE = 4096
 
 
 class RankRuntime:
-    """How ranks run and meet. This one is for TPU, where every rank runs the same program.
+    """How ranks run and communicate; this one is for TPU, where all ranks run the same program.
 
-    ``cpu_rank_patches`` and ``fake_rank`` subclass it for ranks that are threads, or do not exist.
+    Subclasses are for CPU ranks (``cpu_rank_patches``) and fake ranks (``fake_rank``).
     """
 
     def device_type(self) -> str:
-        """Return the kind of device that is traced for: "TPU" or "CPU"."""
+        """Return the type of the device that programs are traced for: "TPU" or "CPU"."""
         return xr.device_type() or ""
 
     def torus_coords(self) -> list[list[int]]:
         """Return the coordinates of every rank, by rank: [core, x, y, z, slice]; empty off a TPU.
 
-        A rank is the device of that number.
+        Rank r is the device with number r.
         """
         if xr.device_type() != "TPU":
             return []
@@ -52,31 +49,29 @@ class RankRuntime:
         ]
 
     def begin_collective(self, value: Tensor) -> None:
-        """Let a collective of ``value`` start before the last one has ended.
+        """Let a collective of ``value`` be scheduled independently of the last one.
 
-        torch_xla orders them by adding a zero that is computed from the last one's result. Ranks
-        that run one program need no order, and it keeps gathers from being moved under compute.
+        torch_xla orders collectives by a token, a zero computed from the last one's result. Ranks
+        that run one program need no such order, and it prevents gathers from overlapping compute.
         """
         on = str(value.device)
         torch_xla._XLAC._set_all_reduce_token(on, _constant_token(on))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return the ``data`` of every rank; nothing traced is pending."""
+        """Return the ``data`` of every rank, in order; no operation may be pending."""
         if world_size() == 1:
             return [data]
-        # Padded to few lengths, as every other one is compiled anew.
+        # Padded, as a program is compiled for each length.
         length = len(data).to_bytes(8, "little")
         padding = bytes(-(len(length) + len(data)) % EXCHANGE_MULTIPLE)
         found = xm.rendezvous("xla_fsdp.exchange", length + data + padding)
         return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in found]
 
     def expect_on_all_ranks(self, fact: str) -> None:
-        """Fail the run if the other ranks do not come by with the same ``fact``, where ranks can
-        tell without communication."""
+        """Fail the run unless all ranks pass the same ``fact``; only CPU ranks check it."""
 
     def keep_host_rng(self) -> contextlib.AbstractContextManager[None]:
-        """Leave the host's random numbers after the block where they were before other ranks drew
-        some of them."""
+        """Protect the host's random number state from other ranks that draw during the block."""
         return contextlib.nullcontext()
 
 
@@ -86,7 +81,7 @@ _runtime = RankRuntime()
 
 @contextlib.contextmanager
 def using_runtime(given: RankRuntime) -> Iterator[None]:
-    """Let the ranks of this process run by ``given`` inside the block."""
+    """Make ``given`` the runtime of this process inside the block."""
     global _runtime
     before, _runtime = _runtime, given
     try:
@@ -96,7 +91,7 @@ def using_runtime(given: RankRuntime) -> Iterator[None]:
 
 
 def runtime() -> RankRuntime:
-    """Return how the ranks of this process run."""
+    """Return the runtime of this process."""
     return _runtime
 
 
@@ -143,7 +138,7 @@ def torus_coords() -> list[list[int]]:
 
 
 def sync() -> None:
-    """Compile and run what has been traced so far on the caller's device."""
+    """Compile and execute all pending operations of the caller's device."""
     torch_xla.sync()
 
 
@@ -151,24 +146,24 @@ def sync() -> None:
 
 
 def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same values as new tensors, none of them available until all are computed.
+    """Return copies of the tensors, none of them available until all are computed.
 
     An optimization barrier: XLA moves and merges nothing across it.
     """
-    # The inputs stay as they are: torch_xla's own call works in place, and that would turn a
-    # parameter from a program input into a program output.
+    # Copies, as torch_xla's call works in place: it would make a parameter an output of the
+    # program.
     with torch.no_grad():
         fresh = [t.clone() for t in tensors]
-    # Integers are not held back: torch_xla aborts the process when an index (of index_select, say)
-    # comes out of a barrier, and nothing that takes memory or time computes them.
-    held = [t for t in fresh if t.is_floating_point() or t.is_complex()]
-    if held:
-        torch_xla._XLAC._xla_optimization_barrier_(held)
+    # Not for integers: torch_xla aborts the process when an index (as of index_select) comes out of
+    # a barrier. Integers are cheap to compute anyway.
+    floats = [t for t in fresh if t.is_floating_point() or t.is_complex()]
+    if floats:
+        torch_xla._XLAC._xla_optimization_barrier_(floats)
     return fresh
 
 
 def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Make ``tensors``, which nobody else holds, available only after ``before``; in place."""
+    """Make ``tensors`` available only after ``before``; in place, so none may be shared."""
     if before and tensors:
         with torch.no_grad():
             fresh = [t.clone() for t in before if t.is_floating_point() or t.is_complex()]
@@ -179,11 +174,12 @@ def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
 def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``tensors`` so that they are computed after ``before`` in any schedule.
 
-    The TPU compiler drops barriers before it schedules, and merges what two of them kept apart. So
-    this adds a value that is known only then: zero, or 1e-30 if one of ``before`` is NaN.
+    The TPU compiler drops barriers before it schedules. So this adds a value that depends on
+    ``before``: zero, or 1e-30 if an element of ``before`` is NaN.
     """
-    # The flag is taken of all elements: a slice of a reduce-scatter's result turns that into an
-    # all-reduce. It is not 0 * value, as that may be infinite, nor 0 * flag, which is folded away.
+    # The flag depends on all elements: reading a slice of a reduce-scatter's result would turn that
+    # into an all-reduce. Not 0 * value, which is NaN for infinite values, nor 0 * flag, which XLA
+    # folds to a constant.
     flags = [(each.detach() != each.detach()).any() for each in before if each.is_floating_point()]
     if not flags or not tensors:
         return list(tensors)
@@ -191,12 +187,12 @@ def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[T
     return [each + added.to(each.dtype) for each in tensors]
 
 
-# The functions below trace no operation that changes nothing, such as a reshape to the same shape,
-# and one operation in place of a copy and a reshape: the host then traces a step in less time.
+# To trace a step in less time, the functions below skip operations that change nothing (such as a
+# reshape to the same shape), and trace a single one for a copy and a reshape.
 
 
 def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Return ``tensor.narrow(...)``, also of length 0, which XLA refuses."""
+    """Return ``tensor.narrow(dim, start, length)``, also for length 0, which XLA refuses."""
     if length == 0:
         shape = list(tensor.shape)
         shape[dim] = 0
@@ -205,12 +201,12 @@ def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``tensor.reshape(shape)``; the tensor itself, if that is its shape."""
+    """Return ``tensor.reshape(shape)``; ``tensor`` itself if that is its shape."""
     return tensor if tensor.shape == tuple(shape) else tensor.reshape(shape)
 
 
 def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a copy of ``tensor`` in ``shape``, which does not keep ``tensor`` alive."""
+    """Return a copy of ``tensor`` in ``shape``."""
     if tensor.shape == tuple(shape):
         return tensor.clone()
     return torch.view_copy(tensor, shape)
@@ -228,11 +224,11 @@ def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:
 
 
 def release(tensor: Tensor, dummy: Tensor) -> None:
-    """Point ``tensor`` at ``dummy``'s value, so that its own is not kept alive by the handle.
+    """Give ``tensor`` the value of ``dummy``, of any shape, so that its own can be freed.
 
-    Shapes may differ; autograd's version check still passes.
+    Autograd's version check still passes.
     """
-    if tensor.is_inference():  # has no version
+    if tensor.is_inference():  # inference tensors have no version
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
         return
     with torch.autograd._unsafe_preserve_version_counter(tensor):
@@ -247,19 +243,19 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def compute(tensors: Sequence[Tensor]) -> None:
-    """Run now what computes ``tensors``, and wait for it."""
+    """Execute now the operations that compute ``tensors``, and wait for them."""
     lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if lazy:
         torch_xla._XLAC._xla_sync_multi(lazy, [], True, True)
 
 
 def upload(tensor: Tensor) -> Tensor:
-    """Copy a host tensor to a device buffer of its own, now: ``to`` makes constants of scalars."""
+    """Copy a host tensor to a new device buffer; ``to`` would make a scalar a constant."""
     return torch_xla._XLAC._xla_tensors_from_aten([tensor], [str(device())], None)[0]
 
 
 def forget_token() -> None:
-    """Drop the token that orders collectives; in a new program it would lead back to the last."""
+    """Drop torch_xla's token, which would make the next program depend on the last one."""
     torch_xla._XLAC._set_all_reduce_token(str(device()), None)
 
 
@@ -270,7 +266,7 @@ def forget_token() -> None:
 
 @functools.cache
 def _constant_token(on: str) -> Any:
-    """A token that no collective has given; being a constant, all programs may use it."""
+    """Return a token that depends on no collective; a constant, so all programs can use it."""
     torch_xla._XLAC._set_all_reduce_token(on, None)
     return torch_xla._XLAC._get_all_reduce_token(on)
 
@@ -282,8 +278,10 @@ def all_gather(value: Tensor, groups: Groups, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(value: Tensor, shard_count: int, groups: Groups, dim: int = 0) -> Tensor:
-    """Sum ``value`` ([shard_count * rows, ...]) over the group; each rank gets its [rows, ...] of
-    ``dim``."""
+    """Sum ``value`` ([shard_count * rows, ...]) over the group; return this rank's [rows, ...].
+
+    Rows are those of ``dim``.
+    """
     _runtime.begin_collective(value)
     return xm.reduce_scatter(
         xm.REDUCE_SUM,
@@ -299,8 +297,8 @@ def reduce_scatter(value: Tensor, shard_count: int, groups: Groups, dim: int = 0
 def all_to_all(
     value: Tensor, split_dim: int, concat_dim: int, split_count: int, groups: Groups
 ) -> Tensor:
-    """Send part i of ``value`` along ``split_dim`` to the group's rank i; concatenate what arrives
-    along ``concat_dim``."""
+    """Send slice i of ``value`` along ``split_dim`` to rank i of the group; concatenate the
+    received slices along ``concat_dim``."""
     _runtime.begin_collective(value)
     return xm.all_to_all(
         value,
@@ -320,7 +318,7 @@ def all_reduce(op: str, value: Tensor, groups: Groups) -> Tensor:
 
 
 def collective_permute(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
-    """Return ``value`` of the rank that sends to this one; ``sends`` are pairs (from, to)."""
+    """Send ``value`` by pairs of ranks (from, to); return what this rank receives."""
     _runtime.begin_collective(value)
     return xm.collective_permute(value, [list(pair) for pair in sends])
 
@@ -329,25 +327,25 @@ def collective_permute(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tenso
 
 
 def get_rng_state(on: torch.device) -> int:
-    """Return the state of a device's random number chain; nothing is executed for it."""
+    """Return the state of a device's random number generator, without executing anything."""
     return xm.get_rng_state(str(on))
 
 
 def set_rng_state(state: int, on: torch.device) -> None:
-    """Continue a device's random number chain from ``state``."""
+    """Set the state of a device's random number generator."""
     xm.set_rng_state(state, str(on))
 
 
 # ---------------------------------------------------------------- torch_xla's own reduction
 
 
-@functools.cache  # so that the functions are replaced once, and in every thread
+@functools.cache  # the functions are replaced once, for all threads
 def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
     """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters.
 
-    Each rank holds a different slice, so averaging them over all ranks destroys the gradients
-    silently. accelerate averages by ``xm._fetch_gradients`` and is refused there. Who gives
-    ``groups`` averages between replicas of the same slices, which is right.
+    Each rank holds a different slice, so averaging them over all ranks would silently destroy the
+    gradients. accelerate averages by ``xm._fetch_gradients``, which raises, too. With ``groups`` it
+    is allowed, to average between replicas of the same slices.
     """
     reduce, fetch = xm.reduce_gradients, xm._fetch_gradients
     between_replicas: set[torch.optim.Optimizer] = set()

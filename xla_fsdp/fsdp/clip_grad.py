@@ -42,7 +42,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their norm, as one vector over all ranks, is at most ``max_norm``.
+    """Scale all gradients so that their norm, as one vector over all ranks, is at most a limit.
 
     Like ``torch.nn.utils.clip_grad_norm_``, for parameters some or all of which are shards.
 
@@ -98,11 +98,7 @@ def clip_grads(
 ) -> Tensor:
     """Clip the gradients of parameters, sharded or not, by their norm over all ranks.
 
-    Args:
-        parameters: any; duplicates count once.
-        max_norm: the largest norm allowed.
-        norm_type: p of the p-norm, or ``float("inf")``.
-        over: combines the norms of shards (default: each shard's own collectives).
+    Norms of shards are combined by ``over``, or each by the collectives of its own group.
     """
     grads: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}

@@ -91,9 +91,6 @@ def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
     return replace(config, **changes)
 
 
-# ---------------------------------------------------------------- meshes
-
-
 def _mesh(strategy: ShardingStrategy | None, given: Mesh | None) -> Mesh | None:
     if strategy is ShardingStrategy.NO_SHARD:
         mesh = given or init_mesh((ops.world_size(),), (SHARD,))
@@ -153,9 +150,6 @@ def _hybrid_problems(name: str, mesh: Mesh | None, config: FSDPConfig) -> list[s
     return []
 
 
-# ---------------------------------------------------------------- dtypes
-
-
 def _precision(given: MixedPrecision | None) -> dict[str, Any]:
     if given is None:
         return {}
@@ -196,9 +190,6 @@ def _precision_problems(given: MixedPrecision | None, config: FSDPConfig) -> lis
             "their own dtype, all others in param_dtype"
         )
     return problems
-
-
-# ---------------------------------------------------------------- others
 
 
 def _other_problems(options: TorchOptions, config: FSDPConfig) -> list[str]:

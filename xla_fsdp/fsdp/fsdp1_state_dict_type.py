@@ -135,8 +135,6 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         with unchosen(self):
             return load(self, state_dict, strict)
 
-    # ------------------------------------------------------------ optimizers
-
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state by names of parameters: of the original model, or of this

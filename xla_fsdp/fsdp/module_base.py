@@ -25,8 +25,6 @@ from xla_fsdp.fsdp.state_dict.summon import SummonOptions, summoned
 class ShardedModule(FSDPModuleBase):
     """A module that runs as a unit. Methods reach the units inside it, too, unless they say no."""
 
-    # ------------------------------------------------------------ training
-
     @contextlib.contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
         """Accumulate gradients over the backward passes inside, and the first one outside.
@@ -154,8 +152,6 @@ class ShardedModule(FSDPModuleBase):
         for unit in self._fsdp_units() if recursive else [self._fsdp_unit]:
             reduction = unit.group.reduction
             reduction.predivide, reduction.postdivide = pre, post
-
-    # ------------------------------------------------------------ state
 
     @staticmethod
     @contextlib.contextmanager

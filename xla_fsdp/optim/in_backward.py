@@ -177,9 +177,6 @@ def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
             param.grad = grad
 
 
-# ---------------------------------------------------------------- slices of stacked parameters
-
-
 class OptimizerSliceSteps:
     """One step of an optimizer on stacked parameters [num_blocks, ...], made slice by slice in a
     loop over blocks, so that the gradients of all blocks never exist at once.

@@ -197,8 +197,6 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self._reduced = _Reduced(self._with_grad(), grads)
         return norm
 
-    # ------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's slices, and under ``zero`` a description of the slices.
         ``consolidate_state_dict`` returns a state dict for any number of ranks."""
@@ -247,8 +245,6 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             own.pop(SLICE_INFO, None)
             self.inner.load_state_dict(own)
         self._options_from_inner()
-
-    # ------------------------------------------------------------ phases of a step
 
     def _reduce(self, *, strict: bool = False) -> _Reduced:
         """Average the gradients over the ranks, or return the averages if that has been done.
@@ -366,9 +362,6 @@ def _warn_about_whole(optimizer_class: Any) -> None:
     )
 
 
-# ---------------------------------------------------------------- slices
-
-
 class ParamSlices:
     """This rank's slices of replicated parameters: FSDP shards that no module owns.
 
@@ -482,9 +475,6 @@ def slice_layout(shape: Sequence[int], num_slices: int) -> tuple[ShardLayout, tu
 def _free(shard: nn.Parameter) -> None:
     shard.grad = None
     shard.data = shard.new_empty(0)
-
-
-# ---------------------------------------------------------------- state dicts
 
 
 def _slice_info(slices: ParamSlices) -> dict[str, Any]:

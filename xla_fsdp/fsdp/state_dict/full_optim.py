@@ -204,9 +204,6 @@ class ShardNames:
         return self.originals.get(key, [key])
 
 
-# ---------------------------------------------------------------- shards to full
-
-
 @torch.no_grad()
 def _gathered(
     state: OptimizerState, names: ShardNames, shards: Sequence[NamedShard]
@@ -237,9 +234,6 @@ def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
                     f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
                     f"shards, and load it on as many ranks"
                 )
-
-
-# ---------------------------------------------------------------- full to shards
 
 
 class _Reader:

@@ -89,9 +89,6 @@ def _leaf_of(param: Tensor) -> tuple[Tensor, StackPart | None]:
     return known.leaf, known.slots.part
 
 
-# ---------------------------------------------------------------- reading
-
-
 def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
     """Return the groups and state of ``optimizer``; tensors are detached, but not copied.
 
@@ -211,9 +208,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return value
-
-
-# ---------------------------------------------------------------- writing
 
 
 @torch.no_grad()
@@ -371,9 +365,6 @@ def _as_in(live: Any, value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- making
-
-
 @torch.no_grad()
 def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
     """Create the state that an optimizer otherwise creates in its first step, for every trainable
@@ -432,9 +423,6 @@ def _learning_rate_zero(optimizer: Optimizer, params: Sequence[Tensor]) -> Itera
             param.grad = grad
         for group, rate in rates:
             group["lr"] = rate
-
-
-# ---------------------------------------------------------------- shared with full_optim
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -109,9 +109,10 @@ def fully_shard(
     with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, Ignored(params=ignored_params))
         communication = communicate(managed, config)
-        dims = {}
-        if choose := shard_placement_fn:
-            dims = {id(param): _dim(choose(param), param) for *_, param in managed.parameters()}
+        dims: dict[int, int] = {}  # by id of the parameter
+        if shard_placement_fn is not None:
+            params = [param for *_, param in managed.parameters()]
+            dims = {id(param): _dim(shard_placement_fn(param), param) for param in params}
         states = build_unit(managed, config, communication, dims=dims)
         for root, state in zip(roots, states, strict=True):
             root.__class__ = class_for(root.__class__)

@@ -29,7 +29,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         growth_factor: multiplies the factor after ``growth_interval`` steps without overflow.
         backoff_factor: multiplies the factor after an overflow.
         growth_interval: number of steps.
-        enabled: False makes every method return what it was given, or just step.
+        enabled: False disables scaling: losses do not change, and ``step`` just steps.
         groups: replica groups that skip a step together (default: all ranks).
     """
 

@@ -200,7 +200,7 @@ class WrappedParameters(UserDict[str, Any]):
 class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
-    Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
+    Wrap inner modules first (or give ``auto_wrap_policy``), the outermost model last; create the
     optimizer afterwards, and call ``optimizer.step()`` itself, not ``xm.optimizer_step``. Each
     wrapped module is one unit: its parameters are gathered before its forward and again before its
     backward, with one all-gather and one reduce-scatter per dtype (and one for each large matrix).
@@ -208,7 +208,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     All ranks must hold the same values before wrapping (on CPU ranks that is checked).
 
     Args:
-        module: what to wrap; it must define ``forward``.
+        module: the module to wrap; it must define ``forward``.
         reshard_after_forward: free unsharded parameters after forward and gather them again in
             backward. False holds them until backward. A number N shards them over groups of N
             neighbouring ranks until backward, which gathers them within these groups.
@@ -238,8 +238,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         coalesce_all_gather_ops: one all-gather per unit and dtype; False for one per parameter.
         auto_wrap_policy: see ``xla_fsdp.wrap``; selects descendants to become units with the same
             options.
-        auto_wrapper_callable: called as ``f(module, **options)`` to wrap what the policy selects
-            (default: this class), for example to add ``checkpoint_module``.
+        auto_wrapper_callable: called as ``f(module, **options)`` for each module that the policy
+            selects (default: this class), for example to add ``checkpoint_module``.
         param_init_fn: initializes modules built on the meta device (default: their
             ``reset_parameters``).
         collectives: replaces the communication, for example ``LocalCollectives`` to measure a

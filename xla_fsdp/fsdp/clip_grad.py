@@ -1,8 +1,9 @@
-"""Clip gradients by value, or by their global norm where every rank holds a slice of each.
+"""Clip gradients by value, or by their norm over all ranks.
 
-Padding of slices is zero and adds nothing. A parameter that is not sharded has the same gradient on
-every rank and counts once; so does, along a tensor-parallel axis, one that is not cut.
-Invariants: nothing here waits for the device, so the norm stays a lazy tensor.
+Padding of shards is zero and adds nothing. The gradient of an unsharded parameter is the same on
+every rank and counts once; so does a replicated one along a tensor-parallel axis.
+Invariants: no function but ``clip_grad_norm_`` with ``error_if_nonfinite`` reads a value from the
+device, so the norm is a lazy tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from xla_fsdp.fsdp.engine.param import KnownGroup, known_group, known_shard, ref
 
 @dataclass(frozen=True)
 class Slices:
-    """Gradients of which ranks hold a slice each: the ranks that each of ``collectives`` joins,
-    several where slices are cut into slices again."""
+    """Gradients that are sharded over ranks.
+
+    Args:
+        grads: this rank's slices.
+        collectives: one for each axis that shards them: that of FSDP, and a tensor-parallel one.
+    """
 
     grads: Sequence[Tensor]
     collectives: Sequence[Collectives]
@@ -37,11 +42,12 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for parameters some or all of which are shards: scale all
-    gradients so that their norm, as one vector over all ranks, is at most ``max_norm``.
+    """Scale all gradients so that their norm, as one vector over all ranks, is at most a limit.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, for parameters some or all of which are shards.
 
     Args:
-        parameters: of one or several models; every rank gives the same ones.
+        parameters: parameters of one or several models, the same ones on every rank.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm, or ``float("inf")``.
         error_if_nonfinite: raise if the norm is not finite; the norm is then read at once, which
@@ -53,8 +59,9 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
-        RuntimeError: if gradients are not reduced yet, for unsharded parameters in place of shards,
-            if parameters are stepped in backward, or for a norm that is not finite.
+        RuntimeError: if gradients are not reduced yet, if unsharded parameters are given where
+            shards are needed, if parameters are stepped in backward, or if ``error_if_nonfinite``
+            finds a norm that is not finite.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_shown(given, "clip_grad_norm_")
@@ -66,7 +73,8 @@ def clip_grad_norm_(
 
 
 def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
-    """Raise RuntimeError if gradients of these groups are not there for ``function`` to change."""
+    """Raise RuntimeError if ``function`` cannot change the gradients of these groups: they are
+    stepped in backward, or not reduced yet."""
     found = [group for group in groups if group is not None]
     if any(group.steps_in_backward for group in found):
         raise RuntimeError(
@@ -88,13 +96,16 @@ def clip_grads(
     norm_type: float,
     over: Collectives | None = None,
 ) -> Tensor:
-    """Clip the gradients of parameters, sharded or not, by their norm; the norms of shards are
-    combined over the ranks that share each, or by ``over``."""
+    """Clip the gradients of parameters, sharded or not, by their norm over all ranks.
+
+    Norms of shards are combined by ``over``, or each by the collectives of its own group.
+    """
     grads: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}
     for param in {id(param): param for param in parameters}.values():
         by = _shared_by(param, over)
         key = tuple(each.key for each in by)
+        # Also without a gradient: every rank must make the same collectives.
         ranks.setdefault(key, by)
         grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
     unsharded = grads.pop((), [])
@@ -114,7 +125,7 @@ def clip_grads_by_norm_(
 
     Args:
         sliced: gradients of shards; every rank gives the same groups in the same order.
-        unsharded: gradients that every rank has in full.
+        unsharded: unsharded gradients, the same on every rank.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         device: where the norm, a scalar in fp32, is computed.
@@ -144,7 +155,7 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
 
 
 def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
-    """Return what joins the ranks that hold slices of a parameter; nothing for an unsharded one."""
+    """Return the collectives of each axis that shards a parameter; none for an unsharded one."""
     group, shard = known_group(param), known_shard(param)
     by = [] if group is None else [over or group.collectives]
     placement = known_placement(param) if shard is None else shard.originals[0].placement

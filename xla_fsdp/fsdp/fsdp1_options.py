@@ -18,7 +18,7 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 ONE_AXIS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 FREES_PARAMETERS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-KEEPS_PARAMETERS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HOLDS_PARAMETERS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class TorchOptions:
     """Options that ``XlaFullyShardedDataParallel`` takes beside those of torch_xla's FSDP.
 
     Args:
-        mesh: of one axis, to shard over, or of two, replicas and shards (hybrid sharding): a
-            ``Mesh`` or a torch ``DeviceMesh``.
+        mesh: a ``Mesh`` or torch ``DeviceMesh`` of one axis to shard over, or of two axes, replicas
+            and shards (hybrid sharding).
         device_mesh: another name of ``mesh``.
         process_group: accepted if it holds all ranks.
         sharding_strategy: FULL_SHARD (default); SHARD_GRAD_OP, which is FULL_SHARD with
             ``reshard_after_forward=False``; NO_SHARD, which only averages gradients; HYBRID_SHARD
             and _HYBRID_SHARD_ZERO2, which are the first two inside the groups of a mesh of two
             axes (default: a replica per TPU slice).
-        mixed_precision: ``compute_dtype`` and ``buffer_dtype`` by other names (but buffers keep
-            their dtype if none is given); ``reduce_dtype``; whether inputs of inner units and of
-            the outermost one are cast. ``keep_low_precision_grads`` is refused.
-        use_orig_params: False is ``flatten_parameters=True``.
-        sync_module_states: take over the values of the first rank.
+        mixed_precision: sets ``compute_dtype`` (its ``param_dtype``), ``buffer_dtype`` (None leaves
+            buffers as they are), the dtype in which gradients are reduced, and whether inputs of
+            inner units and of the outermost one are cast. ``keep_low_precision_grads`` is refused.
+        use_orig_params: False means ``flatten_parameters=True``.
+        sync_module_states: broadcast the first rank's parameters and buffers to all ranks.
         cpu_offload: must be off.
-        backward_prefetch: BACKWARD_PRE is what is done anyway; others are ignored with a warning.
-        forward_prefetch: True is what is done anyway, and False cannot be told from it.
-        limit_all_gathers: what barriers do anyway; False is ignored with a warning.
+        backward_prefetch: BACKWARD_PRE is always on; other values are ignored with a warning.
+        forward_prefetch: always on; ignored without a warning, as False is torch's default.
+        limit_all_gathers: always on, by barriers; False is ignored with a warning.
         device_id: must be an XLA device; a number is ignored with a warning.
     """
 
@@ -61,18 +61,19 @@ class TorchOptions:
 
 
 def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
-    """Return ``config`` changed as ``options`` say.
+    """Return a copy of ``config`` with the fields that ``options`` set.
 
     Args:
-        options: under torch's names.
-        config: from the options of torch_xla's FSDP.
+        options: options under torch's names.
+        config: made of the options of torch_xla's FSDP.
 
     Raises:
-        ValueError: with every contradiction, and for what cannot be done on XLA.
-        TypeError: for a value of another type.
+        ValueError: for options that contradict each other or cannot be met on XLA, all at once.
+        TypeError: for a value of a wrong type.
     """
     _check_types(options)
-    mesh = _given_mesh(options)
+    given = options.mesh if options.mesh is not None else options.device_mesh
+    mesh = None if given is None else as_mesh(given)
     problems = [
         *_mesh_problems(options, mesh, config),
         *_precision_problems(options.mixed_precision, config),
@@ -83,29 +84,21 @@ def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
     _warn_about_ignored(options)
     changes = _precision(options.mixed_precision)
     changes["mesh"] = _mesh(options.sharding_strategy, mesh)
-    if options.sharding_strategy in KEEPS_PARAMETERS:
+    if options.sharding_strategy in HOLDS_PARAMETERS:
         changes["reshard_after_forward"] = False
     if options.use_orig_params is False:
         changes["flatten_parameters"] = True
     return replace(config, **changes)
 
 
-# ---------------------------------------------------------------- who shares what
-
-
 def _mesh(strategy: ShardingStrategy | None, given: Mesh | None) -> Mesh | None:
     if strategy is ShardingStrategy.NO_SHARD:
         mesh = given or init_mesh((ops.world_size(),), (SHARD,))
-        shards_nothing = mesh.ndim == 2 and mesh.shape[1] == 1
-        return mesh if shards_nothing else mesh.unsharded()
+        has_shards_of_one = mesh.ndim == 2 and mesh.shape[1] == 1
+        return mesh if has_shards_of_one else mesh.unsharded()
     if strategy in HYBRID and given is None:
         return _one_replica_per_slice(ops.torus_coords())
     return given
-
-
-def _given_mesh(options: TorchOptions) -> Mesh | None:
-    given = options.mesh if options.mesh is not None else options.device_mesh
-    return None if given is None else as_mesh(given)
 
 
 def _one_replica_per_slice(coords: Coords) -> Mesh:
@@ -157,9 +150,6 @@ def _hybrid_problems(name: str, mesh: Mesh | None, config: FSDPConfig) -> list[s
     return []
 
 
-# ---------------------------------------------------------------- dtypes
-
-
 def _precision(given: MixedPrecision | None) -> dict[str, Any]:
     if given is None:
         return {}
@@ -202,9 +192,6 @@ def _precision_problems(given: MixedPrecision | None, config: FSDPConfig) -> lis
     return problems
 
 
-# ---------------------------------------------------------------- others
-
-
 def _other_problems(options: TorchOptions, config: FSDPConfig) -> list[str]:
     problems = []
     if options.use_orig_params and config.flatten_parameters:
@@ -227,7 +214,7 @@ def _other_problems(options: TorchOptions, config: FSDPConfig) -> list[str]:
 
 
 def _group_problems(group: Any) -> list[str]:
-    if isinstance(group, tuple):  # as torch takes them for hybrid sharding
+    if isinstance(group, tuple):  # torch's hybrid sharding takes (shard group, replica group)
         return [
             "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
             "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
@@ -261,8 +248,7 @@ def _check_types(options: TorchOptions) -> None:
 
 
 def _warn_about_ignored(options: TorchOptions) -> None:
-    ignored = _ignored(options)
-    if ignored:
+    if ignored := _ignored(options):
         warnings.warn(
             f"{', '.join(ignored)}: ignored. The program of a whole step is scheduled by XLA: "
             f"gathers start while the unit before computes, and optimization barriers bound how "

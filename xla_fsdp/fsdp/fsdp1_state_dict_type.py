@@ -1,8 +1,8 @@
-"""Which kind of state dict a wrapper gives and takes, chosen as in torch's own FSDP.
+"""``set_state_dict_type`` and ``state_dict_type`` of torch's own FSDP, for wrappers.
 
-FULL is what the original model would have, in host memory; SHARDED and LOCAL, which are one here,
-are this rank's shards, as ``state_dict()`` gives them where nobody has chosen. A choice holds for
-all wrappers in a module; without one, what is loaded may be of either kind.
+FULL is the original model's state dict, in host memory. SHARDED and LOCAL both mean this rank's
+shards, which ``state_dict()`` also returns while no type is chosen; ``load_state_dict`` then takes
+either kind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 class StateDictTypes(FSDPModuleBase, nn.Module):
-    """Mixed into wrappers: their state dicts are of a type that the user may choose."""
+    """Mixin of wrappers: return and load state dicts of the type that the user chose."""
 
     _chosen: StateDictSettings | None = None
 
@@ -67,15 +67,16 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         Args:
             module: a wrapped module, or one that holds wrapped modules.
             state_dict_type: a ``torch.distributed.fsdp.StateDictType``.
-            state_dict_config: of that type. ``rank0_only`` of the full one is respected;
-                ``offload_to_cpu`` is always so, as a device need not hold more than one unit.
+            state_dict_config: the configuration class of that type. ``rank0_only`` counts for FULL.
+                ``offload_to_cpu`` is ignored: FULL is always in host memory, so that the device
+                holds one unit's unsharded parameters at a time.
             optim_state_dict_config: the same for ``optim_state_dict``.
 
         Returns:
-            The choice before.
+            The previous settings.
 
         Raises:
-            TypeError: if a configuration is that of another type.
+            TypeError: if a configuration belongs to another type.
             ValueError: if there is no wrapper in ``module``.
         """
         settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -86,7 +87,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the choice; SHARDED_STATE_DICT to begin with.
+        """Return the chosen settings (default: SHARDED_STATE_DICT).
 
         Raises:
             ValueError: if there is no wrapper in ``module``.
@@ -101,7 +102,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` inside the block."""
+        """Choose the type inside the block; arguments as of ``set_state_dict_type``."""
         with unchosen(module):
             StateDictTypes.set_state_dict_type(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -111,10 +112,11 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As in ``nn.Module``, of the type that is chosen."""
+        """Return a state dict of the chosen type; arguments as in ``nn.Module``."""
         chosen = self._chosen
-        shown_in_full = self._fsdp_unit.state is ShardedState.SUMMONED
-        if chosen is None or chosen.state_dict_type is not FULL or shown_in_full:
+        # Inside summon_full_params the modules hold unsharded parameters already.
+        is_summoned = self._fsdp_unit.state is ShardedState.SUMMONED
+        if chosen is None or chosen.state_dict_type is not FULL or is_summoned:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))
         if destination is None:
@@ -125,7 +127,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in ``nn.Module``, from the type that is chosen, or from either if none is."""
+        """Load a state dict of the chosen type, or of either if none is chosen."""
         if self._chosen is None or assign:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         is_full = self._chosen.state_dict_type is FULL
@@ -133,13 +135,10 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         with unchosen(self):
             return load(self, state_dict, strict)
 
-    # ------------------------------------------------------------ optimizers
-
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state by names of parameters. Every rank must call it.
-
-        It is that of the original model, or of this rank's shards if SHARDED or LOCAL was chosen.
+        """Return the optimizer's state by names of parameters: of the original model, or of this
+        rank's shards if SHARDED or LOCAL was chosen. Every rank must call it.
 
         Raises:
             ValueError: as ``xla_fsdp.optim_state_dict``.
@@ -158,13 +157,14 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         is_named_optimizer: bool = False,
         load_directly: bool = False,
     ) -> dict[str, Any]:
-        """Return what ``optim.load_state_dict`` takes, from what ``optim_state_dict`` returned on
-        every rank under the same choice of type.
+        """Convert the result of ``optim_state_dict`` to the argument of ``optim.load_state_dict``.
+
+        Every rank must call it, under the type that was chosen for ``optim_state_dict``.
 
         Args:
             model: the sharded model.
-            optim: over its parameters; it need not have made a step.
-            optim_state_dict: full, from any number of ranks, or of these ranks' shards.
+            optim: the optimizer of its parameters; it need not have made a step.
+            optim_state_dict: a full one, from any number of ranks, or one of this rank's shards.
             is_named_optimizer: must be False: parameters have numbers in torch's optimizers.
             load_directly: load it into ``optim``, too.
 
@@ -185,7 +185,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
 
 @contextlib.contextmanager
 def unchosen(module: nn.Module) -> Iterator[None]:
-    """Undo the choice for the wrappers in ``module`` inside the block, and what is chosen there."""
+    """Clear the chosen types of the wrappers in ``module``, and restore them after the block."""
     before = [(each, each._chosen) for each in module.modules() if isinstance(each, StateDictTypes)]
     for wrapper, _ in before:
         wrapper._chosen = None

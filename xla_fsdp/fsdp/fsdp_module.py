@@ -1,8 +1,4 @@
-"""``FSDPModule``: what ``fully_shard`` adds to the class of a user's module.
-
-Invariants: one original class and set of forward methods has one FSDP<Class>; new objects made
-through it, as ``nn.Sequential`` makes them for slices, are of the original class.
-"""
+"""``FSDPModule``: the methods that ``fully_shard`` adds to the class of a user's module."""
 
 from __future__ import annotations
 
@@ -24,34 +20,35 @@ NO_MEANING = (
 
 
 class UnshardHandle:
-    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+    """The result of ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, unit: FSDPState) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Let the module hold the unsharded parameters. Nothing waits on XLA: the program is built
-        from tensors that are computed when it runs."""
+        """Let the module hold the unsharded parameters; they are computed with the program that
+        uses them, so this does not block."""
         self._unit.unshard()
 
 
 class FSDPModule(ShardedModule):
     """A module that ``fully_shard`` has sharded in place, with the methods of torch's FSDP2."""
 
-    _fsdp_original: Any  # a class
-    _fsdp_methods: frozenset[str]
+    _fsdp_original: Any  # the class before fully_shard
+    _fsdp_methods: frozenset[str]  # names registered by register_fsdp_forward_method
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object of the original class: slices of a container are no units."""
+        """Make an object of the original class: ``nn.Sequential`` and ``nn.ModuleList`` make new
+        containers of their own class for slices, which are no units."""
         return cls._fsdp_original(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Let copies and pickles name the original class, as this one cannot be imported."""
+        """Pickle and copy by the original class, as this one cannot be imported."""
         return _remade, (self._fsdp_original, self._fsdp_methods), self.__dict__
 
     @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call, with its parameters gathered.
+        """Run the module's own ``__call__`` with its parameters gathered.
 
         Raises:
             RuntimeError: under ``torch.compile``.
@@ -61,12 +58,12 @@ class FSDPModule(ShardedModule):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As in ``nn.Module``."""
-        self._fsdp_module_state.unit.context.abandon()  # whoever looks at parameters sees shards
+        # A pass that raised may have left parameters unsharded; callers expect shards.
+        self._fsdp_module_state.unit.context.abandon()
         yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """As in ``nn.Module``; shards that get memory (``to_empty``) stay the unit's."""
+        """Apply ``fn`` as ``nn.Module`` does; shards on the meta device may get memory by it."""
         self._fsdp_unit.reshard()
         waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -88,7 +85,7 @@ class FSDPModule(ShardedModule):
     # ------------------------------------------------------------ unsharded parameters
 
     def reshard(self) -> None:
-        """Let this module hold shards again, after ``unshard``. Not recursive."""
+        """Free the unsharded parameters after ``unshard``. Not recursive."""
         self._fsdp_unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -97,8 +94,8 @@ class FSDPModule(ShardedModule):
         The module holds them until its next forward or backward is done, or ``reshard``.
 
         Args:
-            async_op: let the module hold them only from ``wait`` of the handle that is returned, or
-                its next forward.
+            async_op: return a handle; the module holds them after its ``wait()``, or in the next
+                forward.
         """
         if not async_op:
             self._fsdp_unit.unshard()
@@ -108,7 +105,7 @@ class FSDPModule(ShardedModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to free unsharded parameters between forward and backward, from the next
-        forward on. They are gathered again from all ranks that share them, also where
+        forward on. Backward gathers them from all ranks that share them, also where
         ``reshard_after_forward`` was a number.
 
         Raises:
@@ -129,8 +126,8 @@ class FSDPModule(ShardedModule):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether to gather for backward. If not, parameters are only gathered if backward
-        needs them, as it does not of an embedding."""
+        """Set whether to gather before backward. If not, parameters are gathered only if backward
+        uses them; that of an embedding does not."""
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     # ------------------------------------------------------------ gradients
@@ -138,15 +135,15 @@ class FSDPModule(ShardedModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients: ``no_sync`` as a setting. If not, unsharded ones
-        are kept on this rank, and added to those of the first backward that does."""
+        """Set whether backward reduces gradients: ``no_sync`` as a setting. If not, unsharded
+        gradients accumulate on this rank until the first backward that does."""
         for unit in self._fsdp_own_units(recurse):
             unit.settings.sync_gradients = requires_gradient_sync
             unit.group.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward sums gradient shards over the replicas of the mesh. If not, they are
-        kept after the reduce-scatter, and added to those of the first one that does."""
+        """Set whether backward sums gradient shards over the replicas of the mesh. If not, reduce-
+        scattered gradients accumulate on this rank until the first backward that does."""
         for unit in self._fsdp_own_units(recurse):
             unit.group.all_reduces = requires_all_reduce
 
@@ -166,7 +163,7 @@ class FSDPModule(ShardedModule):
         self._fsdp_unit.group.reduction.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of ``set_gradient_divide_factor``."""
+        """Call ``set_gradient_divide_factor``, the newer name of this."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
@@ -187,7 +184,8 @@ class FSDPModule(ShardedModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of ``modules`` (those that run next) no later than this module's
-        own, in forward. Without it a gather waits for what went into the module before the last.
+        own, in forward. By default a gather waits for the inputs of the module before the previous
+        one.
 
         Raises:
             ValueError: if one of them is not sharded.
@@ -202,22 +200,18 @@ class FSDPModule(ShardedModule):
         """
         self._fsdp_unit.settings.backward_prefetch = _units_of(modules)
 
-    # ------------------------------------------------------------ without a meaning
+    # ------------------------------------------------------------ ignored with a warning
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Ignored with a warning."""
         _warn("set_post_optim_event")
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Ignored with a warning; reductions always are sums here."""
-        _warn("set_force_sum_reduction_for_comms")
+        _warn("set_force_sum_reduction_for_comms")  # reductions are sums in any case
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Ignored with a warning."""
         _warn("set_allocate_memory_from_process_group_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Ignored with a warning."""
         _warn("_set_unshard_async_op")
 
     def _fsdp_own_units(self, recurse: bool) -> list[FSDPState]:
@@ -226,11 +220,11 @@ class FSDPModule(ShardedModule):
 
 @functools.cache
 def class_for(original: Any, methods: frozenset[str] = frozenset()) -> type[FSDPModule]:
-    """Return the FSDP<Class> of an original class.
+    """Return the class FSDP<Class> of an original class, the same one for the same arguments.
 
     Args:
-        original: the module's own class.
-        methods: names of methods that run like the forward.
+        original: the class before ``fully_shard``.
+        methods: names of methods that run with parameters gathered, like the forward.
     """
     namespace: dict[str, Any] = {name: _running(original, name) for name in methods}
     namespace.update(_fsdp_original=original, _fsdp_methods=methods, __module__=original.__module__)

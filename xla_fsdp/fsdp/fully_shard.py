@@ -1,7 +1,7 @@
 """``fully_shard``: shard a module's parameters in place, with the interface of torch's FSDP2.
 
-Invariants: parameters keep their names; what is on the meta device stays there until the user gives
-it memory. Policies imported from ``torch.distributed.fsdp`` work too: fields are read by name.
+Invariants: names of parameters do not change; parameters on the meta device remain there until the
+user gives them memory. Policies of ``torch.distributed.fsdp`` work, too: fields are read by name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class MixedPrecisionPolicy:
     """Dtypes of a unit.
 
     Args:
-        param_dtype: in which parameters are gathered and used; None for their own.
-        reduce_dtype: in which gradients are reduced, and accumulated while they are not
-            synchronized; None for the one they are computed in.
-        output_dtype: to which floating-point outputs of the forward are cast; None for no cast.
+        param_dtype: dtype in which parameters are gathered and used; None for their own.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated while they are not
+            synchronized; None for the dtype they are computed in.
+        output_dtype: dtype to cast floating-point outputs of the forward to; None for no cast.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
     """
 
@@ -44,16 +44,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading."""
+    """Do not offload."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards in host memory; ``fully_shard`` refuses it and says why.
-
-    Args:
-        pin_memory: accepted as in torch.
-    """
+    """Hold shards in host memory; ``fully_shard`` refuses it and says why."""
 
     pin_memory: bool = True
 
@@ -80,7 +76,7 @@ def fully_shard(
 ) -> Modules:
     """Make ``module`` one unit, in place.
 
-    Its parameters, but for those of units inside it, become this rank's shards, and are gathered
+    Its parameters, except those of units inside it, become this rank's shards, and are gathered
     for its forward and backward. Its class becomes FSDP<Class>, with the methods of ``FSDPModule``.
     Apply it to inner modules first, to the model last, and create the optimizer afterwards.
 
@@ -88,24 +84,24 @@ def fully_shard(
         module: the module; or several that are gathered and freed together, from the first one's
             forward to the end of the last one's (for tied weights, and for small modules).
         mesh: a mesh of one axis to shard over (default: all ranks), or of two: replicas, shards.
-            ``init_mesh`` makes one; a ``torch.distributed`` DeviceMesh is understood, too.
+            Made by ``init_mesh``, or a DeviceMesh of ``torch.distributed``.
         reshard_after_forward: free unsharded parameters after forward and gather them again in
-            backward; False keeps them. None frees them, but for the outermost unit. A number keeps
-            them in shards of groups of so many neighbouring ranks, which gather again among
-            themselves.
-        shard_placement_fn: called with each parameter; returns None or a
-            ``torch.distributed.tensor.Shard`` with the dim to cut, any size of which will do.
+            backward; False holds them until backward. None means False for the outermost unit and
+            True for others. A number N shards them over groups of N neighbouring ranks until
+            backward, which gathers them within these groups.
+        shard_placement_fn: called with each parameter; returns None (dim 0) or a
+            ``torch.distributed.tensor.Shard`` with the dim to cut. Sizes need not divide evenly.
         mp_policy: dtypes; see ``MixedPrecisionPolicy``.
         offload_policy: ``OffloadPolicy()``; ``CPUOffloadPolicy`` is refused.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        ignored_params: parameters to leave as they are: not sharded, not moved, not reduced.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: if something is of a wrong type.
+        TypeError: if an argument, or a result of ``shard_placement_fn``, is of a wrong type.
         ValueError: if a module is a unit already or has no forward, a dim does not exist, the
-            number of ranks cannot be split, or parameters were to be offloaded.
+            number of ranks does not divide into groups, or offloading is asked for.
     """
     roots = _outermost([module] if isinstance(module, nn.Module) else list(module))
     config = _config(mesh, reshard_after_forward, mp_policy)
@@ -113,7 +109,10 @@ def fully_shard(
     with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, Ignored(params=ignored_params))
         communication = communicate(managed, config)
-        dims = {} if shard_placement_fn is None else _dims(managed, shard_placement_fn)
+        dims: dict[int, int] = {}  # by id of the parameter
+        if shard_placement_fn is not None:
+            params = [param for *_, param in managed.parameters()]
+            dims = {id(param): _dim(shard_placement_fn(param), param) for param in params}
         states = build_unit(managed, config, communication, dims=dims)
         for root, state in zip(roots, states, strict=True):
             root.__class__ = class_for(root.__class__)
@@ -144,12 +143,12 @@ def _check(roots: Sequence[nn.Module], offload_policy: Any) -> None:
         raise ValueError("fully_shard was given no module")
     for root in roots:
         check_wrappable(root)
-    if hasattr(offload_policy, "pin_memory"):  # torch's or ours
+    if hasattr(offload_policy, "pin_memory"):  # CPUOffloadPolicy, torch's or the one above
         raise ValueError(NO_OFFLOADING)
 
 
 def _outermost(modules: list[Any]) -> list[Any]:
-    """Return the modules without those that lie in others of the list."""
+    """Return the modules that are inside no other one of the list, each once."""
     inside = {
         id(inner)
         for module in modules
@@ -160,12 +159,8 @@ def _outermost(modules: list[Any]) -> list[Any]:
     return list({id(m): m for m in modules if id(m) not in inside}.values())
 
 
-def _dims(managed: ManagedModules, choose: Callable[[nn.Parameter], Any]) -> dict[int, int]:
-    """Return the dim to cut of each parameter, by its id, as the user chooses."""
-    return {id(param): _dim(choose(param), param) for *_, param in managed.parameters()}
-
-
 def _dim(chosen: Any, param: nn.Parameter) -> int:
+    """Return the dim to cut, from the result of ``shard_placement_fn``."""
     if chosen is None:
         return 0
     dim = getattr(chosen, "dim", None)

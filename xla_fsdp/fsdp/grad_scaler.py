@@ -1,7 +1,7 @@
-"""Loss scaling for fp16, where every rank sees only a part of each gradient.
+"""Loss scaling for fp16 with sharded gradients.
 
-Invariants: either all ranks make a step or none. An overflow in one rank's shard, or before
-gradients were reduced, stops the step of all.
+Invariants: either all ranks make a step or none: an overflow in one rank's shard, or before
+gradients were reduced, skips the step on all.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Args:
         init_scale: first factor.
-        growth_factor: multiplies it after ``growth_interval`` steps without overflow.
-        backoff_factor: multiplies it after an overflow.
-        growth_interval: in steps.
-        enabled: False makes every method pass things through.
-        groups: replica groups that must agree (default: all ranks).
+        growth_factor: multiplies the factor after ``growth_interval`` steps without overflow.
+        backoff_factor: multiplies the factor after an overflow.
+        growth_interval: number of steps.
+        enabled: False disables scaling: losses do not change, and ``step`` just steps.
+        groups: replica groups that skip a step together (default: all ranks).
     """
 
     def __init__(
@@ -47,17 +47,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._groups = groups
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As in torch.
+        """Divide the optimizer's gradients by the scale, as torch does.
 
         Raises:
-            RuntimeError: if parameters are stepped in backward; and as in torch.
+            RuntimeError: if parameters are stepped in backward, and as in torch.
         """
         if self.is_enabled():
             _check_steps_after_backward(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As in torch, but parameters that are stepped in backward raise RuntimeError."""
+        """Step the optimizer unless a gradient overflowed, as torch does.
+
+        Raises:
+            RuntimeError: if parameters are stepped in backward, and as in torch.
+        """
         if self.is_enabled():
             _check_steps_after_backward(optimizer)
         return super().step(optimizer, *args, **kwargs)
@@ -69,9 +73,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # Also fp16 gradients, which shards of fp16 parameters have; torch refuses these.
+        # True allows fp16 gradients, which torch refuses; shards of fp16 parameters have them.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        # A rank may have no gradients, but takes part; ignored parameters may be on the host.
+        # A rank without gradients must join the all-reduce; ignored parameters may be on the CPU.
         here = [value.to(found_inf.device) for value in found.values()]
         own = torch.stack([torch.zeros_like(found_inf), *here]).max()
         if ops.world_size() > 1:
@@ -86,14 +90,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> float | None:
         if takes_found_inf(optimizer):
-            found = next(iter(optimizer_state["found_inf_per_device"].values()))
-            kwargs["found_inf"] = found
+            [kwargs["found_inf"]] = optimizer_state["found_inf_per_device"].values()
             return optimizer.step(*args, **kwargs)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if a parameter is stepped in backward, before it could be unscaled."""
+    """Raise RuntimeError if a parameter is stepped in backward, before its gradient is unscaled."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         found = known_group(param)
         if found is not None and found.steps_in_backward:

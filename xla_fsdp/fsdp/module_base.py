@@ -1,4 +1,4 @@
-"""The methods that wrappers and modules given to ``fully_shard`` have in common."""
+"""The methods that wrappers and modules sharded by ``fully_shard`` share."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from xla_fsdp.fsdp.state_dict.summon import SummonOptions, summoned
 
 
 class ShardedModule(FSDPModuleBase):
-    """A module that runs as a unit; what concerns parameters reaches the units inside it, too."""
-
-    # ------------------------------------------------------------ training
+    """A module that runs as a unit. Methods reach the units inside it, too, unless they say no."""
 
     @contextlib.contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
         """Accumulate gradients over the backward passes inside, and the first one outside.
 
         Args:
-            sharded: False keeps unsharded gradients on this rank, which the pass outside adds and
-                reduces: no traffic inside, but the memory of these gradients. True reduces in every
-                pass and adds shards, as without ``no_sync``: for loops that always use it.
+            sharded: False accumulates unsharded gradients on this rank, which the pass outside
+                reduces: no communication inside, but the memory of unsharded gradients. True
+                reduces in every pass and accumulates shards.
         """
         units = self._fsdp_units()
         before = [(unit.settings.sync_gradients, unit.settings.is_last_backward) for unit in units]
@@ -47,8 +45,8 @@ class ShardedModule(FSDPModuleBase):
                 unit.settings.sync_gradients, unit.settings.is_last_backward = flags
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in ``nn.Module``; also drop gradients of ``no_sync`` that are not reduced yet, which
-        ``optimizer.zero_grad()`` cannot do."""
+        """Clear all gradients, also those of ``no_sync`` that are not reduced yet, which
+        ``optimizer.zero_grad()`` cannot reach."""
         for param in self.params_with_grad:
             if set_to_none or param.grad is None:
                 param.grad = None
@@ -63,7 +61,7 @@ class ShardedModule(FSDPModuleBase):
         return [param for param in self._fsdp_parameters() if param.grad is not None]
 
     def _fsdp_parameters(self) -> list[nn.Parameter]:
-        """Return what is trained, also while modules hold unsharded parameters in its place."""
+        """Return shards and other parameters, also while modules hold unsharded ones."""
         leaves = [leaf for unit in self._fsdp_units() for leaf in unit.group.leaves]
         held = self._fsdp_module().parameters()
         others = [param for param in held if isinstance(param, nn.Parameter)]
@@ -110,11 +108,15 @@ class ShardedModule(FSDPModuleBase):
         clip_grads_by_value_(self.params_with_grad, clip_value)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Reduce the gradients of all units in this module by ``hook`` (see ``comm_hooks``).
+        """Reduce the gradients of all units in this module by ``hook``.
+
+        Hooks that cast to bf16 or fp16 are in ``xla_fsdp.fsdp.engine.reduce_scatter``.
 
         Args:
-            state: handed to the hook; ``comm_hooks.DefaultState()`` for those of that module.
-            hook: called as ``hook(state, grad, shard)``.
+            state: passed to the hook; ``DefaultState()`` for the hooks of that module.
+            hook: called as ``hook(state, grad, shard)`` with the unsharded gradients of one dtype,
+                flat and padded; writes this rank's part of their average to ``shard``, or returns
+                it.
 
         Raises:
             TypeError: if the hook cannot be called.
@@ -140,7 +142,7 @@ class ShardedModule(FSDPModuleBase):
         Args:
             pre: positive divisor before the reduce-scatter.
             post: positive divisor after it.
-            recursive: for the units inside as well.
+            recursive: also for the units inside this module.
 
         Raises:
             ValueError: if a factor is not positive.
@@ -150,8 +152,6 @@ class ShardedModule(FSDPModuleBase):
         for unit in self._fsdp_units() if recursive else [self._fsdp_unit]:
             reduction = unit.group.reduction
             reduction.predivide, reduction.postdivide = pre, post
-
-    # ------------------------------------------------------------ state
 
     @staticmethod
     @contextlib.contextmanager
@@ -163,17 +163,17 @@ class ShardedModule(FSDPModuleBase):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Let the modules of the units in ``module`` hold unsharded leaf parameters inside the
-        block, in the shards' dtype and under their original names. Every rank must enter it.
+        """Hold unsharded parameters inside the block, in the shards' dtype and under their original
+        names. Every rank must enter it.
 
         Args:
-            module: a wrapped module, or one that holds wrapped modules.
+            module: a sharded module, or one that holds sharded modules.
             recurse: also for units inside units; otherwise only the outermost in ``module``.
-            writeback: cut what the block leaves in the parameters into shards again.
+            writeback: write changed values back to the shards when the block ends.
             rank0_only: gather on every rank, but show the result to rank 0 only; not together
                 with ``writeback``.
-            offload_to_cpu: hold them in host memory; the device then holds one unit's at a time.
-            with_grads: hold unsharded gradients, too.
+            offload_to_cpu: copy them to host memory, one unit at a time.
+            with_grads: show unsharded gradients, too.
 
         Raises:
             ValueError: for ``writeback`` together with ``rank0_only``.
@@ -186,18 +186,20 @@ class ShardedModule(FSDPModuleBase):
             yield
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return name and shard of every sharded parameter, with the names from before wrapping. Of
-        stacked blocks these are slices of the parameters that an optimizer sees."""
+        """Return name and shard of every sharded parameter, with the names from before wrapping.
+
+        For stacked blocks these are slices of the stacks that an optimizer steps.
+        """
         return [(each.key, slice_of(each.param, each.group)) for each in self._fsdp_named_shards()]
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Return what is needed to merge this model's shards, as a dict.
+        """Return the metadata that is needed to merge this model's shards.
 
         Save it along with ``state_dict()`` under the key ``shard_metadata``. With
-        ``xla_fsdp.compat`` installed it also numbers the saves.
+        ``xla_fsdp.compat`` installed it holds a number that counts the calls of this rank.
 
         Raises:
-            ValueError: if units have different meshes, or slices along other dims than the first;
-                if tensor parallelism has cut parameters that no unit shards.
+            ValueError: if units have different meshes or are sharded along other dims than the
+                first, or if tensor parallelism has cut parameters that no unit shards.
         """
         return numbered(describe(self._fsdp_module()).to_dict())

@@ -1,7 +1,7 @@
-"""BatchNorm over the joined batch of all ranks; torch's own ``SyncBatchNorm`` only runs on CUDA.
+"""BatchNorm over the global batch of all ranks; torch's own ``SyncBatchNorm`` only runs on CUDA.
 
-A forward in training makes two all-reduces (the mean; then the variance around it, which rounds
-better than a mean of squares), and its backward two. Ranks may have batches of different sizes.
+Forward in training makes two all-reduces (the mean; then the variance around it, which rounds
+better than a mean of squares), and backward two. Ranks may have batches of different sizes.
 Invariants: statistics are in fp32 at least; running statistics are the same on every rank, and the
 running variance is unbiased, as in torch.
 """
@@ -21,17 +21,17 @@ from xla_fsdp.distributed.xla import ops
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm for inputs [batch, channels, ...] whose statistics are of all ranks' batches.
+    """BatchNorm for inputs [batch, channels, ...] with the statistics of all ranks' batches.
 
     Args:
-        num_features: channels.
+        num_features: number of channels.
         eps: added to the variance.
         momentum: weight of a new batch in the running statistics; None averages over all batches.
         affine: learn a weight and a bias.
         track_running_stats: keep running statistics for evaluation.
         groups: replica groups to take the statistics over (default: all ranks).
-        device: of the parameters and buffers.
-        dtype: of the parameters and buffers.
+        device: device of the parameters and buffers.
+        dtype: dtype of the parameters and buffers.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class SyncBatchNorm(_BatchNorm):
         self.groups = groups
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``; by the running statistics in evaluation, as BatchNorm."""
+        """Normalize ``input``; by the running statistics in evaluation, as BatchNorm does."""
         self._check_input_dim(input)
-        if not self.training:  # nothing of other ranks: one rank may evaluate alone
+        if not self.training:  # no collective, so one rank may evaluate alone
             return F.batch_norm(
                 input,
                 self.running_mean,
@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         class with the same parameters and buffers. Do it before wrapping.
 
         Returns:
-            ``module``, or what replaces it if it is a BatchNorm layer itself.
+            ``module``, or the new layer if it is a BatchNorm layer itself.
 
         Raises:
             ValueError: for a lazy layer that has seen no input yet.
@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
     def _converted(
         cls, module: nn.Module, groups: list[list[int]] | None, done: dict[int, nn.Module]
     ) -> nn.Module:
-        if id(module) in done:  # a layer in several places stays one
+        if id(module) in done:  # a layer that several modules share is converted once
             return done[id(module)]
         done[id(module)] = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
@@ -130,7 +130,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _centered(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the input less its mean; mean and biased variance, [channels]; the number of
-        values of a channel, [1]."""
+        values in each channel over all ranks, [1]."""
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [dim for dim in range(input.dim()) if dim != 1]
         own_count = wide.new_full((1,), input.numel() // self.num_features)

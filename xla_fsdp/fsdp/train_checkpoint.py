@@ -1,8 +1,7 @@
-"""``save_checkpoint`` and ``load_checkpoint``: training to a directory, and back to any ranks.
+"""``save_checkpoint`` and ``load_checkpoint``: save a training job, load it on any number of ranks.
 
-Invariants: every rank calls both functions, and all raise the same error or none; what is saved is
-copied to host memory by one transfer; nothing of the model or optimizer is changed before all has
-been read and checked; a save that follows an asynchronous one waits for it first.
+Invariants: every rank calls both functions, and all raise the same error or none; a save copies all
+tensors to host memory by one transfer; a load changes nothing before all has been read and checked.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from xla_fsdp.fsdp.state_dict.optim import (
 
 
 class LRScheduler(Protocol):
-    """Anything that counts steps and can be saved."""
+    """Any object with the state dict methods of torch's schedulers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -59,12 +58,12 @@ class LRScheduler(Protocol):
 
 @dataclass
 class TrainState:
-    """What one rank trains, between live objects and files.
+    """The objects that one rank trains; converts their state to and from the contents of files.
 
     Args:
         model: the outermost sharded module.
-        optimizer: made of its parameters, or None.
-        lr_scheduler: or None.
+        optimizer: the optimizer of its parameters, or None.
+        lr_scheduler: the scheduler, or None.
     """
 
     model: ShardedModule
@@ -76,8 +75,8 @@ class TrainState:
     def __post_init__(self) -> None:
         reshard_units(self._module)
         data = self.model.get_shard_metadata()
-        at = None if data["groups"] is None else ops.rank()
-        self.metadata = ShardMetadata.from_dict({**data, "global_rank": at})
+        global_rank = None if data["groups"] is None else ops.rank()
+        self.metadata = ShardMetadata.from_dict({**data, "global_rank": global_rank})
         self.params = params_by_key(
             self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
         )
@@ -88,12 +87,12 @@ class TrainState:
 
     @property
     def group(self) -> int:
-        """The index of this rank's sharding group; all groups hold the same."""
-        at, groups = self.metadata.global_rank, self.metadata.groups or ()
-        return next((index for index, group in enumerate(groups) if at in group), 0)
+        """The index of this rank's sharding group; all groups hold the same values."""
+        rank, groups = self.metadata.global_rank, self.metadata.groups or ()
+        return next((index for index, group in enumerate(groups) if rank in group), 0)
 
     def find_save_problems(self, extra: Any) -> list[str]:
-        """Return why this cannot be saved, one line each."""
+        """Return the reasons why this state cannot be saved, one line each."""
         problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
         try:
             self._values(extra)
@@ -102,7 +101,10 @@ class TrainState:
         return problems
 
     def content(self, extra: Any) -> RankContent:
-        """Return all that this rank saves; ``find_save_problems`` has found none."""
+        """Return this rank's tensors and values, copied to host memory.
+
+        Call it only if ``find_save_problems`` found none.
+        """
         state = None
         if self.optimizer is not None:
             state = read_optimizer(self.optimizer, self.params)
@@ -118,7 +120,7 @@ class TrainState:
         return RankContent(metadata, model, states, Packed(values.json, list(copies)))
 
     def _values(self, extra: Any) -> Packed:
-        """Pack everything that has no shards."""
+        """Pack everything that is not sharded."""
         state = self._state()
         values = {
             "extra": extra,
@@ -133,7 +135,7 @@ class TrainState:
         return pack(values, "values")
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the state dict's tensors, each once."""
+        """Return the state dict's tensors, tied ones once."""
         return {
             key: value
             for key, value in self._state().items()
@@ -141,12 +143,12 @@ class TrainState:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return this rank's shards, whichever type of state dict the user has chosen."""
+        """Return this rank's shards, whatever state dict type the user has chosen."""
         with unchosen(self._module):
             return self._module.state_dict()
 
     def target(self) -> LoadTarget:
-        """Return what this rank needs.
+        """Return the tensors that this rank needs, by key and shape.
 
         Raises:
             CheckpointError: if state cannot be written to the optimizer.
@@ -162,7 +164,7 @@ class TrainState:
         return LoadTarget(self.metadata, unsharded, groups)
 
     def find_load_problems(self, loaded: LoadedStep) -> list[str]:
-        """Return why what was loaded cannot be taken, one line each."""
+        """Return the reasons why ``loaded`` does not fit, one line each."""
         problems = []
         if self.lr_scheduler is not None and "lr_scheduler" not in loaded.values:
             problems.append("the checkpoint holds no lr_scheduler; load without one")
@@ -172,7 +174,10 @@ class TrainState:
         return problems
 
     def load(self, loaded: LoadedStep, *, strict: bool) -> None:
-        """Go on from what was loaded; ``find_load_problems`` has found none."""
+        """Change model, optimizer and scheduler to the loaded state.
+
+        Call it only if ``find_load_problems`` found none on any rank.
+        """
         self._load_model(loaded, strict)
         if self.optimizer is not None:
             write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
@@ -183,7 +188,7 @@ class TrainState:
             self._set_rng_state(loaded.values.get("rng"))
 
     def _optimizer_state(self, loaded: LoadedStep) -> OptimizerState:
-        """Return what was loaded, in the shapes of the parameters."""
+        """Return the loaded optimizer state with sharded tensors in the shapes of the shards."""
         if loaded.optimizer is None:
             raise CheckpointError("no optimizer state was loaded")
         states = {
@@ -213,26 +218,27 @@ class TrainState:
         if not isinstance(state, dict):
             return
         ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
-        if current_rank_thread() is None or ops.rank() == 0:  # threads share the host's
+        # CPU ranks are threads that share the generator of the process.
+        if current_rank_thread() is None or ops.rank() == 0:
             torch.set_rng_state(state["host"])
 
 
-# The saves that training has not waited for yet. Keys are each rank's own model, so ranks that are
-# threads of one process never meet here.
+# Asynchronous saves that nobody has waited for yet. Keys are each rank's own model, so CPU ranks,
+# which are threads of one process, do not share entries.
 _pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
 
 
 class PendingSave:
-    """A save whose bytes may still be on their way to disk."""
+    """A save that a thread may still be writing."""
 
     def __init__(self, save: Save) -> None:
         self._save: Save | None = save
 
     def wait(self) -> None:
-        """Return when the step is complete; at once if it is known to be. Every rank calls it.
+        """Wait until the step is complete on disk. Every rank must call it.
 
         Raises:
-            CheckpointError: if a rank could not write its file. The step is then not there.
+            CheckpointError: if a rank could not write its file. The step does not count then.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -254,30 +260,30 @@ def save_checkpoint(
     """Save a training job. Every rank calls it, outside of forward and backward, and writes its
     own shards; ranks that only hold replicas write nothing.
 
-    Whatever happens meanwhile, the last complete step stays complete, and this one counts only when
-    all of it is on disk. Hosts that share no file system keep the files of their own ranks.
+    If the save fails or the job is killed, earlier complete steps remain; the new step counts only
+    when all of it is on disk. Hosts without a shared file system store their own ranks' files.
 
     Args:
-        directory: for all checkpoints of a run: a path, or a URL that fsspec knows (``gs://...``).
+        directory: of all checkpoints of a run: a path, or a URL that fsspec knows (``gs://...``).
         model: the sharded model.
-        optimizer: made of its parameters.
-        lr_scheduler: anything with ``state_dict``.
-        extra: this rank's own: numbers, strings, tensors, numpy arrays, and lists, tuples, sets
+        optimizer: the optimizer of its parameters.
+        lr_scheduler: any object with ``state_dict``.
+        extra: values of this rank: numbers, strings, tensors, numpy arrays, and lists, tuples, sets
             and dicts of them.
-        step: required; not below one that is complete in ``directory``. A step that is there
-            already is replaced once the new one is complete.
-        keep_last: delete all but so many complete steps when this one is complete; None keeps all.
-            What attempts that were cut short have left is deleted in any case.
-        asynchronous: copy everything to host memory and return; a thread writes it. The next save,
-            and ``wait()`` on the result, return or raise when it is done.
-        file_format: "safetensors", or "pth" for files that upstream's tools read, too.
+        step: required; not below the latest complete step in ``directory``. If it is equal, the old
+            files are replaced once the new ones are complete.
+        keep_last: number of complete steps to leave when this one is complete; older ones are
+            deleted. None deletes none. Remains of incomplete saves are deleted in any case.
+        asynchronous: copy everything to host memory and return; a thread writes it. The next save
+            and load, and ``wait()`` of the result, wait for the thread and raise its errors.
+        file_format: "safetensors", or "pth" for files that the tools of torch_xla read, too.
 
     Returns:
-        A handle; without ``asynchronous`` there is nothing left to wait for.
+        A handle; without ``asynchronous`` its ``wait()`` returns at once.
 
     Raises:
-        TypeError: if ``model`` is not wrapped.
-        ValueError: if an argument makes no sense.
+        TypeError: if ``model`` is not sharded by FSDP.
+        ValueError: for a wrong ``step``, ``keep_last`` or ``file_format``.
         CheckpointError: on all ranks, with every problem of every rank, also of an earlier
             asynchronous save.
     """
@@ -309,27 +315,27 @@ def load_checkpoint(
     strict: bool = True,
     missing_ok: bool = False,
 ) -> dict[str, Any]:
-    """Load what ``save_checkpoint`` saved, onto any number of ranks, units and sharding groups,
+    """Load a checkpoint of ``save_checkpoint`` onto any number of ranks, units and sharding groups,
     flattened or not. Every rank calls it, and reads only what it needs.
 
     Args:
-        directory: that was saved to.
+        directory: the argument of ``save_checkpoint``.
         model: the sharded model.
-        optimizer: made of its parameters, with the same groups; it need not have made a step. Its
-            hyperparameters are replaced, as by its own ``load_state_dict``.
-        lr_scheduler: anything with ``load_state_dict``.
-        step: which one; the latest that is complete for all ranks if None.
+        optimizer: the optimizer of its parameters, with the same groups; it need not have made a
+            step. Its hyperparameters are replaced, as by its own ``load_state_dict``.
+        lr_scheduler: any object with ``load_state_dict``.
+        step: the step to load; None for the latest one that is complete for all ranks.
         strict: whether names that only the checkpoint or only the model has are errors. Otherwise
-            the ones are passed over, and the others stay as they are.
-        missing_ok: whether a directory without a complete step is fine; nothing is loaded then.
+            names that only the checkpoint has are ignored, and tensors that it lacks do not change.
+        missing_ok: return without loading if there is no complete step, rather than raise.
 
     Returns:
         ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
-        saved it, each rank gets its own ``extra`` and goes on with its own random numbers; on
-        others every rank gets rank 0's ``extra``, and random numbers stay as they are.
+        saved it, each rank gets its own ``extra`` and the states of its random number generators;
+        otherwise every rank gets rank 0's ``extra``, and the generators do not change.
 
     Raises:
-        TypeError: if ``model`` is not wrapped.
+        TypeError: if ``model`` is not sharded by FSDP.
         CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
     """
     _check_wrapped(model)
@@ -384,13 +390,13 @@ def _wait_for_earlier(model: ShardedModule) -> None:
 
 
 def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt | None:
-    """Return the latest attempt that every rank sees as complete.
+    """Return the latest save that every rank sees as complete; None if there is none.
 
     Raises:
-        CheckpointError: if ``step`` is given and not complete, or files cannot be looked at.
+        CheckpointError: if ``step`` is given and not complete, or files cannot be read.
     """
     own: list[Attempt] = []
-    others: list[int] = []
+    others: list[int] = []  # complete steps to name in the error, if this one is not there
     problems: list[str] = []
     try:
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
@@ -398,10 +404,10 @@ def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
-    said = ranks.all_gather_or_raise(problems, (storage.where, own, others))
-    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in said))
+    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others))
+    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in by_rank))
     if not common and step is not None:
-        there = sorted({each for _, _, steps in said for each in steps})
-        hint = f"; there is {', '.join(map(str, there))}" if there else ""
-        raise CheckpointError(f"{said[0][0]} holds no step {step} that is complete{hint}")
+        complete = sorted({each for _, _, steps in by_rank for each in steps})
+        hint = f"; there is {', '.join(map(str, complete))}" if complete else ""
+        raise CheckpointError(f"{by_rank[0][0]} holds no step {step} that is complete{hint}")
     return max(common, default=None)

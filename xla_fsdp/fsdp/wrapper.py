@@ -37,20 +37,21 @@ from xla_fsdp.wrap import Ignored, wrap_children
 
 _INNER = "_fsdp_wrapped_module"
 
-# Of transformers models; it calls the model itself, not its wrapper.
+# ``generate`` of transformers models calls the wrapped model itself, not the wrapper, so the
+# wrapper must gather the parameters around it.
 _KNOWN_FORWARD_METHODS = ("generate",)
 
 
 class WrapperModule(FSDPModuleBase, nn.Module):
-    """A module that runs another one as a unit, and does not show in names.
+    """Run another module as a unit, without adding to its names.
 
     ``named_modules``, ``named_children``, ``named_parameters``, ``state_dict`` and messages use the
     names that modules had before they were wrapped, at any depth.
 
     Args:
-        module: the wrapped module.
-        state: with the unit that holds the module's parameters; it is the root of the units inside
-            the module from now on.
+        module: the module to wrap.
+        state: holds the unit of the module's parameters, which becomes the root of the units inside
+            the module.
     """
 
     _fsdp_is_wrapper = True
@@ -62,10 +63,11 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         }
         self._fsdp_wrapped_module = module
         self._parameters = cast(Any, WrappedParameters(module))
-        self._load_errors: list[str] = []  # of the load that is going on
-        # Before names get the wrapped module's, which only nn.Module's own loading wants.
+        self._load_errors: list[str] = []  # torch's own list, during load_state_dict
+        # First, as hooks run in the order of registration, and those of ``attach`` expect names
+        # without that of the wrapped module.
         attach(self, state)
-        # A partial because torch sets an attribute on this hook.
+        # A partial of its own for each wrapper, because torch sets an attribute on this hook.
         self.register_state_dict_post_hook(partial(_hide_wrapped_module))
         self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
         self.register_load_state_dict_post_hook(_hide_in_report)
@@ -73,7 +75,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
 
     @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with its parameters gathered.
+        """Run the wrapped module's forward with its parameters gathered.
 
         Raises:
             RuntimeError: under ``torch.compile``.
@@ -88,8 +90,9 @@ class WrapperModule(FSDPModuleBase, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As in ``nn.Module``; wrapper and wrapped module have the same name."""
-        self._fsdp_module_state.unit.context.abandon()  # whoever looks at parameters sees shards
+        """Yield modules as ``nn.Module`` does; wrapper and wrapped module have the same name."""
+        # A pass that raised may have left parameters unsharded; callers expect shards.
+        self._fsdp_module_state.unit.context.abandon()
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -102,7 +105,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         return self._fsdp_wrapped_module.named_children()
 
     def children(self) -> Iterator[nn.Module]:
-        """Yield the wrapped module, which ``apply``, ``train`` and ``to`` must not miss."""
+        """Yield the wrapped module itself, so that ``apply``, ``train`` and ``to`` reach it."""
         yield self._fsdp_wrapped_module
 
     def __getattr__(self, name: str) -> Any:
@@ -125,8 +128,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        """True, as for any module; ``__len__`` would otherwise decide, and fail for most."""
-        return True
+        return True  # by default ``__len__`` would decide, and most wrapped modules have none
 
     @torch.compiler.disable(recursive=False)
     def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -174,11 +176,11 @@ def _hide_in_report(wrapper: Any, report: Any) -> None:
 
 
 class WrappedParameters(UserDict[str, Any]):
-    """The parameter registry of a wrapper: the wrapped module's, but without ``items``.
+    """The parameter registry of a wrapper: the keys of the wrapped module's, but no items.
 
-    Code that walks a model by ``named_children`` (the weight-decay groups of transformers) asks
-    every module's registry for its names. nn.Module asks for ``items`` and ``values``, which are
-    empty, as it visits the wrapped module as well.
+    Code that walks a model by ``named_children`` (the weight-decay groups of transformers) reads
+    names from every module's registry. ``nn.Module`` reads ``items`` and ``values``; these are
+    empty because it visits the wrapped module, too, and would find each parameter twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -186,22 +188,19 @@ class WrappedParameters(UserDict[str, Any]):
 
     @property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped module's registry."""
         return self._module._parameters
 
     def items(self) -> ItemsView[str, Any]:
-        """Return nothing."""
         return ItemsView({})
 
     def values(self) -> ValuesView[Any]:
-        """Return nothing."""
         return ValuesView({})
 
 
 class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
-    Wrap inner modules first (or give ``auto_wrap_policy``), the whole model last; create the
+    Wrap inner modules first (or give ``auto_wrap_policy``), the outermost model last; create the
     optimizer afterwards, and call ``optimizer.step()`` itself, not ``xm.optimizer_step``. Each
     wrapped module is one unit: its parameters are gathered before its forward and again before its
     backward, with one all-gather and one reduce-scatter per dtype (and one for each large matrix).
@@ -209,25 +208,25 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
     All ranks must hold the same values before wrapping (on CPU ranks that is checked).
 
     Args:
-        module: what to wrap; it must define ``forward``.
+        module: the module to wrap; it must define ``forward``.
         reshard_after_forward: free unsharded parameters after forward and gather them again in
-            backward. Without it they live until backward. A number of ranks keeps them until
-            backward in shards of groups of so many neighbours, among which they are gathered again.
-        flatten_parameters: join the unit's parameters into one vector (trainable and frozen ones,
-            and different dtypes, apart). Optimizers then see that vector, so parameters in it
-            cannot be in different optimizer groups.
+            backward. False holds them until backward. A number N shards them over groups of N
+            neighbouring ranks until backward, which gathers them within these groups.
+        flatten_parameters: concatenate the unit's parameters into vectors, one for each dtype and
+            for trainable and frozen ones. Optimizers then see these vectors, so parameters of one
+            vector cannot be in different optimizer groups.
         execute_sharding_on_init: run the sharding at once, to free the unsharded parameters.
         optimization_barrier_in_forward: tie the unit's gather to its inputs, and fence its outputs.
         optimization_barrier_in_backward: the same for gradients.
         sync_on_finalization: run the graph when a backward pass ends, before the optimizer.
         disable_reshard_on_root: for the outermost unit, whose backward follows at once, act as if
             ``reshard_after_forward`` were False.
-        compute_dtype: dtype in which parameters are gathered and used, gradients are computed and
-            reduced, and floating-point inputs are cast; None keeps each parameter's own. Shards
-            and their gradients keep the parameter's dtype.
+        compute_dtype: dtype in which parameters are gathered and used, and gradients are computed
+            and reduced, and to which floating-point inputs are cast; None for each parameter's own.
+            Shards and their gradients have the parameter's own dtype in any case.
         buffer_dtype: dtype of floating-point buffers; None means ``compute_dtype``, except for
-            running statistics (BatchNorm), which then keep their own. A layer with such statistics
-            computes in their dtype.
+            running statistics (BatchNorm), whose dtype is not changed then. A layer with such
+            statistics computes in their dtype.
         fp32_reduce_scatter: reduce gradients in fp32 whatever the compute dtype.
         sharding_groups: replica groups to shard over (default: one group of all ranks).
         sharding_rank: the caller's position in its group.
@@ -239,21 +238,21 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         coalesce_all_gather_ops: one all-gather per unit and dtype; False for one per parameter.
         auto_wrap_policy: see ``xla_fsdp.wrap``; selects descendants to become units with the same
             options.
-        auto_wrapper_callable: called as ``f(module, **options)`` to wrap what the policy selects
-            (default: this class), for example to add ``checkpoint_module``.
+        auto_wrapper_callable: called as ``f(module, **options)`` for each module that the policy
+            selects (default: this class), for example to add ``checkpoint_module``.
         param_init_fn: initializes modules built on the meta device (default: their
             ``reset_parameters``).
         collectives: replaces the communication, for example ``LocalCollectives`` to measure a
             program without it.
-        ignored_modules: modules to leave alone, with all that is in them: not sharded, not moved
-            to the device, gradients not reduced. Units inside ignore them, too.
-        ignored_params: parameters to leave alone in the same way.
-        ignored_states: modules or parameters; another spelling of the two above.
-        scan_layers: run containers of identical units inside as one loop each (see
-            ``scan_blocks``, which has options, to offload activations, say): True for all that hold
-            two or more units and nothing else, or names of containers.
-        scan_stacked: keep the parameters of these in stacks, one for all blocks (``stacked`` of
-            ``scan_blocks``).
+        ignored_modules: modules to leave as they are, with everything inside them: not sharded, not
+            moved to the device, gradients not reduced. Units inside ``module`` ignore them, too.
+        ignored_params: parameters to leave as they are in the same way.
+        ignored_states: modules or parameters, in place of the two options above.
+        scan_layers: run containers of identical units as one loop each: True for all containers
+            that hold two or more units and nothing else, or names of containers. ``scan_blocks``
+            does the same with more options, such as offloading of activations.
+        scan_stacked: store the parameters of scanned blocks as stacks [num_blocks, ...], as
+            ``stacked`` of ``scan_blocks``.
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
             ``xla_fsdp.fsdp.fsdp1_options.TorchOptions``.
 
@@ -367,8 +366,7 @@ def _wrap_inside(
     config: FSDPConfig,
     others: dict[str, Any],
 ) -> None:
-    """Wrap the descendants of ``module`` that ``policy`` selects, with the options of ``config``
-    and ``ignored``, and those of ``others`` that are not None."""
+    """Wrap the descendants that ``policy`` selects; None in ``others`` leaves an option out."""
     for name, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
         if not callable(given):
             raise TypeError(

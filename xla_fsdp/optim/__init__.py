@@ -1,10 +1,4 @@
-"""Optimizers whose work or state is spread over the ranks.
-
-``ZeroRedundancyOptimizer`` slices the optimizer state of a replicated model; the averagers and
-``PostLocalSGDOptimizer`` average replicas that train apart; ``DistributedOptimizer`` steps several
-models as one; ``HighPrecisionOptimizer`` steps 16-bit parameters in fp32; ``step_in_backward``
-steps the units of a sharded model while its backward still runs.
-"""
+"""Optimizers for replicated, sharded and 16-bit models."""
 
 from __future__ import annotations
 

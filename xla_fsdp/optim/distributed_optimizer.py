@@ -1,4 +1,4 @@
-"""One optimizer for several models, or stages of one, each stepped on the ranks that hold it.
+"""One optimizer for several models, or for stages of one model.
 
 torch's class of this name drives optimizers on remote workers over RPC, which cannot hold XLA
 devices. Here every rank makes the same calls and steps the parameters or shards that it has.
@@ -22,15 +22,15 @@ Hook = Callable[..., Any]
 
 
 class DelegatingOptimizer(Optimizer, ABC):
-    """Base of optimizers that let others step, with which hooks are registered.
+    """Base of optimizers that step other optimizers, the delegates.
 
-    A hook gets the optimizer that does the work as its first argument, and runs for each of them.
+    Hooks are registered with each delegate, and get it as their first argument.
     """
 
     @property
     @abstractmethod
     def delegates(self) -> list[Optimizer]:
-        """The optimizers that do the work."""
+        """The optimizers that step the parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for each in self.delegates:
@@ -62,13 +62,13 @@ class DelegatingOptimizer(Optimizer, ABC):
 
 
 class Handles(contextlib.ExitStack):
-    """The handles of one hook that several optimizers have."""
+    """The handles of one hook that is registered with several optimizers."""
 
     remove = contextlib.ExitStack.close
 
 
 class DistributedOptimizer(DelegatingOptimizer):
-    """``optimizer_class`` over each of several parts, used as one optimizer.
+    """Use one optimizer for each of several parts as if they were one.
 
     ::
 
@@ -77,17 +77,17 @@ class DistributedOptimizer(DelegatingOptimizer):
         )
 
     Args:
-        optimizer_class: called as ``optimizer_class(params, *args, **kwargs)`` for every part; any,
-            also those of this package. A mapping of names gives parts optimizers of their own.
-        parts: by name: modules (wrapped with FSDP or not), or parameters or groups of them; or a
-            list of such, which are then named by their numbers. A part that is None or has no
-            parameters lives on other ranks, and is left out here.
+        optimizer_class: called as ``optimizer_class(params, *args, **kwargs)`` for every part; or a
+            mapping of such classes by the names of parts.
+        parts: modules (sharded or not), or lists of parameters or groups, by name; or a list of
+            such, named "0", "1", ... A part without parameters on this rank may be None or empty.
         args: further arguments of ``optimizer_class``.
         kwargs: further keywords of it.
 
     Raises:
         TypeError: for RRefs of torch's RPC, or anything else that is no part.
-        ValueError: if this rank has no part, a parameter is in two, or names do not fit.
+        ValueError: if this rank has no part, a parameter is in two parts, or the names of classes
+            and parts differ.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DistributedOptimizer(DelegatingOptimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        # Not torch's own __init__: groups and state are those of the parts.
+        # Without super().__init__(), which would assign groups and state; here they are properties.
         named = _named(parts)
         classes = _classes(optimizer_class, named)
         params = {name: _params(name, part) for name, part in named.items()}
@@ -118,16 +118,16 @@ class DistributedOptimizer(DelegatingOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts, the very objects, so that schedulers reach them."""
+        """The groups of all parts: the same dicts, so that schedulers change them."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
     @property
     def state(self) -> StateOfParts:  # type: ignore[override]
-        """The state of all parts, by parameter; each entry is the part's own."""
+        """The state of all parts, by parameter; writes go to the parts' own state."""
         return self._state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every part, after calling ``closure`` once; return what that returned."""
+        """Call ``closure`` once, step every part, and return the closure's result."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,25 +148,25 @@ class DistributedOptimizer(DelegatingOptimizer):
         return {"parts": {name: each.state_dict() for name, each in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, for the same parts; or one state of all groups in
-        torch's form, as checkpoints of a model have it.
+        """Load a result of ``state_dict`` for the same parts, or one state of all groups in torch's
+        form, as checkpoints have it.
 
         Raises:
             ValueError: if parts or groups are missing or unknown; nothing has been changed then.
         """
         if "parts" not in state_dict and "param_groups" in state_dict:
             state_dict = {"parts": self._split(state_dict)}
-        there, here = set(state_dict.get("parts", ())), set(self.optimizers)
-        if there != here:
+        given, own = set(state_dict.get("parts", ())), set(self.optimizers)
+        if given != own:
             raise ValueError(
-                f"the state has parts {sorted(there)}, this optimizer {sorted(here)}; load each "
+                f"the state has parts {sorted(given)}, this optimizer {sorted(own)}; load each "
                 f"part by optimizer.optimizers[name].load_state_dict"
             )
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict["parts"][name])
 
     def _split(self, state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Split a state of all groups, in the order of the parts, by part."""
+        """Split a state of all groups, in the order of the parts, into one state per part."""
         groups, entries = list(state_dict["param_groups"]), state_dict["state"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -183,9 +183,9 @@ class DistributedOptimizer(DelegatingOptimizer):
 
 
 class StateOfParts(MutableMapping[torch.Tensor, Any]):
-    """The states of optimizers that share no parameter as one, which writes through to them.
+    """A view of the states of several optimizers that share no parameter.
 
-    Like torch's own, it makes an empty entry for a parameter that is asked for by ``[]``.
+    Like torch's own state, it makes an empty entry when a parameter is looked up by ``[]``.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:

@@ -1,7 +1,7 @@
 """Step 16-bit parameters in fp32: with fp32 master weights, with stochastic rounding, or both.
 
-Invariants: a master is an entry of its parameter's state and has its shape, so it is sharded,
-sliced, saved and resharded like any other state.
+Invariants: a master weight is an entry of its parameter's state and has its shape, so it is
+sharded, saved and resharded like any other state.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ LOW_DTYPES = (torch.bfloat16,)
 
 
 def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the fp32 masters that an optimizer keeps, by parameter.
+    """Return the fp32 master weights in an optimizer's state, by parameter.
 
-    Code that changes a parameter's value must change its master, or the next step undoes it.
+    Code that changes a parameter's value must change its master, too, or the next step undoes it.
     """
     return {param: state[MASTER] for param, state in optimizer.state.items() if MASTER in state}
 
 
 def stochastic_round(value: Tensor, bits: Tensor) -> Tensor:
-    """Round to one of the two bf16 neighbours, so that the mean of the result is ``value``.
+    """Round to one of the two bf16 neighbours at random, so that the expected result is ``value``.
 
-    Values that bf16 has, infinities and NaNs stay as they are.
+    Values that bf16 can represent, infinities and NaNs do not change.
 
     Args:
         value: fp32.
-        bits: random int32 of the same shape; of each the low 16 are used.
+        bits: random int32 of the same shape, of which the low 16 bits are used.
 
     Returns:
-        A bf16 tensor.
+        A bf16 tensor of the same shape.
     """
-    # The lower half of an fp32 number is what bf16 cuts off: adding a random half carries into the
-    # upper one with just the right probability, for either sign.
+    # bf16 is the upper 16 bits of fp32. Adding 16 random bits to the lower ones carries into the
+    # upper ones with a probability proportional to the lower ones, for either sign.
     as_bits = value.detach().view(torch.int32)
     rounded = (as_bits + (bits & 0xFFFF)) & ~0xFFFF
     exact = rounded.view(torch.float32).to(torch.bfloat16)
@@ -59,34 +59,34 @@ def stochastic_round(value: Tensor, bits: Tensor) -> Tensor:
 
 
 class HighPrecisionOptimizer(SurrogateOptimizer):
-    """``inner_class`` over fp32 versions of bf16 and fp16 parameters.
+    """Step fp32 versions of bf16 and fp16 parameters by an ``inner_class``.
 
     Gradients are cast to fp32, the step is made in fp32 with fp32 state, and the result is rounded
-    to the parameter's dtype. Parameters of other dtypes are stepped as they are. For parameters on
-    this rank, whole or shards: of a model wrapped with FSDP, of a plain one, or as the
-    ``optimizer_class`` of ``ZeroRedundancyOptimizer``::
+    to the parameter's dtype. Parameters of other dtypes are stepped as they are. Parameters may be
+    shards of an FSDP model, unsharded, or slices, if this is the ``optimizer_class`` of
+    ``ZeroRedundancyOptimizer``::
 
         HighPrecisionOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         ZeroRedundancyOptimizer(
             model.parameters(), HighPrecisionOptimizer, inner_class=torch.optim.AdamW, lr=1e-3
         )
 
-    Random bits for rounding are a hash of the seed, the number of the step, the parameter's number
-    in the optimizer and, for shards and slices, which of them it is. So whole parameters, and equal
-    shards in different sharding groups, get the same bits on every rank, and replicas stay
-    replicas. No random number generator is used.
+    Random bits for rounding are a hash of the seed, the number of the step, the index of the
+    parameter in the optimizer and the index of the shard or slice. So replicas, and equal shards in
+    different sharding groups, get the same bits on every rank and remain equal. No random number
+    generator is used.
 
-    With masters, a step begins with these: parameters that were changed by anything else since the
-    last step get their old values again, unless ``masters_of(optimizer)`` are changed alike.
+    With master weights, a step starts from these: other changes of a parameter since the last step
+    are lost, unless ``masters_of(optimizer)`` are changed, too.
 
     Args:
         params: parameters, or groups of them.
         inner_class: any optimizer.
-        master_weights: keep the fp32 values between steps. Without, what rounding cuts off is lost,
-            so updates below half a bit of a parameter never happen; unless rounding is stochastic.
-        stochastic_rounding: round bf16 parameters at random, right on average. With masters it
-            changes only what forward and backward see.
-        seed: of the rounding; equal on all ranks.
+        master_weights: store the fp32 values between steps. Otherwise updates of less than half a
+            bit of the parameter are lost, unless rounding is stochastic.
+        stochastic_rounding: round bf16 parameters at random, without bias. With master weights it
+            affects forward and backward only.
+        seed: seed of the rounding, the same on all ranks.
         defaults: options of ``inner_class``.
 
     Raises:
@@ -119,7 +119,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         return is_elementwise(options["inner_class"], options)
 
     def surrogate(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the fp32 version of a 16-bit parameter, others as they are."""
+        """Return the fp32 version of a 16-bit parameter; any other parameter itself."""
         if param.dtype not in STEPPED_IN_FP32:
             return param
         if self._rounds and param.dtype not in LOW_DTYPES:
@@ -132,7 +132,6 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         return self._fp32[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters."""
         if self._rounds:
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
@@ -146,11 +145,12 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         """Make one step of ``inner_class`` in fp32.
 
         Args:
-            closure: computes loss and gradients anew; called once.
-            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: not 0 skips the step.
+            closure: computes loss and gradients again; called once.
+            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
+                step.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
@@ -172,8 +172,8 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but with the dtypes of ``state_dict``: torch would cast masters to
-        the 16-bit dtype of their parameters."""
+        """Load as torch does, but without casts: torch would cast master weights to the 16-bit
+        dtype of their parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
@@ -186,10 +186,10 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
                     self.state[param][entry] = value.detach().to(device, copy=True)
 
     def _to_inner(self, param: nn.Parameter) -> None:
-        """Give the inner optimizer value, gradient and state of ``param``."""
+        """Move value, gradient and state of ``param`` to the inner optimizer."""
         fp32, state = self.surrogate(param), self.state[param]
         if fp32 is not param and param.grad is not None:
-            # Popped, as an optimizer takes a state with any entry for one that was made already.
+            # Popped, as an optimizer creates its state only if there is no entry at all.
             master = state.pop(MASTER, None)
             if master is not fp32:  # there is none yet, or it was loaded
                 fp32.data = param.detach().float() if master is None else master
@@ -197,7 +197,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         self.inner.state[fp32] = state
 
     def _from_inner(self, param: nn.Parameter, salt: Tensor | None) -> None:
-        """Take value and state back; nothing in fp32 is left but state and master."""
+        """Move value and state back to ``param``, and free fp32 tensors that are no state."""
         fp32 = self.surrogate(param)
         self.state[param] = self.inner.state.pop(fp32)
         if fp32 is param:
@@ -213,8 +213,8 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             _free(fp32)
 
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer has made of new surrogates to their parameters, and
-        free the surrogates: until its first step a parameter may still be given other values."""
+        """Move state that the inner optimizer created in its constructor to the parameters. Free
+        the fp32 values, which the first step copies, as parameters may change before it."""
         for group in self.param_groups:
             for param in group["params"]:
                 fp32 = self.surrogate(param)
@@ -224,7 +224,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
                     _free(fp32)
 
     def _salts(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Return salts for rounding these parameters, int32 [1] on their device, by one upload."""
+        """Return hash inputs for rounding, int32 [1] on the parameters' device, by one upload."""
         rounded = [param for param in params if param in self._fp32] if self._rounds else []
         if not rounded:
             return {}

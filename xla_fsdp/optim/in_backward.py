@@ -1,8 +1,7 @@
-"""Step the parameters of a sharded model one by one while its backward still runs.
+"""Step each parameter of a sharded model during backward, as soon as its gradient is complete.
 
 Invariants: a shard is stepped once in a backward pass, when all uses of its parameter have added to
-its gradient, which is freed at once. The optimizer stays the user's own object, with its groups,
-state and state dict.
+its gradient, which is freed at once. Groups and state are those of the user's optimizer.
 """
 
 from __future__ import annotations
@@ -34,31 +33,30 @@ def step_in_backward(
     model: nn.Module, optimizer: Optimizer, *, in_loops: bool = True
 ) -> StepInBackward:
     """Make ``optimizer``'s steps inside ``loss.backward()``: each shard is stepped as soon as its
-    gradient is reduced, and the gradient freed at once.
+    gradient is reduced, and the gradient is freed at once.
 
-    Call it once, before training. Loops stay as they are: ``optimizer.step()`` afterwards steps
-    what has a gradient left (parameters that FSDP ignores), and schedulers go on as usual. Under
-    ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step. Loops
-    over blocks with stacked parameters step slice by slice, where that comes to the same.
+    Call it once, before training. Training loops need no change: ``optimizer.step()`` steps the
+    parameters that still have a gradient (those that FSDP ignores), and schedulers work as usual.
+    Under ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step.
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
-    the optimizer's step run once for every parameter. Clip by value with a tensor hook, if need be.
-    Scale no losses: steps would be made with the scaled gradients (``ShardedGradScaler`` refuses).
+    the optimizer's step run once for every parameter. To clip by value use a tensor hook. Do not
+    scale losses: steps would use the scaled gradients (``ShardedGradScaler`` raises).
 
     Args:
-        model: wrapped with FSDP, or a module that holds wrapped ones.
-        optimizer: over the model's parameters; any that steps parameters one by one. Keep it: only
-            a weak reference is kept here.
-        in_loops: let loops over blocks with stacked parameters step each block's slices, so that
-            gradients of all never exist; a loss that uses these parameters directly, too (a penalty
-            on weights), is refused then.
+        model: a sharded module, or one that holds sharded modules.
+        optimizer: the optimizer of its parameters, any that steps each parameter independently.
+            Hold a reference to it: the handle has a weak one only.
+        in_loops: step stacked parameters slice by slice in the loop over their blocks, where the
+            result is the same, so that the gradients of all blocks never exist at once. The loss
+            must not use these parameters directly then (a penalty on weights); that raises.
 
     Returns:
         A handle whose ``remove()`` goes back to steps after backward.
 
     Raises:
-        ValueError: if the model is not wrapped, the optimizer holds none of its shards or needs a
-            closure, or averages replicas, or this has been done already.
+        ValueError: if the model is not sharded or is stepped in backward already, or the optimizer
+            holds none of its shards, needs a closure, or averages replicas.
     """
     units = units_in(model)
     problems = list(_problems(units, optimizer))
@@ -113,13 +111,13 @@ class StepInBackward:
             shard.register_post_accumulate_grad_hook(partial(self._step, weakref.ref(unit)))
             for shard, unit in unit_of.items()
         ]
-        # By stack: the number of the backward pass in which a loop stepped it.
+        # The number of the backward pass in which a loop last stepped a stack, by stack.
         self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for unit in units:
             unit.group.stepper = self
 
     def remove(self) -> None:
-        """Step no more in backward; gradients stay until ``optimizer.step()`` again."""
+        """Go back to steps by ``optimizer.step()`` after backward."""
         for hook in self._hooks:
             hook.remove()
         for reference in self._units:
@@ -127,7 +125,7 @@ class StepInBackward:
                 unit.group.stepper = None
 
     def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
-        """Return how a loop over blocks steps their stacked parameters, None if it must not."""
+        """Return the steps of ``stacks`` for a loop over blocks; None if it must not step them."""
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
@@ -143,7 +141,6 @@ class StepInBackward:
         return optimizer
 
     def _step(self, reference: weakref.ref[FSDPState], shard: Tensor) -> None:
-        """Step a shard whose gradient is complete, and free the gradient."""
         unit = reference()
         if unit is None or shard.grad is None:
             return
@@ -159,7 +156,7 @@ class StepInBackward:
         with _other_grads_hidden(optimizer, shard):
             optimizer.step()
         shard.grad = None
-        unit.context.wait_for(shard.detach())
+        unit.context.wait_for(shard.detach())  # later gathers wait, so that memory is freed first
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -168,7 +165,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
-    """Inside, no other parameter has a gradient, so that the optimizer steps this one alone."""
+    """Hide other gradients inside the block, so that the optimizer steps ``shard`` alone."""
     others = [param for param in _params(optimizer) if param is not shard]
     grads = [(param, param.grad) for param in others if param.grad is not None]
     for param, _ in grads:
@@ -180,16 +177,15 @@ def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
             param.grad = grad
 
 
-# ---------------------------------------------------------------- slices of stacked parameters
-
-
 class OptimizerSliceSteps:
-    """One step of an optimizer on stacked parameters, made slice by slice by a loop over blocks, so
-    that the gradients of all blocks never exist at once.
+    """One step of an optimizer on stacked parameters [num_blocks, ...], made slice by slice in a
+    loop over blocks, so that the gradients of all blocks never exist at once.
 
-    The user's optimizer, of which ``can_slice`` holds, steps surrogates: one slice of each stack,
-    with the options that its groups have now. ``passes`` gets the number of the backward pass in
-    which each stack was stepped.
+    Args:
+        optimizer: the user's, for which ``can_slice`` holds. A shallow copy of it, with its current
+            options, steps one slice of each stack.
+        stacks: the parameters.
+        passes: gets the number of the backward pass in which each stack was stepped.
     """
 
     def __init__(
@@ -198,14 +194,14 @@ class OptimizerSliceSteps:
         self._optimizer = optimizer
         self._stacks = list(stacks)
         self._passes = passes
-        # By stack: the state that has its shape (moments), and what the step left of other state
+        # By stack: the names of state that has its shape (moments); and other state after the step
         # (a count of steps), which is the same for all slices.
         self._names = [_elementwise_names(self._state(each), each) for each in self._stacks]
         self._others: list[dict[str, Any]] = []
 
     @property
     def kept(self) -> list[list[Tensor]]:
-        """By stack: itself and the optimizer's state that has its shape."""
+        """By stack: the stack itself, and the optimizer's state that has its shape."""
         return [
             [stack, *(self._state(stack)[name] for name in names)]
             for stack, names in zip(self._stacks, self._names, strict=True)
@@ -222,7 +218,7 @@ class OptimizerSliceSteps:
             New values of ``slices``.
 
         Raises:
-            CannotSliceError: if the optimizer keeps other state afterwards than before.
+            CannotSliceError: if the step creates or removes state of the shape of a stack.
         """
         given = (each.clone() for each in slices)
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -245,9 +241,9 @@ class OptimizerSliceSteps:
         return new
 
     def take(self, stacks: Sequence[Tensor]) -> None:
-        """Make the step: give all tensors of ``kept`` their new values, in that order."""
+        """Copy the new values ``stacks`` into all tensors of ``kept``, in that order."""
         with torch.no_grad():
-            old = [each for kept in self.kept for each in kept]
+            old = [each for tensors in self.kept for each in tensors]
             for each, new in zip(old, stacks, strict=True):
                 each.copy_(new)
             for stack, others in zip(self._stacks, self._others, strict=True):
@@ -256,15 +252,15 @@ class OptimizerSliceSteps:
                 self._passes[stack] = current_pass()
 
     def _state(self, stack: Tensor) -> dict[str, Any]:
-        # Not by [], for which the optimizer's dict would make an entry.
+        # Not by [], which would make an entry in the optimizer's defaultdict.
         return self._optimizer.state.get(stack, {})
 
     def _step(self, params: Sequence[Tensor], state: defaultdict[Tensor, dict[str, Any]]) -> None:
-        """Make the optimizer's step on ``params`` in place of its own, by a shallow copy of it."""
+        """Step ``params`` by a shallow copy of the optimizer with this ``state``."""
         by_stack = {id(stack): each for stack, each in zip(self._stacks, params, strict=True)}
         copy = object.__new__(type(self._optimizer))
         vars(copy).update(vars(self._optimizer))
-        vars(copy).pop("step", None)  # a scheduler's, which counts the steps of the user's
+        vars(copy).pop("step", None)  # the wrapper of a scheduler, which counts calls
         copy.state = state
         copy.param_groups = [
             {**group, "params": [by_stack[id(p)] for p in group["params"] if id(p) in by_stack]}
@@ -274,18 +270,19 @@ class OptimizerSliceSteps:
 
 
 def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
-    """Return whether steps of slices come to the same as those of the stacks, and nobody can see a
-    difference: no hooks on steps or on a stack, but for the one that steps it."""
+    """Return whether stepping slices gives the same result as stepping the stacks, and no hook on
+    the optimizer or a stack (except the one that steps it) would see a difference."""
     held = {id(param) for param in _params(optimizer)}
     return (
-        _is_plain(optimizer)
-        and all(id(stack) in held and _is_free(stack) for stack in stacks)
-        and not any(_has_others(optimizer.state.get(stack, {}), stack) for stack in stacks)
+        _steps_slices_alike(optimizer)
+        and all(id(stack) in held and _has_no_grad_or_hooks(stack) for stack in stacks)
+        and not any(_has_other_shapes(optimizer.state.get(stack, {}), stack) for stack in stacks)
     )
 
 
-def _is_plain(optimizer: Optimizer) -> bool:
-    """Return whether it steps elements, without reading values, as its class does, unhooked."""
+def _steps_slices_alike(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer treats each element by itself, reads no values from the device,
+    and has neither hooks nor a ``step`` that replaces that of its class."""
     hooks = itertools.chain(
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),
@@ -303,8 +300,8 @@ def _is_plain(optimizer: Optimizer) -> bool:
     )
 
 
-def _is_free(stack: Any) -> bool:
-    hooks = stack._post_accumulate_grad_hooks or {}
+def _has_no_grad_or_hooks(stack: Any) -> bool:
+    hooks = stack._post_accumulate_grad_hooks or {}  # one is that of StepInBackward
     return stack.grad is None and not stack._backward_hooks and len(hooks) == 1
 
 
@@ -316,8 +313,7 @@ def _elementwise_names(state: dict[str, Any], like: Tensor) -> list[str]:
     ]
 
 
-def _has_others(state: dict[str, Any], stack: Tensor) -> bool:
-    """Return whether the state has a tensor of another shape, whose slices are not known."""
+def _has_other_shapes(state: dict[str, Any], stack: Tensor) -> bool:
     tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
     return any(tensor.shape != stack.shape for tensor in tensors)
 

@@ -1,10 +1,9 @@
-"""Averages of replicas that train apart, at some steps and over some ranks; post-local SGD.
+"""Average the parameters of replicas at some steps, as in post-local SGD.
 
-Invariants: whether to average depends on the step's number alone, so all ranks take the same
-decision, and there is one program for each kind of step. The number is counted on the host and
-never enters a program.
-
-The semantics are those of ``torch.distributed.algorithms.model_averaging``.
+Semantics are those of ``torch.distributed.algorithms.model_averaging``.
+Invariants: whether to average depends on the number of the step alone, so all ranks decide alike.
+That number is counted on the host and is no constant of a program, so there is one program for each
+kind of step.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 
-# Tensors of fewer elements travel in one buffer: below some 100 KB the start of a collective costs
-# more than its bytes. Larger ones travel by themselves, without a copy.
+# Tensors of fewer elements share one all-reduce: below some 100 KB the start of a collective costs
+# more than its bytes. Larger ones are reduced by themselves, which saves the copy.
 BUCKETED_BELOW = 2**15
 
-# The option of the first group that holds the averager's step: checkpoints of shards know
-# parameters and groups only.
+# Option of the first group that holds the averager's step, as checkpoints of shards save only
+# parameters' state and groups.
 AVERAGER_STEP = "averager_step"
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -41,11 +40,11 @@ class ModelAverager(ABC):
     """Base of the averagers. A step is one call of ``average_parameters``.
 
     Args:
-        warmup_steps: number of first steps that average nothing; average gradients in them.
+        warmup_steps: number of first steps without averages; average gradients in them.
         groups: lists of ranks that average among themselves (default: one of all ranks).
 
     Attributes:
-        step: number of the next step, from 0; what is saved of an averager.
+        step: number of the next step, from 0; save it with a checkpoint.
 
     Raises:
         ValueError: if ``warmup_steps`` is negative, or groups do not split the ranks evenly.
@@ -63,23 +62,24 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def groups_of(self, step: int) -> Groups | None:
-        """Return the ranks that average at a ``step`` after the warm-up; None for none."""
+        """Return the groups of ranks that average at a ``step`` after the warm-up, None if none."""
 
     def average_parameters(
         self, params: Params, masters: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        """Average the parameters that have a gradient, if it is time to; count the step.
+        """Average the parameters that have a gradient if this step is one to average at, and count
+        the step.
 
         Args:
             params: parameters of a model, or ``param_groups`` of an optimizer.
-            masters: ``masters_of(optimizer)`` of one that keeps fp32 values of parameters between
-                steps (``PostLocalSGDOptimizer`` gives them). These are averaged, and the parameters
-                rounded from them. Without, the optimizer's next step would undo the average.
+            masters: ``masters_of(optimizer)`` of an optimizer with fp32 master weights, whose next
+                step would otherwise undo the average. They are averaged, and the parameters rounded
+                from them. (``PostLocalSGDOptimizer`` passes them.)
 
         Raises:
-            ValueError: for shards, of which ranks hold different slices, unless the averager was
-                given ``groups``: of replicas of the same slices; for tensor-parallel parameters of
-                which the ranks of a group hold different slices.
+            ValueError: for FSDP shards, unless the averager was given ``groups`` of ranks that hold
+                the same slices; for tensor-parallel parameters of which the ranks of a group hold
+                different parts.
             TypeError: if ``params`` holds anything else.
         """
         groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
@@ -111,12 +111,12 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over the whole group every ``period`` steps after the warm-up, at its end first
-    (post-local SGD, arxiv.org/abs/1808.07217).
+    """Average over each group every ``period`` steps, first at the end of the warm-up (post-local
+    SGD, arxiv.org/abs/1808.07217).
 
     Args:
-        period: in steps; 1 averages always (which costs as much as averaging gradients).
-        warmup_steps: number of first steps that average nothing.
+        period: number of steps; 1 averages always (which costs as much as averaging gradients).
+        warmup_steps: number of first steps without averages.
         groups: lists of ranks that average among themselves (default: one of all ranks).
     """
 
@@ -138,15 +138,15 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages over small groups often and over large ones seldom (hierarchical SGD,
+    """Average over small groups often and over large ones seldom (hierarchical SGD,
     arxiv.org/abs/2010.12998). At a step that several periods divide, the longest counts.
 
     Args:
-        period_group_size_dict: period in steps to the number of ranks that average then, shortest
-            period first; the last number must be that of all ranks of a group. A group of ``n``
-            are the ranks that follow each other.
-        warmup_steps: number of first steps that average nothing. As in torch, periods are counted
-            from step 0.
+        period_group_size_dict: numbers of ranks that average together, by period in steps, shortest
+            period first; the last number must be that of all ranks of a group. Ranks that follow
+            each other are averaged.
+        warmup_steps: number of first steps without averages. As in torch, periods are counted from
+            step 0.
         groups: lists of ranks that average among themselves (default: one of all ranks).
 
     Raises:
@@ -176,20 +176,19 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 class PostLocalSGDOptimizer(DelegatingOptimizer):
-    """Post-local SGD (arxiv.org/abs/1808.07217): ``optim`` steps, then ``averager`` averages
-    if it is time to.
+    """Step by ``optim``, then let ``averager`` average (post-local SGD, arxiv.org/abs/1808.07217).
 
-    In the warm-up of the averager, average gradients before each step
-    (``xm.reduce_gradients(optimizer)``, say); afterwards do not.
+    During the averager's warm-up, average gradients before each step, by
+    ``xm.reduce_gradients(optimizer)`` for example; afterwards do not.
 
     Args:
-        optim: the local optimizer, over the whole parameters of a replica.
+        optim: the local optimizer, of the parameters of a replica.
         averager: decides at which steps replicas are averaged.
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
-        # Not torch's own __init__, which would make other groups and state than those of optim,
-        # which schedulers, hooks and checkpoints of either are to see.
+        # Without super().__init__(), which would make groups and state; here they are properties,
+        # those of optim, so that schedulers and checkpoints of either optimizer see the same.
         self.optim = optim
         self.averager = averager
         self.defaults = optim.defaults
@@ -199,7 +198,7 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
 
     @property
     def delegates(self) -> list[Optimizer]:
-        """The local optimizer; so hooks after a step run before an average."""
+        """The local optimizer, whose post-step hooks run before the average."""
         return [self.optim]
 
     @property
@@ -211,7 +210,7 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
         return self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a local step, and average if it is time to; return what the closure returned."""
+        """Step locally, average if due, and return the closure's result."""
         result = self.optim.step() if closure is None else self.optim.step(closure)
         self.averager.average_parameters(self.param_groups, masters_of(self.optim))
         self.param_groups[0][AVERAGER_STEP] = self.averager.step
@@ -221,13 +220,13 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local optimizer's state, and under ``step`` that of the averager."""
+        """Return the local optimizer's state dict, with the averager's step under ``step``."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or what a checkpoint of shards has of it.
+        """Load a result of ``state_dict``, or the state in a checkpoint of shards.
 
-        A state without the averager's step starts the averager anew, with a warning.
+        Without the averager's step the averager starts at step 0, with a warning.
         """
         own = {name: value for name, value in state_dict.items() if name != "step"}
         self.optim.load_state_dict(own)

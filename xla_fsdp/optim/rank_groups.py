@@ -1,4 +1,4 @@
-"""Groups of ranks that hold replicas: lists of ranks, of one size, that split the job."""
+"""Check groups of ranks that hold replicas: lists of ranks, of one size, that split the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Groups = list[list[int]]
 
 
 def check_groups(groups: Sequence[Sequence[int]] | None) -> Groups:
-    """Return ``groups`` as lists; None stands for one group of all ranks.
+    """Return ``groups`` as lists; for None, one group of all ranks.
 
     Raises:
         ValueError: with every problem, if they do not split the ranks of the job evenly.
@@ -33,13 +33,13 @@ def check_groups(groups: Sequence[Sequence[int]] | None) -> Groups:
 
 
 def own_group(groups: Groups) -> list[int]:
-    """Return the group of the calling rank."""
     rank = ops.rank()
     return next(group for group in groups if rank in group)
 
 
 def find_slice_problems(param: Tensor, ranks: Sequence[int], what: str) -> Iterator[str]:
-    """Yield a problem with ``what`` if it is tensor-parallel and these ranks hold other slices."""
+    """Yield an error message about ``what`` if these ranks hold different parts of ``param``, which
+    tensor parallelism has cut."""
     placement = known_placement(param)
     if placement is not None and placement.parts > 1 and not placement.is_same_on(ranks):
         yield (

@@ -1,7 +1,7 @@
-"""Base of optimizers whose inner optimizer steps other tensors than the parameters they were given.
+"""Base of optimizers whose inner optimizer steps other tensors than the given parameters.
 
-Invariants: both optimizers have the same groups. The options of the outer one count before a step,
-as schedulers change them; those of the inner one count after it.
+Invariants: both optimizers have the same groups. Options are copied to the inner optimizer before a
+step, as schedulers change those of the outer one, and back after it, as a step may change them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SurrogateOptimizer(Optimizer, ABC):
     """An optimizer over surrogates of its parameters: slices of them, or copies in another dtype.
 
     Args:
-        params: parameters, or groups of them, as for any optimizer.
+        params: parameters, or groups of them.
         inner_class: called as ``inner_class(groups, **defaults)``.
         defaults: options of the inner optimizer.
 
@@ -36,14 +36,14 @@ class SurrogateOptimizer(Optimizer, ABC):
         self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
         defaults = {**device_options(inner_class), **defaults}
-        super().__init__(params, {})  # what the inner optimizer makes of defaults comes back below
+        super().__init__(params, {})  # without defaults: they are copied from the inner optimizer
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)
         self.defaults = self.inner.defaults
         self._options_from_inner()
 
     @property
     def is_built(self) -> bool:
-        """Whether there is an inner optimizer; torch's ``__init__`` adds groups before that."""
+        """Whether the inner optimizer exists; torch's ``__init__`` adds groups earlier."""
         return "inner" in vars(self)
 
     @property
@@ -53,12 +53,12 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def surrogate(self, param: nn.Parameter) -> nn.Parameter:
-        """Return what the inner optimizer has for ``param``; it is made at the first call."""
+        """Return the tensor that the inner optimizer steps for ``param``, always the same one."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers."""
         if self.is_built:
-            self._options_to_inner()  # or changes by a scheduler since the last step would be lost
+            self._options_to_inner()  # _options_from_inner would undo changes by a scheduler
         super().add_param_group(param_group)
         if self.is_built:
             self.inner.add_param_group(self._as_inner(self.param_groups[-1]))

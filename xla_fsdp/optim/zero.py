@@ -1,8 +1,8 @@
-"""ZeRO-1: the optimizer of a replicated model, its state and its work divided among the ranks.
+"""ZeRO-1: shard the optimizer state of a replicated model, and the work of its steps.
 
-Invariants: all ranks run the same program, for which the rank that takes a slice is an input and no
-constant, and hold the same parameters after a step. Unless the optimizer needs whole parameters,
-gradients on the parameters are left as they were.
+Invariants: all ranks run the same program, as the rank that selects a slice is an input of it and
+not a constant, and hold the same parameters after a step. Gradients on the parameters do not
+change, unless the optimizer needs unsharded parameters.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from xla_fsdp.fsdp.state_dict.optim import read_optimizer
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
 
-# The key of a rank's state dict that says which slices it holds; the plain optimizer's has none.
+# Key of a rank's state dict that tells which slices it holds; an unsharded one has no such key.
 SLICE_INFO = "zero"
 
-# Slices of fewer elements are not padded to whole lanes each: they travel in one bucket.
+# Slices of fewer elements are not padded to whole lanes: they share one bucket, which is.
 UNPADDED_BELOW = 8 * LANES
 
 
 class ZeroRedundancyOptimizer(SurrogateOptimizer):
-    """``optimizer_class`` over a slice of every parameter on each rank.
+    """Step a slice of every parameter on each rank by an ``optimizer_class``.
 
     A step reduce-scatters the gradients, steps this rank's slices, and all-gathers the results, so
-    optimizer state takes 1/N of the memory; parameters and gradients are whole on every rank. Call
-    it on every rank, after backward, instead of ``xm.optimizer_step``::
+    optimizer state takes 1/N of the memory; parameters and gradients are unsharded on every rank.
+    Call it on every rank, after backward, in place of ``xm.optimizer_step``::
 
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         loss.backward()
@@ -53,24 +53,21 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         optimizer.step()
         torch_xla.sync()
 
-    Gradients are averaged over the ranks by the optimizer, unless ``gradients_are_averaged``. (Of
-    gradients that are averages already, the average is the same: forgetting to say so costs traffic
-    only.)
+    The optimizer averages gradients over the ranks, unless ``gradients_are_averaged``. Averaging
+    them twice gives the same values, and costs only traffic.
 
-    Optimizers that need whole parameters (Adafactor, Muon, LBFGS, and any that are not known) get
-    averaged gradients and step whole parameters on every rank, with a warning: right, and without
-    the saving.
+    Optimizers that need unsharded parameters (Adafactor, Muon, LBFGS, and unknown ones) step these
+    on every rank with averaged gradients, which is correct but saves no memory, and warns.
 
     Args:
         params: parameters on the XLA device, the same on every rank, or groups of them.
-        optimizer_class: of ``torch.optim``, ``torch_xla.amp.syncfree``, or any other.
+        optimizer_class: a class of ``torch.optim``, ``torch_xla.amp.syncfree``, or any other.
         groups: lists of ranks that hold the same parameters (default: one of all ranks).
         parameters_as_bucket_view: ignored with a warning; small parameters always share buckets.
-        overlap_with_ddp: refused. torch runs the step in DDP's hooks; here backward, reduction and
-            step are one program, in which the compiler overlaps them.
-        gradients_are_averaged: all ranks have the same gradients; each takes its slice of them.
+        overlap_with_ddp: refused: the compiler overlaps backward, reduction and step.
+        gradients_are_averaged: all ranks have the same gradients; each slices them.
         elementwise: whether ``optimizer_class`` treats every element by itself, so that it can step
-            slices (default: what is known of it).
+            slices (default: True for those of torch and torch_xla that are known to do so).
         defaults: options of ``optimizer_class``.
 
     Raises:
@@ -115,7 +112,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self.slices.free()
 
     def surrogate(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the slice of ``param``; itself, if the optimizer needs whole parameters."""
+        """Return the slice of ``param``; ``param`` if the optimizer needs it unsharded."""
         return self.slices.of(param) if self.is_sliced else param
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,15 +134,15 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
     ) -> Any:
-        """Reduce the gradients (unless clipping has done so), step, and share the results.
+        """Reduce the gradients (unless clipping has done so), step, and all-gather the results.
 
         Args:
-            closure: computes loss and gradients anew; for LBFGS, as often as that wants.
-            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: not 0 skips the step; the
-                same on every rank, as ``ShardedGradScaler`` has it.
+            closure: computes loss and gradients again; LBFGS calls it several times.
+            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
+                step; the same on every rank, as ``ShardedGradScaler`` makes it.
 
         Returns:
-            What the closure returned (for an optimizer of whole parameters, its average).
+            The closure's result (its average, if the optimizer needs unsharded parameters).
 
         Raises:
             RuntimeError: if gradients changed after clipping had reduced them.
@@ -170,7 +167,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and what clipping has reduced of them."""
+        """Drop the gradients, and those that clipping has reduced."""
         super().zero_grad(set_to_none)
         self._reduced = None
 
@@ -178,8 +175,8 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Reduce the gradients, and scale the result so that its norm is at most ``max_norm``.
 
-        ``step`` then takes the result. Every rank must call it. Gradients on the parameters stay as
-        they are (of an optimizer of whole parameters: become the averages, and are scaled).
+        ``step`` then uses the result. Every rank must call it. Gradients on the parameters do not
+        change (if the optimizer needs unsharded parameters, they become the scaled averages).
 
         Args:
             max_norm: the largest norm allowed.
@@ -196,28 +193,23 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             sliced = [Slices(grads, [self.slices.collectives])]
             return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
         norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
-        # The parameters' own gradients were scaled: it is these that step may be made with.
+        # Scaling changed the parameters' own gradients; note the versions that step may use.
         self._reduced = _Reduced(self._with_grad(), grads)
         return norm
 
-    # ------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: that of ``optimizer_class`` over the slices, and under ``zero``
-        which slices they are. ``consolidate_state_dict`` gives one for any number of ranks."""
+        """Return the state of this rank's slices, and under ``zero`` a description of the slices.
+        ``consolidate_state_dict`` returns a state dict for any number of ranks."""
         self._options_to_inner()
         state = self.inner.state_dict()
         return {**state, SLICE_INFO: _slice_info(self.slices)} if self.is_sliced else state
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """Return the state dict that the plain optimizer would have, in host memory. Every rank
-        must call this.
+        """Return the unsharded state dict, that of ``optimizer_class`` by itself, in host memory.
+        Every rank must call this.
 
         Args:
-            to: the rank within its group that gets it.
-
-        Returns:
-            The state dict; on other ranks an empty one.
+            to: the rank within its group that gets the state dict; others get an empty one.
 
         Raises:
             ValueError: if ``to`` is no rank of a group.
@@ -233,8 +225,8 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned on this rank, or a plain optimizer's state dict (what
-        ``consolidate_state_dict`` returned on any number of ranks), the same on every rank.
+        """Load a result of ``state_dict`` on this rank, or an unsharded state dict (a result of
+        ``consolidate_state_dict``, on any number of ranks), the same on every rank.
 
         Raises:
             ValueError: with everything that does not fit; nothing has been changed then.
@@ -245,22 +237,20 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             raise ValueError("\n".join(problems))
         if self.is_sliced and SLICE_INFO not in state_dict:
             with self.slices.filled(self.slices.params):
-                names, plain = _shard_names(self.slices), _numbered_in_order(state_dict)
-                load_full(self.inner, self.slices.keys(), names, plain)
+                names, full = _shard_names(self.slices), _numbered_in_order(state_dict)
+                load_full(self.inner, self.slices.keys(), names, full)
         else:
-            # Copied, as torch's optimizers keep the tensors that they are given.
+            # Copied, as torch's optimizers use the tensors that they load.
             own = map_tensors(lambda tensor: tensor.detach().clone(), dict(state_dict))
             own.pop(SLICE_INFO, None)
             self.inner.load_state_dict(own)
         self._options_from_inner()
 
-    # ------------------------------------------------------------ phases of a step
-
     def _reduce(self, *, strict: bool = False) -> _Reduced:
-        """Average the gradients over the ranks, once for the gradients that there are.
+        """Average the gradients over the ranks, or return the averages if that has been done.
 
         Raises:
-            RuntimeError: if that was done for others, and ``strict``.
+            RuntimeError: if gradients have changed since, and ``strict``.
         """
         params = self._with_grad()
         if self._reduced is not None:
@@ -285,7 +275,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         """Set the parameters' own gradients to the averages, and return them."""
         grads = [_grad(param) for param in params]
         if not self._averaged:
-            # These slices are made for their collectives alone; the inner optimizer has none.
+            # Make slices for the collectives below; the inner optimizer steps none.
             for param in params:
                 self.slices.of(param)
             means = self.slices.all_gather(params, self.slices.reduce_scatter_grads(params))
@@ -302,7 +292,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             param.copy_(value)
 
     def _averaged_closure(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure, and give loss and gradients of the global batch."""
+        """Call the closure; return the global batch's loss, and set its gradients."""
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
@@ -318,7 +308,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
 
 
 class _Reduced:
-    """Averaged gradients (or slices of them) of some parameters, for which they were computed."""
+    """Averaged gradients (or slices of them), and the gradients that they were computed from."""
 
     def __init__(self, params: list[nn.Parameter], grads: list[Tensor]) -> None:
         self.params, self.grads = params, grads
@@ -344,7 +334,7 @@ def _collectives(own: list[int], groups: Groups | None) -> Collectives:
 
 
 def _param_problems(param: Any, ranks: Sequence[int]) -> list[str]:
-    """Find why a parameter, or a pair of its name and it, cannot be sliced over these ranks."""
+    """Return the reasons why a parameter, or a pair of name and parameter, cannot be sliced."""
     name, tensor = param if isinstance(param, tuple) else ("a parameter", param)
     if not isinstance(tensor, Tensor):
         return []  # torch refuses it
@@ -372,13 +362,10 @@ def _warn_about_whole(optimizer_class: Any) -> None:
     )
 
 
-# ---------------------------------------------------------------- slices
-
-
 class ParamSlices:
-    """This rank's slices of replicated parameters: shards, as of FSDP, that no module owns.
+    """This rank's slices of replicated parameters: FSDP shards that no module owns.
 
-    Slices have no values between steps; the parameters have them.
+    Slices have no memory between steps, as the parameters hold the values.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -387,7 +374,7 @@ class ParamSlices:
         self._rank_on_device: Tensor | None = None
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the slice of ``param``, an optimizer's parameter in its place."""
+        """Return the slice of ``param``; make it at the first call."""
         if param not in self._sharded:
             self._sharded[param] = self._make(param, str(len(self._sharded)))
         return self._sharded[param].leaf
@@ -398,21 +385,17 @@ class ParamSlices:
         return list(self._sharded)
 
     def keys(self) -> dict[str, Tensor]:
-        """Return the slices by their numbers, as text."""
+        """Return the slices by key: "0", "1", ..."""
         return {each.key: each.leaf for each in self._sharded.values()}
-
-    def shapes(self) -> list[list[int]]:
-        """Return the parameters' shapes, in the order of ``params``."""
-        return [list(each.originals[0].shape) for each in self._sharded.values()]
 
     def reduce_scatter_grads(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return slices of the gradients of ``params``, averaged over the ranks."""
-        with self.filled(params):  # gradients get the shapes and dtypes of their shards
+        with self.filled(params):  # reduce() reads shapes and dtypes of the shards
             reduced = self.group_of(params).reduce([param.grad for param in params])
         return present(reduced.grads)
 
     def all_gather(self, params: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the shapes of ``params``, made of all ranks' ``slices``."""
+        """Gather all ranks' ``slices`` into tensors of the shapes of ``params``."""
         group = self.group_of(params)
         return group.gather.as_stored(group.params, slices)
 
@@ -427,7 +410,7 @@ class ParamSlices:
     def filled(
         self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None = None
     ) -> Iterator[None]:
-        """Give the slices of ``params`` their values, and the gradients ``grads``, inside."""
+        """Give the slices of ``params`` their values and ``grads`` inside the block."""
         values = self.cut(params, params)
         for param, value, grad in zip(params, values, grads or [None] * len(params), strict=True):
             self.of(param).data = value
@@ -439,7 +422,7 @@ class ParamSlices:
                 _free(self.of(param))
 
     def free(self) -> None:
-        """Drop the values that slices are made with."""
+        """Free the values of all slices."""
         for each in self._sharded.values():
             _free(each.leaf)
 
@@ -460,6 +443,7 @@ class ParamSlices:
         _, row_shape = slice_layout(sharded.originals[0].shape, self.collectives.num_shards)
         stack = sharded.packing.pack([value.detach()])
         stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
+        # By a tensor, not a Python number, which would make another program on each rank.
         own = torch.index_select(stack, 0, self._rank_on(value.device))
         return own.reshape(own.shape[1:])
 
@@ -472,10 +456,10 @@ class ParamSlices:
 
 
 def slice_layout(shape: Sequence[int], num_slices: int) -> tuple[ShardLayout, tuple[int, ...]]:
-    """Return how a parameter is sliced, and what follows dim 0 in the shape of a slice.
+    """Return the layout of a parameter's slices, and the shape of a slice after dim 0.
 
-    A large matrix is sliced into whole rows, so that it need not be laid out anew to be sent;
-    anything else into vectors.
+    Slices of a large matrix are [rows, width], which saves a change of layout on the TPU before
+    collectives; others are vectors [n].
     """
     size = torch.Size(shape)
     width = size[1:].numel() if len(size) > 1 else 0
@@ -493,22 +477,19 @@ def _free(shard: nn.Parameter) -> None:
     shard.data = shard.new_empty(0)
 
 
-# ---------------------------------------------------------------- state dicts
-
-
 def _slice_info(slices: ParamSlices) -> dict[str, Any]:
     return {
         "version": 1,
         "rank": slices.collectives.rank,
         "num_ranks": slices.collectives.num_shards,
-        "shapes": slices.shapes(),
+        "shapes": [list(param.shape) for param in slices.params],
     }
 
 
 def _state_problems(
     state: Any, groups: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Find why ``state`` cannot be loaded by an optimizer of these groups and slices."""
+    """Yield the reasons why an optimizer of these groups and slices cannot load ``state``."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         yield (
             "expected an optimizer state dict with 'state' and 'param_groups' (an empty one is "
@@ -521,17 +502,17 @@ def _state_problems(
             f"the state is of {state[SLICE_INFO]}, {wanted}. Load it on the rank that saved it, on "
             f"as many ranks, or load what consolidate_state_dict returned"
         )
-    there = [len(group["params"]) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in groups]
-    if there != here:
-        yield f"groups of the state have {there} parameters, those of the optimizer {here}"
+    given = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in groups]
+    if given != own:
+        yield f"groups of the state have {given} parameters, those of the optimizer {own}"
 
 
 def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str, Any]:
-    """Gather the plain optimizer's state dict on rank ``to``; return an empty one elsewhere."""
-    with slices.filled(slices.params):  # entries with the shape of the slice are gathered
+    """Gather the unsharded state dict on rank ``to``; return an empty one on others."""
+    with slices.filled(slices.params):  # state with the shape of its slice is gathered
         state = read_optimizer(inner, slices.keys())
-    settle()  # whole entries are read on one rank only
+    settle()  # all ranks run the same program before rank ``to`` alone reads replicated state
     groups = _on_host(inner.state_dict()["param_groups"])
     full = to_full(state, _shard_names(slices), only=to)
     if not full:
@@ -547,8 +528,8 @@ def _shard_names(slices: ParamSlices) -> ShardNames:
 
 
 def _numbered_in_order(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Name parameters by their numbers in the order of the groups; those of a state dict need not
-    be consecutive."""
+    """Name parameters "0", "1", ... in the order of the groups; numbers in a state dict may have
+    gaps."""
     order = [number for group in state["param_groups"] for number in group["params"]]
     names = {number: str(index) for index, number in enumerate(order)}
     groups = [

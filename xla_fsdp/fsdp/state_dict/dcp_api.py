@@ -1,7 +1,7 @@
-"""State dicts by the names and options of ``torch.distributed.checkpoint.state_dict``.
+"""The functions of ``torch.distributed.checkpoint.state_dict``, for sharded models.
 
-Every rank calls every function. Options are read by name, so torch's own ``StateDictOptions`` will
-do; an option that is not known here is an error, not ignored.
+Every rank calls every function. Options are read by name, so torch's own ``StateDictOptions``
+works, too; an unknown option that differs from its default raises.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class StateDictOptions:
     """The form of a state dict.
 
     Args:
-        full_state_dict: as the original model would have it, instead of this rank's shards.
-        cpu_offload: in host memory, where full ones always are; with ``full_state_dict`` only
-            rank 0 then gets it, as in torch.
-        broadcast_from_rank0: only rank 0 gives the full state dict that is loaded.
+        full_state_dict: use the original model's state dict rather than this rank's shards.
+        cpu_offload: return tensors in host memory, where full ones always are; together with
+            ``full_state_dict`` return them on rank 0 only, as torch does.
+        broadcast_from_rank0: load a full state dict that only rank 0 has.
         strict: whether names that are missing or unexpected are errors.
     """
 
@@ -47,8 +47,8 @@ class StateDictOptions:
 
 
 def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
-    """Return the state dict of a sharded model, or of one that holds sharded modules, in the form
-    that ``options`` (``StateDictOptions``) say."""
+    """Return the state dict of a sharded model, or of one that holds sharded modules; its form
+    depends on ``options`` (``StateDictOptions``)."""
     chosen = _options(options)
     if chosen.full_state_dict:
         return full_state_dict(model, rank0_only=chosen.cpu_offload)
@@ -96,13 +96,13 @@ def set_optimizer_state_dict(
     *,
     options: Any = None,
 ) -> None:
-    """Load what ``get_optimizer_state_dict`` returned.
+    """Load a result of ``get_optimizer_state_dict``.
 
     Args:
         model: the sharded model.
         optimizers: the optimizer of its parameters; it need not have made a step.
-        optim_state_dict: in the form that ``options`` say; with ``broadcast_from_rank0`` only rank
-            0's counts.
+        optim_state_dict: full or of shards, as ``options`` say; with ``broadcast_from_rank0``
+            ignored on all ranks but rank 0.
         options: ``StateDictOptions``.
     """
     chosen, optimizer = _options(options), _one(optimizers)
@@ -132,7 +132,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """Load both, and return what ``set_model_state_dict`` does."""
+    """Load both, and return the result of ``set_model_state_dict``."""
     report = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return report
@@ -163,9 +163,9 @@ def _one(optimizers: Optimizer | Iterable[Optimizer]) -> Optimizer:
 
 
 def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank 0's full state dict, its tensors sent one after the other.
+    """Return rank 0's full state dict, its tensors broadcast one after the other.
 
-    Names and shapes go ahead, so that whatever is wrong with it is the same on every rank.
+    Names and shapes are sent first, so that every rank allocates the same tensors.
     """
     shapes = {
         name: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
@@ -184,7 +184,7 @@ def _from_rank0(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sent_from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the first rank's state, sent as bytes: optimizer state has any structure."""
+    """Return rank 0's state, sent as bytes because optimizer state may have any structure."""
     buffer = io.BytesIO()
     if ops.rank() == 0:
         torch.save(dict(state), buffer)

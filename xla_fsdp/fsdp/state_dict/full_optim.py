@@ -1,10 +1,7 @@
-"""Optimizer state of shards to that of the plain model, and back.
+"""Convert optimizer state of shards to that of the original model, and back.
 
-A flat shard's state is that of the parameters in it, one after the other; states that are not
-sharded (step counters) are the same for all of them.
-
-Invariants: full state goes by names of the plain model; gathering is one collective for each unit
-and state name; all that does not fit is raised as one ``ValueError``.
+State of a flattened shard is split into that of the parameters in it; state that is not sharded
+(step counts) is copied to each of them. Gathering takes one collective per unit and state name.
 """
 
 from __future__ import annotations
@@ -35,12 +32,13 @@ from xla_fsdp.fsdp.state_dict.optim import (
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
-    """Return the state dict of the plain model's optimizer.
+    """Return the state dict of the original model's optimizer, by original names, on the CPU.
 
     Args:
         state: of this rank's optimizer.
         names: of the model's parameters.
-        only: of the ranks that share the parameters, the one that gets the result (default: all).
+        only: the rank, among those that share the parameters, that gets the result; others get an
+            empty one (default: all get it).
 
     Raises:
         ValueError: for state that cannot be gathered.
@@ -49,8 +47,8 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
     shards = list(names.shards.values())
     shown = only is None or all(shard.is_of(only) for shard in shards)
     full: dict[tuple[str, str], Tensor] = {}
-    for _, together in groupby(shards, key=lambda shard: id(shard.group)):
-        for name, entry_name, tensor in _gathered(state, names, list(together)):
+    for _, of_unit in groupby(shards, key=lambda shard: id(shard.group)):
+        for name, entry_name, tensor in _gathered(state, names, list(of_unit)):
             if shown:
                 full[name, entry_name] = tensor.cpu()
     if not shown:
@@ -76,11 +74,11 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
 def from_full(
     full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
-    """Return a full state as this rank's optimizer holds it.
+    """Shard a full state for this rank's optimizer.
 
     Args:
-        full: what ``to_full`` returned, on any number of ranks.
-        template: state of the optimizer that is loaded; tells what kind each entry is.
+        full: a result of ``to_full``, on any number of ranks.
+        template: state of the optimizer to load, which has the kind of each entry.
         names: of the model's parameters.
 
     Raises:
@@ -97,7 +95,7 @@ def from_full(
 
 
 def to_shards(state: OptimizerState) -> dict[str, Any]:
-    """Return the state dict of this rank's shards."""
+    """Return the state dict of this rank's shards, by their keys, on the CPU."""
     return {
         "state": {
             key: {name: _on_host(entry.value) for name, entry in entries.items()}
@@ -108,14 +106,14 @@ def to_shards(state: OptimizerState) -> dict[str, Any]:
 
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
-    """Read what ``to_shards`` returned. Whether it fits is checked when it is written.
+    """Read a result of ``to_shards`` on this rank; ``write_optimizer`` checks whether it fits.
 
     Args:
-        given: what ``to_shards`` returned on this rank.
-        template: state of the optimizer that is loaded; tells what kind each entry is.
+        given: the state dict.
+        template: state of the optimizer to load, which has the kind of each entry.
 
     Raises:
-        ValueError: if it is no such state.
+        ValueError: if ``given`` does not have the form of an optimizer's state dict.
     """
     raise_if(list(_malformed(given)))
     groups = tuple(
@@ -143,10 +141,10 @@ def load_full(
     """Load a full state into this rank's optimizer.
 
     Args:
-        optimizer: that is loaded; state that it has yet to make is made.
+        optimizer: the optimizer; it need not have made a step.
         params: the model's, by key.
         names: of the model's parameters.
-        full: what ``to_full`` returned, on any number of ranks.
+        full: a result of ``to_full``, on any number of ranks.
 
     Raises:
         ValueError: with every problem found; nothing has been changed then.
@@ -159,9 +157,9 @@ def load_full(
 def state_made(
     optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
 ) -> Iterator[OptimizerState]:
-    """Yield the optimizer's state, made where there was none, for ``given`` to be loaded.
+    """Yield the optimizer's state, after creating what a first step would, to load ``given`` into.
 
-    What was made goes again if the block raises, or in any case with ``restore``.
+    Created state is removed again if the block raises, and always with ``restore``.
     """
     without = [leaf for leaf in OptimizerParams(params).leaves if not optimizer.state.get(leaf)]
     _create_for(given, optimizer, without)
@@ -175,8 +173,8 @@ def state_made(
 
 
 def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
-    """Make state; of an optimizer that keeps other states when a scaler steps it, those that
-    ``given`` has."""
+    """Create state with the entries that ``given`` has, which tell whether a scaler made the steps
+    (optimizers of ``torch_xla.amp.syncfree`` have other entries then)."""
     create_state(optimizer)
     if not takes_found_inf(optimizer) or list(_malformed(given)):
         return
@@ -189,12 +187,12 @@ def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> 
 
 @dataclass(frozen=True)
 class ShardNames:
-    """Names of the plain model for the keys of a sharded one.
+    """The original names of the parameters in each shard.
 
     Args:
-        shards: every shard of the model once, by key, units together.
-        originals: key to the names of the parameters in it, in order.
-        canonical: other names of tied parameters to the one used here.
+        shards: every shard of the model once, by key; those of a unit follow each other.
+        originals: names of the parameters in each shard, in order, by its key.
+        canonical: the name used in state dicts, by each other name of a tied parameter.
     """
 
     shards: dict[str, NamedShard]
@@ -202,11 +200,8 @@ class ShardNames:
     canonical: dict[str, str]
 
     def of(self, key: str) -> list[str]:
-        """Return names of the parameters in ``key``; an unsharded one goes by its own name."""
+        """Return the names of the parameters in shard ``key``; an unsharded one is its own key."""
         return self.originals.get(key, [key])
-
-
-# ---------------------------------------------------------------- out
 
 
 @torch.no_grad()
@@ -217,12 +212,12 @@ def _gathered(
     group = shards[0].group
     for entry_name in sorted({n for shard in shards for n in state.states.get(shard.key, ())}):
         entries = [(shard, state.states.get(shard.key, {}).get(entry_name)) for shard in shards]
-        cut = [(s, entry.value) for s, entry in entries if entry and entry.kind is StateKind.SHARD]
-        full = group.gather.as_stored([s.param for s, _ in cut], [value for _, value in cut])
-        full = all_joined(full, [original for s, _ in cut for original in s.param.originals])
-        # Ranks that are not shown the result run the same program as those that are.
+        found = [(s, e.value) for s, e in entries if e and e.kind is StateKind.SHARD]
+        full = group.gather.as_stored([s.param for s, _ in found], [value for _, value in found])
+        full = all_joined(full, [original for s, _ in found for original in s.param.originals])
+        # At once, so that ranks that do not read the result run the same program as those that do.
         ops.compute(full)
-        originals = [name for shard, _ in cut for name in names.of(shard.key)]
+        originals = [name for shard, _ in found for name in names.of(shard.key)]
         for name, tensor in zip(originals, full, strict=True):
             yield name, entry_name, tensor
 
@@ -241,17 +236,14 @@ def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
                 )
 
 
-# ---------------------------------------------------------------- in
-
-
 class _Reader:
-    """Cuts a full state for the loading optimizer; notes what does not fit."""
+    """Shards a full state for the optimizer to load, and collects ``problems``."""
 
     def __init__(
         self, full: Mapping[str, Any], template: OptimizerState, names: ShardNames
     ) -> None:
-        own = names.canonical
-        self._full = {own.get(name, name): values for name, values in full["state"].items()}
+        known = names.canonical
+        self._full = {known.get(name, name): values for name, values in full["state"].items()}
         self._template = template
         self._names = names
         self.keys = [key for group in template.groups for key in group.params]
@@ -259,7 +251,6 @@ class _Reader:
         self.problems: list[str] = []
 
     def has_state(self, key: str) -> bool:
-        """Return whether there is anything for the parameters in ``key``."""
         return any(name in self._full for name in self._names.of(key))
 
     def unknown(self) -> list[str]:
@@ -271,7 +262,6 @@ class _Reader:
         ]
 
     def group(self, part: Mapping[str, Any]) -> GroupRecord:
-        """Return a parameter group, by keys."""
         names = [self._names.canonical.get(name, name) for name in part["params"]]
         keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
         for key in keys:
@@ -283,7 +273,6 @@ class _Reader:
         return GroupRecord(tuple(keys), {n: v for n, v in part.items() if n != "params"})
 
     def entries(self, key: str) -> dict[str, StateEntry]:
-        """Return all states of one parameter."""
         wanted = self._template.states.get(key, {})
         found = [self._full.get(name, {}) for name in self._names.of(key)]
         self._compare(key, wanted, found)
@@ -343,5 +332,5 @@ def _malformed(full: Any) -> Iterator[str]:
 
 
 def _on_host(value: Any) -> Any:
-    """A copy: the optimizer goes on with its own."""
+    # A copy also of tensors on the CPU, as the optimizer will change its own in place.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
-"""Describe a sharded model for the files of shards.
+"""Describe a sharded model by the metadata that is saved with its shards.
 
-Invariants: every name that a parameter had before wrapping is in the description once, as that of
-an original or as an alias, also where units share a shard.
+Invariants: every name that a parameter had before wrapping is in the metadata once, as the name of
+an original or as an alias, also if units share a shard.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from xla_fsdp.fsdp.state_dict.model import cut_outside_units, refuse_cut_outside
 
 
 def describe(model: nn.Module) -> ShardMetadata:
-    """Return the metadata of this rank's shards of a model, the outermost sharded module.
+    """Return the metadata of this rank's shards.
+
+    Args:
+        model: the outermost sharded module.
 
     Raises:
         ValueError: if the model cannot be saved as files of shards: units have different meshes, or
-            slices along other dims than the first; tensor parallelism has cut parameters that no
-            unit shards, or along several axes, or they are sharded over groups that are of no mesh.
+            are sharded along other dims than the first; or tensor parallelism has cut parameters
+            that no unit shards, along several axes, or over another mesh than that of FSDP.
     """
     refuse_cut_outside(cut_outside_units(model), "files of shards")
     communication = _communication(model)
     shards = list(named_shards(model, remove_duplicate=False))
     rank, count, groups, parts = _sharing_ranks(shards, communication)
     _refuse_other_dims(shards)
-    records: dict[object, ParamRecord] = {}  # by slots: a tied parameter is recorded once
+    records: dict[object, ParamRecord] = {}  # by slots, which units with a tied parameter share
     ties: dict[str, str] = {}
     for shard in shards:
         record = records.setdefault(shard.param.slots, _record(shard))
@@ -53,13 +56,13 @@ def describe(model: nn.Module) -> ShardMetadata:
 
 
 def _communication(model: nn.Module) -> Communication:
-    """Return who shares the parameters, which one set of files says once for all units."""
+    """Return the communication of the outermost unit, which must be like that of all others."""
     own = cast(FSDPModuleLike, model)._fsdp_module_state.communication
     others = [
         f"{name} ({_sharing(each)})"
-        for name, host in named_fsdp_modules(model)
-        if not name or host._fsdp_unit.group.params
-        for each in [host._fsdp_module_state.communication]
+        for name, module in named_fsdp_modules(model)
+        if not name or module._fsdp_unit.group.params
+        for each in [module._fsdp_module_state.communication]
         if each.groups != own.groups or _sharing(each) != _sharing(own)
     ]
     if others:
@@ -78,14 +81,14 @@ def _sharing(by: Communication) -> str:
 def _sharing_ranks(
     shards: Sequence[NamedShard], communication: Communication
 ) -> tuple[int, int, Groups | None, int]:
-    """Return the ranks that share a model, the parts of tensor parallelism one after the other.
+    """Return the ranks that hold different parts of a model, by tensor parallelism or by FSDP.
 
     Returns:
-        This rank's number among them; their number; all such sets of ranks, if there are several;
-        the number of ranks along a tensor-parallel axis.
+        This rank's number among them, where tensor-parallel parts come first; their number; the
+        groups of such ranks, None if there is one; the number of tensor-parallel parts.
     """
     collectives = communication.shards
-    placements = [m.placement for shard in shards for m in shard.param.originals]
+    placements = [original.placement for shard in shards for original in shard.param.originals]
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
         return collectives.rank, collectives.num_shards, communication.groups, 1
@@ -140,7 +143,7 @@ def _record(shard: NamedShard) -> ParamRecord:
 
 
 def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
-    """Return the other names of the originals, to those in the record."""
+    """Return the names of the originals in the record, by their other names."""
     return {
         name: canonical.name
         for original, canonical in zip(shard.param.originals, record.members, strict=True)
@@ -151,8 +154,8 @@ def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
 
 def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield names and original dtypes of the buffers that units have cast."""
-    for prefix, host in named_fsdp_modules(model, remove_duplicate=False):
-        for name, dtype in host._fsdp_module_state.cast_buffers.items():
+    for prefix, module in named_fsdp_modules(model, remove_duplicate=False):
+        for name, dtype in module._fsdp_module_state.cast_buffers.items():
             yield join_name(prefix, name), _dtype_name(dtype)
 
 

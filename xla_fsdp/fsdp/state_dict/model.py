@@ -1,14 +1,15 @@
-"""Model state dicts of sharded models, as the original model would have them.
+"""Full state dicts of sharded models: those of the original model, in host memory.
 
-``model.state_dict()`` gives this rank's shards and ``model.load_state_dict()`` takes either form.
+``model.state_dict()`` returns this rank's shards; ``model.load_state_dict()`` takes either form.
 Invariants: every rank gathers, one unit at a time, so that the device never holds more than one
-unit's unsharded parameters; results are in host memory.
+unit's unsharded parameters.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     """Return the state dict that the original model would have.
 
     Args:
-        model: a wrapped module, or one that holds wrapped modules. Every rank must call this.
-        rank0_only: only rank 0 of the ranks that share the parameters gets the state dict; the
-            others, which take part all the same, get an empty one and need no memory for it.
+        model: a sharded module, or one that holds sharded modules. Every rank must call this.
+        rank0_only: return the state dict only on rank 0 of the ranks that share the parameters, and
+            an empty one, which takes no memory, on others.
 
     Returns:
         Every parameter and persistent buffer, unsharded and global, in host memory, under its
@@ -43,7 +44,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     reshard_units(model)  # unsharded parameters in modules may be from before the optimizer's step
     units = units_in(model)
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, global_params=True)
-    settle()  # buffers are read on ranks that are shown something only
+    # Compute buffers on all ranks, so that their programs are alike: with rank0_only the copies to
+    # the host below are made on some ranks only.
+    settle()
     outside = cut_outside_units(model)
     gathered = {name: joined(param.detach(), placement) for name, param, placement in outside}
     ops.compute(list(gathered.values()))
@@ -54,18 +57,20 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     state.update(gathered)
     dtypes = {
         join_name(prefix, name): dtype
-        for prefix, host in named_fsdp_modules(model)
-        for name, dtype in host._fsdp_module_state.cast_buffers.items()
+        for prefix, module in named_fsdp_modules(model)
+        for name, dtype in module._fsdp_module_state.cast_buffers.items()
     }
     for name, value in state.items():
-        state[name] = _on_host(value, dtypes.get(name))
+        dtype = dtypes.get(name)
+        # Also tensors of an extra state, which may be of any structure.
+        state[name] = map_tensors(partial(_to_host, dtype=dtype), value)
     return marked(state, model, Form.FULL)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-    """``model.load_state_dict(state, strict)`` for a ``state`` that is known to hold full tensors.
+    """Load a ``state`` of full tensors, as ``model.load_state_dict(state, strict)`` does.
 
-    Only needed where all parameters are so small that full tensors and shards have the same shapes.
+    Only needed if all parameters are so small that full tensors and shards have the same shapes.
 
     Returns:
         What ``load_state_dict`` returns: missing and unexpected names.
@@ -74,9 +79,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-    """``model.load_state_dict(state, strict)`` for a ``state`` that is known to hold this rank's
-    shards; needed in the same cases, where ``state`` has become a plain dict (as ``xm.save`` makes
-    of it) since ``model.state_dict()``.
+    """Load a ``state`` of this rank's shards, as ``model.load_state_dict(state, strict)`` does.
+
+    Needed in the same case, if ``state`` is no longer the object that ``model.state_dict()``
+    returned but a plain dict of its tensors (as ``xm.save`` writes it).
 
     Returns:
         What ``load_state_dict`` returns: missing and unexpected names.
@@ -85,7 +91,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], strict: 
 
 
 class OutsideParam(NamedTuple):
-    """A parameter that tensor parallelism has cut, and that no unit has taken."""
+    """A parameter that tensor parallelism has cut and that no unit shards."""
 
     name: str
     param: Tensor
@@ -93,10 +99,10 @@ class OutsideParam(NamedTuple):
 
 
 def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
-    """Yield the parameters that tensor parallelism has cut outside of units; tied ones under each
+    """Yield the parameters outside of units that tensor parallelism has cut; tied ones under each
     of their names."""
-    # While units show unsharded parameters, their attributes hold these in place of shards.
-    taken = {
+    # By module and attribute: inside summon_full_params these hold tensors that are no shards.
+    in_units = {
         (id(owner.module), owner.attribute)
         for unit in units_in(model)
         for param in unit.group.params
@@ -108,17 +114,13 @@ def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
             placement = placement_in(module, attribute)
             if param is None or placement is None or placement.dim is None:
                 continue
-            if not is_sharded(param) and (id(module), attribute) not in taken:
+            if not is_sharded(param) and (id(module), attribute) not in in_units:
                 yield OutsideParam(join_name(prefix, attribute), param, placement)
 
 
 def refuse_cut_outside(params: Iterable[OutsideParam], what: str) -> None:
-    """Raise ValueError if ranks hold different parts of one of ``params``.
-
-    Args:
-        params: of a model.
-        what: cannot have them, for the message.
-    """
+    """Raise ValueError if ranks hold different parts of one of ``params``, which ``what`` (a name
+    for the message) cannot save."""
     names = [each.name for each in params if each.placement.parts > 1]
     if names:
         raise ValueError(
@@ -129,6 +131,5 @@ def refuse_cut_outside(params: Iterable[OutsideParam], what: str) -> None:
         )
 
 
-def _on_host(value: Any, dtype: torch.dtype | None) -> Any:
-    """Copy tensors, also those of an extra state, unless they are in host memory."""
-    return map_tensors(lambda t: t.detach().to(device="cpu", dtype=dtype or t.dtype), value)
+def _to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype)

@@ -1,13 +1,12 @@
-"""An optimizer's state by the keys of the parameters it belongs to, out of torch and back into it.
+"""Read an optimizer's state by the keys of its parameters, and write it back.
 
 A *key* names a parameter in the sharded model's state dict (of a flattened unit, ``flat_param_0``).
-What an optimizer keeps for a stack of several units' parameters is taken apart when it is read, and
-stacked when it is written: states are those of single parameters.
+The state of a stack of several units' parameters is split when it is read, and stacked when it is
+written, so there is one entry for each parameter.
 
 Invariants: everything is checked before anything is changed, and all problems are raised as one
 ``ValueError``; states come back with the dtype, shape and device that they had (torch's own
-``load_state_dict`` casts them to the parameter's dtype). Hyperparameters come from what is written,
-as in torch.
+``load_state_dict`` casts them to the parameter's dtype). Hyperparameters are replaced, as in torch.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ SET_BY_SCHEDULERS = "initial_lr"
 def params_by_key(
     sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return every parameter that an optimizer may hold, once, under its key.
+    """Return every parameter once, by key; a stacked one as its slice.
 
     Args:
-        sharded: what ``model.get_original_names_and_sharded_parameters()`` returns. Of several
-            names for one shard the first is its key, as in ``get_shard_metadata()``.
+        sharded: the result of ``model.get_original_names_and_sharded_parameters()``. The first of
+            several names for one shard is its key, as in ``get_shard_metadata()``.
         named: ``model.named_parameters()``, for those that are not sharded.
     """
     keys: dict[int, tuple[str, Tensor]] = {}
     for name, param in (*sharded, *named):
-        if not is_stack(param):  # its slices are there
+        if not is_stack(param):  # its slices are in ``sharded``
             keys.setdefault(id(param), (name, param))
     return dict(keys.values())
 
 
 class OptimizerParams:
-    """What an optimizer may hold of a model's parameters: its *leaves*, which are parameters or
+    """Maps keys of parameters to *leaves*: the tensors that an optimizer steps, parameters or
     stacks of them.
 
     Args:
-        params: by key; of one that is in a stack, its slice.
+        params: parameters by key, from ``params_by_key``.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -66,20 +65,20 @@ class OptimizerParams:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Each once."""
+        """The leaves, each once."""
         return list({id(leaf): leaf for leaf, _ in self._leaves.values()}.values())
 
     def leaf(self, key: str) -> Tensor:
-        """Return what the optimizer may hold of the parameter ``key``."""
+        """Return the parameter ``key``, or the stack that it is in."""
         return self._leaves[key][0]
 
     def number(self, key: str) -> int | None:
-        """Return which slice of a stack the parameter is."""
+        """Return the index of the parameter in its stack; None if it is in none."""
         part = self._leaves[key][1]
         return None if part is None else part.number
 
     def keys(self, *leaves: Tensor) -> list[str]:
-        """Return keys of the parameters in these leaves, in order; none of those of no model."""
+        """Return the keys of the parameters in ``leaves``, in order; none for other tensors."""
         return [key for leaf in leaves for key in self._keys.get(id(leaf), [])]
 
 
@@ -90,15 +89,12 @@ def _leaf_of(param: Tensor) -> tuple[Tensor, StackPart | None]:
     return known.leaf, known.slots.part
 
 
-# ---------------------------------------------------------------- reading
-
-
 def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
-    """Return all that ``optimizer`` holds; the tensors are its own, detached, not copies.
+    """Return the groups and state of ``optimizer``; tensors are detached, but not copied.
 
     Args:
-        optimizer: any that keeps tensors and plain values.
-        params: the model's, by key, from ``params_by_key``. They need not all be in the optimizer.
+        optimizer: any whose state is tensors and plain values.
+        params: the model's, from ``params_by_key``. They need not all be in the optimizer.
 
     Raises:
         ValueError: with every line of ``find_problems``.
@@ -106,7 +102,10 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
     raise_if(find_problems(optimizer, params))
     known = OptimizerParams(params)
     groups = tuple(
-        GroupRecord(tuple(known.keys(*group["params"])), _options(group))
+        GroupRecord(
+            tuple(known.keys(*group["params"])),
+            {name: _plain(value) for name, value in group.items() if name not in NOT_OPTIONS},
+        )
         for group in optimizer.param_groups
     )
     by_leaf = {
@@ -115,15 +114,15 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
         if (state := optimizer.state.get(leaf))
     }
     states = {
-        key: _entries_of_slice(by_leaf[at], known.number(key))
+        key: _entries_of_slice(by_leaf[leaf_id], known.number(key))
         for key in params
-        if (at := id(known.leaf(key))) in by_leaf
+        if (leaf_id := id(known.leaf(key))) in by_leaf
     }
     return OptimizerState(groups, states)
 
 
 def find_problems(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[str]:
-    """Return why this optimizer's state cannot be read or written, one line each."""
+    """Return the reasons why this optimizer's state cannot be read or written, one line each."""
     known = OptimizerParams(params)
     problems = [
         f"group {index} of {type(optimizer).__name__} has a parameter of shape "
@@ -172,29 +171,29 @@ def _option_problems(index: int, group: Mapping[str, Any]) -> Iterator[str]:
 
 def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, StateEntry]:
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # Where one tensor has a shape of its own, as in Adafactor, another may have the shard's by
-    # chance (statistics of columns beside a shard of one row), so none is taken to be cut like it.
-    alike = all(value.shape == param.shape or _is_number(value) for value in tensors)
-    cut = is_sharded(param) and alike
-    return {name: _entry(param, value, cut) for name, value in state.items()}
+    # If any tensor has another shape than the shard, as in Adafactor, none counts as sharded:
+    # another one may have the shard's shape by chance (column statistics and a shard of one row).
+    same_shapes = all(value.shape == param.shape or _is_number(value) for value in tensors)
+    sharded = is_sharded(param) and same_shapes
+    return {name: _entry(param, value, sharded) for name, value in state.items()}
 
 
-def _entry(param: Tensor, value: Any, cut: bool) -> StateEntry:
+def _entry(param: Tensor, value: Any, sharded: bool) -> StateEntry:
     if not isinstance(value, Tensor):
         return StateEntry(StateKind.VALUE, value)
-    if cut and value.shape == param.shape and value.dim() > 0:
+    if sharded and value.shape == param.shape and value.dim() > 0:
         return StateEntry(StateKind.SHARD, value.detach())
     on_host = value.device.type == "cpu" and param.device.type != "cpu"
     return StateEntry(StateKind.HOST if on_host else StateKind.DEVICE, value.detach())
 
 
 def _is_number(value: Tensor) -> bool:
-    # Also the empty tensor that torch_xla's optimizers keep for what they do not use.
+    # Shape [0] is the empty tensor that torch_xla's optimizers have for state that is not in use.
     return value.dim() == 0 or value.shape in ((0,), (1,))
 
 
 def _entries_of_slice(entries: dict[str, StateEntry], number: int | None) -> dict[str, StateEntry]:
-    """Return the states of one slice, of what is kept for a stack."""
+    """Return the state of slice ``number`` of a stack, or ``entries`` if there is no stack."""
     if number is None:
         return entries
     return {
@@ -203,52 +202,44 @@ def _entries_of_slice(entries: dict[str, StateEntry], number: int | None) -> dic
     }
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in group.items() if name not in NOT_OPTIONS}
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):  # a learning rate may be one
+    if isinstance(value, Tensor):  # such as a learning rate
         return value.item()
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return value
 
 
-# ---------------------------------------------------------------- writing
-
-
 @torch.no_grad()
 def write_optimizer(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> None:
-    """Replace all that ``optimizer`` holds. Works before its first step, too.
+    """Replace the groups' options and the state of ``optimizer``, also before its first step.
 
     Args:
-        optimizer: over the same parameters in the same groups as ``state``.
+        optimizer: of the same parameters in the same groups as ``state``.
         params: the model's, by key.
         state: tensors of kind ``SHARD`` must have the shape of the parameter.
 
     Raises:
         ValueError: with every problem found; nothing has been changed then.
     """
-    placed = torch_state_dict(optimizer, params, state)
-    # Through torch's own method, for the sake of hooks and of what subclasses do in it.
+    given = torch_state_dict(optimizer, params, state)
+    # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
+    # parameters, so the values are written again afterwards.
     optimizer.load_state_dict(
-        {**placed, "state": {index: dict(values) for index, values in placed["state"].items()}}
+        {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
     )
     order = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, values in placed["state"].items():
-        optimizer.state[order[index]].update(values)  # without the casts
+    for index, values in given["state"].items():
+        optimizer.state[order[index]].update(values)
 
 
 def torch_state_dict(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> dict[str, Any]:
-    """Return ``state`` as ``optimizer.load_state_dict`` takes it: copies, by number.
-
-    Arguments and errors are those of ``write_optimizer``.
-    """
+    """Return a copy of ``state`` in the form that ``optimizer.load_state_dict`` takes, by the
+    numbers of parameters. Arguments and errors are those of ``write_optimizer``."""
     raise_if(find_write_problems(optimizer, params, state))
     known = OptimizerParams(params)
     order = [param for group in optimizer.param_groups for param in group["params"]]
@@ -257,7 +248,7 @@ def torch_state_dict(
         "param_groups": _torch_groups(optimizer, state),
         "state": {
             index: {
-                name: _placed([each[name] for each in entries if each], param)
+                name: _copied([each[name] for each in entries if each], param)
                 for name in entries[0] or ()
             }
             for index, (param, entries) in enumerate(zip(order, found, strict=True))
@@ -269,7 +260,7 @@ def torch_state_dict(
 def find_write_problems(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> list[str]:
-    """Return why ``state`` cannot be written to this optimizer, one line each."""
+    """Return the reasons why ``state`` cannot be written to this optimizer, one line each."""
     return find_problems(optimizer, params) or list(_mismatches(optimizer, params, state))
 
 
@@ -277,39 +268,35 @@ def _mismatches(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> Iterator[str]:
     known = OptimizerParams(params)
-    live = [set(known.keys(*group["params"])) for group in optimizer.param_groups]
-    if len(live) != len(state.groups):
+    own_groups = [set(known.keys(*group["params"])) for group in optimizer.param_groups]
+    if len(own_groups) != len(state.groups):
         yield (
-            f"the state has {len(state.groups)} parameter groups, the optimizer {len(live)}; "
+            f"the state has {len(state.groups)} parameter groups, the optimizer {len(own_groups)}; "
             f"create it with the same groups"
         )
         return
-    for index, (here, group) in enumerate(zip(live, state.groups, strict=True)):
-        there = set(group.params)
-        yield from (
-            f"{key} is in group {index} of the state, but not of the optimizer"
-            for key in sorted(there - here)
-        )
-        yield from (
-            f"{key} is in group {index} of the optimizer, but not of the state"
-            for key in sorted(here - there)
-        )
+    for index, (own, group) in enumerate(zip(own_groups, state.groups, strict=True)):
+        given = set(group.params)
+        for key in sorted(given - own):
+            yield f"{key} is in group {index} of the state, but not of the optimizer"
+        for key in sorted(own - given):
+            yield f"{key} is in group {index} of the optimizer, but not of the state"
         yield from _foreign_options(index, optimizer, group)
-    yield from _entry_mismatches(set().union(*live), params, state)
+    yield from _entry_mismatches(set().union(*own_groups), params, state)
     for leaf in known.leaves:
         if is_stack(leaf):
             yield from _stack_mismatches(known.keys(leaf), state)
 
 
 def _foreign_options(index: int, optimizer: Optimizer, group: GroupRecord) -> Iterator[str]:
-    # Another class of optimizer has other hyperparameters; a later torch may only add some.
-    here = set(optimizer.param_groups[index]) - {*NOT_OPTIONS, SET_BY_SCHEDULERS}
-    there = set(group.options) - {SET_BY_SCHEDULERS}
-    if here - there and there - here:
+    # Only if both have options that the other lacks: another version of torch may add some.
+    own = set(optimizer.param_groups[index]) - {*NOT_OPTIONS, SET_BY_SCHEDULERS}
+    given = set(group.options) - {SET_BY_SCHEDULERS}
+    if own - given and given - own:
         yield (
             f"group {index} of the state is of another kind of optimizer: it has "
-            f"{', '.join(sorted(there - here))}, {type(optimizer).__name__} has "
-            f"{', '.join(sorted(here - there))}"
+            f"{', '.join(sorted(given - own))}, {type(optimizer).__name__} has "
+            f"{', '.join(sorted(own - given))}"
         )
 
 
@@ -329,7 +316,7 @@ def _entry_mismatches(
 
 
 def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[str]:
-    """Find what is not there, or not alike, for all parameters in a stack."""
+    """Find state that only some parameters of a stack have, and numbers that differ in a stack."""
     first = state.states.get(keys[0], {})
     for key in keys[1:]:
         own = state.states.get(key, {})
@@ -346,8 +333,8 @@ def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[st
                 )
 
 
-def _placed(entries: Sequence[StateEntry], param: Tensor) -> Any:
-    """Return a copy where a state belongs, of all slices if ``param`` is a stack."""
+def _copied(entries: Sequence[StateEntry], param: Tensor) -> Any:
+    """Return a copy on the device of the state, of all slices if ``param`` is a stack."""
     entry = entries[0]
     if not isinstance(entry.value, Tensor):
         return entry.value
@@ -358,19 +345,19 @@ def _placed(entries: Sequence[StateEntry], param: Tensor) -> Any:
 
 
 def _torch_groups(optimizer: Optimizer, state: OptimizerState) -> list[dict[str, Any]]:
-    """Return groups as ``Optimizer.load_state_dict`` wants them: parameters are numbers."""
-    groups, at = [], 0
+    """Return the groups in torch's form, with numbers for parameters."""
+    groups, start = [], 0
     for live, saved in zip(optimizer.param_groups, state.groups, strict=True):
         options = {name: value for name, value in live.items() if name != "params"}
         for name, value in saved.options.items():
             options[name] = _as_in(live.get(name), value)
-        groups.append({**options, "params": list(range(at, at + len(live["params"])))})
-        at += len(live["params"])
+        groups.append({**options, "params": list(range(start, start + len(live["params"])))})
+        start += len(live["params"])
     return groups
 
 
 def _as_in(live: Any, value: Any) -> Any:
-    """Return a plain value as the tensor or tuple that the optimizer has for it."""
+    """Convert a plain value to the type that the optimizer has: a tensor, or a tuple of values."""
     if isinstance(live, Tensor):
         return torch.full_like(live, value)
     if isinstance(live, tuple) and isinstance(value, list) and len(live) == len(value):
@@ -378,22 +365,18 @@ def _as_in(live: Any, value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- making
-
-
 @torch.no_grad()
 def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
-    """Make the state that an optimizer otherwise creates in its first step, for every trainable
-    parameter that has none. Parameters and gradients stay as they are.
+    """Create the state that an optimizer otherwise creates in its first step, for every trainable
+    parameter that has none. Parameters and gradients do not change.
 
-    A step is taken for it, with zero gradients and a learning rate of 0; what counts steps is set
-    back to 0. An SGD with dampening then starts from a momentum of zero, which it does not do by
-    itself.
+    This makes a step with zero gradients and a learning rate of 0, and sets step counts back to 0.
+    An SGD with dampening then starts from a momentum of zero rather than from its first gradient.
 
     Args:
         optimizer: any.
-        by_scaler: for an optimizer that a gradient scaler tells on the device whether to step:
-            make what it keeps then, not what it keeps without.
+        by_scaler: pass ``found_inf`` if ``step`` takes it, as a gradient scaler does; such an
+            optimizer has more state then.
 
     Raises:
         ValueError: if a step needs a closure.
@@ -426,7 +409,7 @@ def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
 
 @contextlib.contextmanager
 def _learning_rate_zero(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, no parameter has a gradient and all learning rates are 0."""
+    """Inside the block, no parameter has a gradient and all learning rates are 0."""
     grads = [param.grad for param in params]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for param in params:
@@ -442,17 +425,13 @@ def _learning_rate_zero(optimizer: Optimizer, params: Sequence[Tensor]) -> Itera
             group["lr"] = rate
 
 
-# ---------------------------------------------------------------- shared with full_optim
-
-
 def same_value(a: Any, b: Any) -> bool:
-    """Return whether two states are equal, wherever they are."""
+    """Return whether two states are equal; tensors may be on different devices."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a.cpu(), b.cpu())
     return bool(a == b)
 
 
 def raise_if(problems: list[str]) -> None:
-    """Raise one ``ValueError`` for all problems, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))

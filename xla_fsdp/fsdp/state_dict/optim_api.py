@@ -1,6 +1,6 @@
-"""Optimizer state dicts of sharded models: as the original model would have them, or as shards.
+"""Optimizer state dicts of sharded models: full ones of the original model, or those of shards.
 
-Both have the form that torch's FSDP gives them, ``{"state": {name: {state name: tensor or value}},
+Both have the form of torch's FSDP, ``{"state": {name: {state name: tensor or value}},
 "param_groups": [{..., "params": [names]}]}``, and are in host memory.
 """
 
@@ -38,34 +38,34 @@ from xla_fsdp.fsdp.state_dict.optim import (
 def optim_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """Return the optimizer's state as that of the original model, by original names.
+    """Return the unsharded state of the optimizer, by original names. Every rank must call this.
 
     Args:
-        model: the sharded model. Every rank must call this.
-        optimizer: over its parameters; for flattened units, their originals' state is taken apart.
-        rank0_only: as in ``full_state_dict``.
+        model: the sharded model.
+        optimizer: the optimizer of its parameters; state of flattened units is split.
+        rank0_only: return it on rank 0 only, and an empty one on others.
 
     Raises:
-        ValueError: if the optimizer holds parameters that are not the model's, or state that is
-            neither cut like a shard nor one number (as Adafactor's factors of a shard); if it holds
-            parameters that tensor parallelism has cut and no unit shards.
+        ValueError: if the optimizer holds parameters that are not the model's, parameters that
+            tensor parallelism has cut and no unit shards, or state that has neither the shape of a
+            shard nor one element (as Adafactor's row and column statistics of a shard).
     """
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     outside = [each for each in cut_outside_units(model) if id(each.param) in held]
     refuse_cut_outside(outside, "optim_state_dict")
     state = read_optimizer(optimizer, _params(model))
-    settle()  # whole entries are read on ranks that are shown something only
+    settle()  # with rank0_only unsharded entries are read on some ranks only; see full_state_dict
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
 
 def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load into the optimizer what ``optim_state_dict`` returned, on any number of ranks.
+    """Load a result of ``optim_state_dict``, which any number of ranks saved.
 
     Args:
-        model: the sharded model, on any number of ranks.
-        optimizer: over the model's parameters, in the same groups as the state; it need not have
-            made a step. The state of a parameter that is not in the optimizer is an error.
-        state: the same on every rank.
+        model: the sharded model.
+        optimizer: the optimizer of its parameters, in the same groups as the state; it need not
+            have made a step. State of a parameter that is not in the optimizer is an error.
+        state: the state dict, the same on every rank.
 
     Raises:
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
@@ -76,13 +76,13 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
 def cut_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, and leave the optimizer as it is.
+    """Return ``state`` in the form that ``optimizer.load_state_dict`` takes; load nothing.
 
     Args:
         model: the sharded model.
-        optimizer: over its parameters.
-        state: as ``optim_state_dict`` (``full``) or ``sharded_optim_state_dict`` returned it.
-        full: which of the two.
+        optimizer: the optimizer of its parameters.
+        state: a result of ``optim_state_dict`` (``full``) or of ``sharded_optim_state_dict``.
+        full: whether ``state`` is unsharded.
     """
     params = _params(model)
     with state_made(optimizer, params, state, restore=True) as template:
@@ -91,14 +91,14 @@ def cut_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state of this rank's shards, by their names."""
+    """Return the optimizer's state of this rank's shards, by their keys in ``state_dict()``."""
     return to_shards(read_optimizer(optimizer, _params(model)))
 
 
 def load_sharded_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load into the optimizer what ``sharded_optim_state_dict`` returned, on as many ranks.
+    """Load a result of ``sharded_optim_state_dict`` on this rank, of as many ranks.
 
     Raises:
         ValueError: with every name, group or shape that does not fit.
@@ -123,7 +123,7 @@ def _shards(model: nn.Module) -> list[NamedShard]:
 
 
 def _names(model: nn.Module) -> ShardNames:
-    """Return the names of the original model, tied parameters by the one that comes first there."""
+    """Return the original names; of a tied parameter, the first of ``model.named_parameters()``."""
     first = {id(param): name for name, param in model.named_parameters()}
     aliases: dict[object, list[str]] = defaultdict(list)
     for shard in named_shards(model):

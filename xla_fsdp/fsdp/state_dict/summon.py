@@ -1,8 +1,7 @@
-"""Show unsharded parameters outside of forward and backward: to look at, save or change them.
+"""Let modules hold unsharded parameters outside of forward and backward.
 
-Invariants: shown parameters are leaf ``nn.Parameter``s in the dtype of the shards, under their
-original names; one that several units share is one tensor. Every rank gathers, also those that are
-not shown the result.
+Invariants: these are leaf ``nn.Parameter``s in the dtype of the shards, under their original names;
+one that several units share is one tensor. Every rank gathers, also with ``rank0_only``.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """The options of ``summon_full_params``, and ``global_params``, which only state dicts use."""
+    """The options of ``summon_full_params``, and ``global_params``, which only state dicts use.
+
+    Args:
+        global_params: also gather along tensor-parallel axes; no forward can use the result.
+    """
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-    global_params: bool = False  # of tensor parallelism; no forward can compute with these
+    global_params: bool = False
 
     def __post_init__(self) -> None:
         if self.writeback and self.rank0_only:
@@ -46,28 +50,28 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
         RuntimeError: inside a forward or backward of one of the units.
         ValueError: if the block replaced a parameter that is to be written back.
     """
-    full = _gather(units, options)
+    unsharded = _gather(units, options)
     if not is_shown(units, options):
         yield
         return
     with contextlib.ExitStack() as stack:
-        for unit, tensors in zip(units, full, strict=True):
-            stack.enter_context(unit.summoned(tensors))
+        for unit, params in zip(units, unsharded, strict=True):
+            stack.enter_context(unit.summoned(params))
         yield
         if options.writeback:
-            for unit, tensors in zip(units, full, strict=True):
-                _write_back(unit, tensors, with_grads=options.with_grads)
+            for unit, params in zip(units, unsharded, strict=True):
+                _write_back(unit, params, with_grads=options.with_grads)
 
 
 def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
-    """Whether this rank is shown what is gathered."""
+    """Whether modules hold unsharded parameters on this rank."""
     return not options.rank0_only or all(unit.group.is_first for unit in units)
 
 
 @torch.no_grad()
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
-    """Return the unsharded parameters of each unit; none on a rank that is not shown them."""
-    # By the shard, which units may share, and the number of the original in it.
+    """Return the unsharded parameters of each unit; nothing on ranks that ``is_shown`` excludes."""
+    # By the shard, which units may share, and the index of the original in it.
     shared: dict[tuple[object, int], nn.Parameter] = {}
     result = []
     for unit in units:
@@ -78,8 +82,8 @@ def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.
                 values, [original for each in params for original in each.originals]
             )
         grads = _gathered_grads(unit) if options.with_grads else [None] * len(values)
-        # One unit at a time, and the same program on every rank: what a rank does with the result
-        # (copies it, cuts its own slice out, nothing) is its own affair from here on.
+        # Run the program here: one unit at a time bounds memory, and ranks differ in what they do
+        # with the result (copy it, slice it, nothing), but must run the same collectives.
         ops.compute([*values, *present(grads)])
         if not is_shown(units, options):
             continue
@@ -113,20 +117,18 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 
 
 @torch.no_grad()
-def _write_back(unit: FSDPState, full: Sequence[nn.Parameter], *, with_grads: bool) -> None:
-    rank, at = unit.group.collectives.rank, 0
+def _write_back(unit: FSDPState, unsharded: Sequence[nn.Parameter], *, with_grads: bool) -> None:
+    rank, rest = unit.group.collectives.rank, iter(unsharded)
     for param in unit.group.params:
-        originals = full[at : at + len(param.originals)]
+        originals = list(islice(rest, len(param.originals)))
         _refuse_replaced(param, originals)
-        at += len(param.originals)
         param.shard.copy_(param.slice_of(originals, rank))
         if with_grads:
-            grads = [leaf.grad for leaf in originals]
-            param.grad = _grad_slice(param, grads, rank)
+            param.grad = _grad_slice(param, [leaf.grad for leaf in originals], rank)
 
 
-def _refuse_replaced(param: FSDPParam, full: Sequence[nn.Parameter]) -> None:
-    for original, leaf in zip(param.originals, full, strict=True):
+def _refuse_replaced(param: FSDPParam, unsharded: Sequence[nn.Parameter]) -> None:
+    for original, leaf in zip(param.originals, unsharded, strict=True):
         for owner in original.owners:
             if owner.module._parameters.get(owner.attribute) is not leaf:
                 raise ValueError(
@@ -140,8 +142,8 @@ def _grad_slice(param: FSDPParam, grads: Sequence[Tensor | None], rank: int) -> 
     present = [grad for grad in grads if grad is not None]
     if not present:
         return None
-    full = [
+    unsharded = [
         present[0].new_zeros(original.shape) if grad is None else grad
         for original, grad in zip(param.originals, grads, strict=True)
     ]
-    return param.slice_of(full, rank).to(param.leaf.device)
+    return param.slice_of(unsharded, rank).to(param.leaf.device)

@@ -35,8 +35,6 @@ from xla_fsdp.fsdp.engine.autograd import (
     PreBackward,
     SavedParams,
     connect,
-    on_device,
-    present,
     reduce_early,
     through,
     version_of,
@@ -464,7 +462,7 @@ class FSDPState:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
         tensors that the next gather must wait for."""
-        lazy = [tensor for tensor in inputs if on_device(tensor)]
+        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
         return through(partial(PostBackward.apply, call, ready), inputs), before
@@ -534,7 +532,7 @@ class FSDPState:
         """Return the outputs in the output dtype, those on the device as outputs of a
         ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
-        lazy = [tensor for tensor in given if on_device(tensor)]
+        lazy = [tensor for tensor in given if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
@@ -639,7 +637,7 @@ class FSDPState:
         needs_params = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
         unshards = settings.unshard_in_backward or not call.reshards
         if needs_params and self.group.params and unshards:
-            before = self._before(present(grads))
+            before = self._before([grad for grad in grads if grad is not None])
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
@@ -696,7 +694,7 @@ class FSDPState:
         """Return the gradients of the inputs, each available only once all are."""
         self.context.watch()
         ready = self._tie_grads(grads)
-        self.context.pending.extend(present(ready))
+        self.context.pending.extend(grad for grad in ready if grad is not None)
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -756,7 +754,7 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier(present(grads)))
+        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import gpt
-from xla_fsdp.distributed.tpu_flags import compiler_flags
 from xla_fsdp.preflight.api import report_on
 from xla_fsdp.preflight.compiler import (
     Compiled,
@@ -40,6 +39,7 @@ from xla_fsdp.preflight.compiler import (
 from xla_fsdp.preflight.program import Traced
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
 FLAGGED = ("ours", "scan", "stacked", "streamed", "offloaded")

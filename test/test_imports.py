@@ -12,7 +12,7 @@ from test.common.import_graph import circles, import_graph, module_name
 from test.common.ranks import ROOT, run_python
 
 PACKAGE = ROOT / "xla_fsdp"
-MOST_ENTRIES = 13
+MOST_ENTRIES = 15
 """Of the package's folder, so that a listing shows its parts."""
 
 LAYERS = (
@@ -24,7 +24,7 @@ LAYERS = (
     ("fsdp.scan", "fsdp.chunked"),
     ("tensor_parallel",),
     ("fsdp.engine",),
-    ("compat",),
+    ("compat", "comm_hooks"),
     ("checkpoint",),
     ("distributed",),
     ("distributed.xla",),
@@ -33,6 +33,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "tpu_flags",
         "wrap",
     ),
 )
@@ -71,6 +72,8 @@ PUBLIC = {
     """,
     "xla_fsdp.launch": "main",
     "xla_fsdp.consolidate_sharded_ckpts": "main",
+    "xla_fsdp.comm_hooks": "DefaultState bf16_compress_hook fp16_compress_hook reduce_scatter_hook",
+    "xla_fsdp.tpu_flags": "compiler_flags",
     "xla_fsdp.compat": "apply_xla_patch_to_nn_linear install recursive_wrap",
     "xla_fsdp.checkpoint": """
         CheckpointError GroupRecord Kind Layout MemberRecord MergeOptions OptimizerRecord

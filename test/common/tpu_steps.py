@@ -184,8 +184,7 @@ def build_in_place(depth: int = 3, prefetch: int = 0, reduce: str = "bf16") -> C
     """
     import torch_xla
 
-    from xla_fsdp import MixedPrecisionPolicy, fully_shard
-    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
+    from xla_fsdp import MixedPrecisionPolicy, comm_hooks, fully_shard
 
     reduce_dtype = torch.bfloat16 if reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)

@@ -32,7 +32,8 @@ from test.common.ranks import (
     run_warm,
     warm_python,
 )
-from xla_fsdp.distributed import cpu_ranks, launcher, tpu_flags
+from xla_fsdp import tpu_flags
+from xla_fsdp.distributed import cpu_ranks, launcher
 from xla_fsdp.distributed.xla import ops
 
 SIZES = [1, 2, 3, 4, 8, 16]

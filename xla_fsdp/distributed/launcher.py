@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.preemption import Listening, listen
-from xla_fsdp.distributed.tpu_flags import compiler_flags
+from xla_fsdp.tpu_flags import compiler_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.save_numbers import numbered
+from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.module_state import (
@@ -16,7 +17,6 @@ from xla_fsdp.fsdp.engine.module_state import (
     outermost_units,
     units_in,
 )
-from xla_fsdp.fsdp.engine.reduce_scatter import CommHook, Hook
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
 from xla_fsdp.fsdp.state_dict.metadata import describe
 from xla_fsdp.fsdp.state_dict.summon import SummonOptions, summoned

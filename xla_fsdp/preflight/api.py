@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xla_fsdp.distributed.tpu_flags import compiler_flags
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate, timeline
 from xla_fsdp.preflight.findings import about_groups, all_findings
@@ -23,6 +22,7 @@ from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Trac
 from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
+from xla_fsdp.tpu_flags import compiler_flags
 
 if TYPE_CHECKING:  # it loads torch, which the compiler's child process does not need
     from xla_fsdp.distributed.mesh import Mesh

@@ -644,7 +644,7 @@ def test_gradients_that_are_not_reduced_yet_are_kept() -> None:
 @scenarios.add
 def hooked(rank: int) -> dict[str, float]:
     """A hook of the user's replaces the reduction."""
-    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
+    from xla_fsdp import comm_hooks
 
     calls = []
 

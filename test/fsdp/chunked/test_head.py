@@ -528,7 +528,7 @@ def test_products_follow_autocast() -> None:
 @scenarios.add
 def hooked(rank: int) -> dict[str, float]:
     """A hook of the user's replaces the reduction."""
-    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
+    from xla_fsdp import comm_hooks
 
     model = in_place(net())
     model.head.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)

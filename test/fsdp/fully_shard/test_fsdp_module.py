@@ -169,8 +169,8 @@ def test_sums_of_gradients_are_divided_as_asked() -> None:
 
 @scenarios.add
 def hooks(rank: int) -> dict[str, Any]:
+    from xla_fsdp import comm_hooks
     from xla_fsdp.distributed.xla.graph import lowered_hlo
-    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
 
     expected, seen = step(in_place(make())), []
 

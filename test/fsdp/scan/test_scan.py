@@ -597,7 +597,7 @@ def test_other_methods_of_scanned_blocks_run_by_themselves() -> None:
 
 
 def add_comm_hook(model: Any) -> None:
-    from xla_fsdp.fsdp.engine import reduce_scatter as comm_hooks
+    from xla_fsdp import comm_hooks
 
     model.register_comm_hook(comm_hooks.DefaultState(), comm_hooks.reduce_scatter_hook)
 

@@ -27,13 +27,13 @@ from .fsdp.chunked import (
 from .fsdp.chunked import (
     StreamedEmbedding as StreamedEmbedding,
 )
-from .fsdp.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .fsdp.engine.activation_checkpoint import (
     checkpoint_module as checkpoint_module,
 )
 from .fsdp.engine.activation_checkpoint import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
+from .fsdp.engine.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .fsdp.engine.module_state import register_fsdp_forward_method as register_fsdp_forward_method
 from .fsdp.engine.param import distribute_tensor as distribute_tensor
 from .fsdp.fsdp1_options import (

@@ -71,6 +71,11 @@ def _escaped(name: str) -> str:
 # ---------------------------------------------------------------- optimizer
 
 
+UNSHARDED = "unsharded."
+"""Prefix of the names of optimizer states that are of a whole parameter which is sharded: tensors
+of another shape than its own, the same on every rank."""
+
+
 class StateKind(Enum):
     """The kind of one optimizer state of one parameter."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from xla_fsdp.checkpoint.format import (
+    UNSHARDED,
     GroupRecord,
     MemberRecord,
     OptimizerRecord,
@@ -214,7 +215,7 @@ def _full_optimizer(
         for state, entry in shards[0].states(key, states_of_key).items():
             if entry.kind is not StateKind.SHARD:
                 for own in by_name.values():
-                    own[state] = entry
+                    own[state.removeprefix(UNSHARDED)] = entry
         states |= by_name
     groups = tuple(
         GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)

@@ -21,6 +21,7 @@ import torch
 
 from xla_fsdp.checkpoint.errors import dtype_named, listed
 from xla_fsdp.checkpoint.format import (
+    UNSHARDED,
     GroupRecord,
     MemberRecord,
     OptimizerRecord,
@@ -386,6 +387,7 @@ class _OptimizerReader:
             if (
                 entry.kind is StateKind.VALUE
                 or _is_number(entry.value.spec)
+                or state.startswith(UNSHARDED)
                 or self._has_same_shard(key, old)
             ):
                 yield state, entry

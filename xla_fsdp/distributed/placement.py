@@ -98,3 +98,9 @@ def remember_placements(module: nn.Module) -> None:
 def known_placement(param: Tensor) -> TensorPlacement | None:
     """Return the placement of a parameter that FSDP has not sharded, None without one."""
     return _of_tensor.get(param)
+
+
+def placed_params() -> list[Tensor]:
+    """Return the parameters that have a placement; also those of other ranks of this process."""
+    live = [reference() for reference in list(_of_tensor.data)]
+    return [param for param in live if param is not None]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.save_numbers import numbered
 from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
-from xla_fsdp.fsdp.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
+from xla_fsdp.fsdp.engine.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
     outermost_units,

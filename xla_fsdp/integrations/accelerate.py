@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.clip_grad import clip_grad_norm_
+from xla_fsdp.fsdp.engine.clip_grad import clip_grad_norm_
 from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
@@ -298,6 +298,12 @@ def _check_can_change(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
         raise ValueError(
             f"{name} has made steps before its model was wrapped, so its state is that of whole "
             f"parameters. Wrap first, then load_optim_state_dict"
+        )
+    if hasattr(optimizer, "inner"):
+        raise ValueError(
+            f"{name} was made before its model was wrapped, and the optimizer inside it holds what "
+            f"the parameters were then. Prepare the model first, and make the optimizer of "
+            f"model.parameters()"
         )
     every = [param for group in groups for param in group]
     if len(set(map(id, every))) < len(every):

@@ -11,6 +11,7 @@ from xla_fsdp.optim.model_averagers import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
+from xla_fsdp.optim.whole_parameters import WholeParameterOptimizer
 from xla_fsdp.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "StepInBackward",
+    "WholeParameterOptimizer",
     "ZeroRedundancyOptimizer",
     "masters_of",
     "step_in_backward",

@@ -118,6 +118,10 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         """Return whether the inner optimizer treats every element by itself."""
         return is_elementwise(options["inner_class"], options)
 
+    def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """Return the fp32 version of ``param``."""
+        return [self.surrogate(param)]
+
     def surrogate(self, param: nn.Parameter) -> nn.Parameter:
         """Return the fp32 version of a 16-bit parameter; any other parameter itself."""
         if param.dtype not in STEPPED_IN_FP32:

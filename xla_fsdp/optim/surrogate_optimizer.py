@@ -19,7 +19,8 @@ NOT_OPTIONS = ("params", "param_names")
 
 
 class SurrogateOptimizer(Optimizer, ABC):
-    """An optimizer over surrogates of its parameters: slices of them, or copies in another dtype.
+    """An optimizer over surrogates of its parameters: slices of them, copies in another dtype, or
+    the whole parameters that they are shards of.
 
     Args:
         params: parameters, or groups of them.
@@ -52,8 +53,8 @@ class SurrogateOptimizer(Optimizer, ABC):
         return takes_found_inf(self.inner)
 
     @abstractmethod
-    def surrogate(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the tensor that the inner optimizer steps for ``param``, always the same one."""
+    def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """Return what the inner optimizer steps for ``param``, always the same tensors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers."""
@@ -66,7 +67,8 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     def _as_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
-        return {**options, "params": [self.surrogate(param) for param in group["params"]]}
+        params = [each for param in group["params"] for each in self.surrogates(param)]
+        return {**options, "params": params}
 
     def _options_to_inner(self) -> None:
         _copy_options(self.param_groups, self.inner.param_groups)

@@ -21,8 +21,8 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import settle
-from xla_fsdp.fsdp.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
@@ -111,9 +111,9 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         super().__init__(params, optimizer_class, defaults)
         self.slices.free()
 
-    def surrogate(self, param: nn.Parameter) -> nn.Parameter:
+    def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Return the slice of ``param``; ``param`` if the optimizer needs it unsharded."""
-        return self.slices.of(param) if self.is_sliced else param
+        return [self.slices.of(param) if self.is_sliced else param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on every rank.

@@ -1,7 +1,8 @@
-"""Raise where torch functions would compute something wrong from shards without an error.
+"""Mend or refuse torch functions that would compute something wrong from shards without an error.
 
 The first unit or tensor-parallel module of a process replaces functions of torch and torch_xla by
-ones that raise for shards. A function that a script imported by name before that is not guarded.
+ones that are right for shards, or raise. A function that a script imported by name before that is
+not guarded.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad as torch_clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
-from xla_fsdp.fsdp.engine.param import FSDPParam, is_sharded, known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.clip_grad import check_gradients, get_total_norm
+from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    is_sharded,
+    known_group,
+    known_shard,
+    owners_of_grads,
+    refuse_shown,
+)
 
 
 class _OptimizerGuard:
@@ -50,7 +59,7 @@ class _OptimizerGuard:
             for param in group["params"]:
                 _refuse_replaced(optimizer, param)
         _refuse_empty_groups(optimizer)
-        _warn_about_stacks(optimizer)
+        _warn_unless_elementwise(optimizer)
         self._num_checked[optimizer] = count
 
 
@@ -65,13 +74,45 @@ def install() -> None:
         ops.refuse_reduce_gradients_of(_is_part)
         _optimizer_guard.forget()
         if _optimizer_guard.register():
-            clip_grad.clip_grad_norm_ = _refuse_shards(clip_grad.clip_grad_norm_)
-            torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_
+            _replace("clip_grad_norm_", _refuse_shards)
+            _replace("get_total_norm", _count_all_ranks)
+            _replace("clip_grads_with_norm_", _need_gradients_of_shards)
 
 
 def is_guard(hook: Any) -> bool:
     """Return whether a global pre-hook of optimizer steps is this module's guard."""
     return isinstance(hook, _OptimizerGuard)
+
+
+def _replace(name: str, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``guard`` around a function of ``torch.nn.utils``, under both names that it may have."""
+    guarded = guard(getattr(torch.nn.utils, name))
+    setattr(torch.nn.utils, name, guarded)
+    own = name if hasattr(torch_clip_grad, name) else f"_{name}"
+    setattr(torch_clip_grad, own, guarded)
+
+
+def _count_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        refuse_shown(given, "torch.nn.utils.get_total_norm")
+        if any(_is_part(owner) for owner in owners_of_grads(given)):
+            return get_total_norm(given, *args, **kwargs)
+        return original(given, *args, **kwargs)
+
+    return guarded
+
+
+def _need_gradients_of_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        refuse_shown(given, "torch.nn.utils.clip_grads_with_norm_")
+        check_gradients([known_group(param) for param in given], "clip_grads_with_norm_")
+        return original(given, *args, **kwargs)
+
+    return guarded
 
 
 def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,18 +169,31 @@ def _refuse_empty_groups(optimizer: Optimizer) -> None:
         )
 
 
-def _warn_about_stacks(optimizer: Optimizer) -> None:
-    # An elementwise optimizer steps a stack as it would step each block's parameter.
+def _warn_unless_elementwise(optimizer: Optimizer) -> None:
+    # An elementwise optimizer steps a shard, or a stack, as it would step the whole parameter.
+    if getattr(optimizer, "steps_whole_parameters", False):
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    stacks = [param for param in params if getattr(param, "is_stack", False)]
-    if stacks and not steps_elementwise(optimizer):
+    parts = [param for param in params if not _is_whole(param)]
+    if parts and not steps_elementwise(optimizer) and not acts_elementwise(optimizer):
+        name = type(optimizer).__name__
+        stacks = [param for param in parts if getattr(param, "is_stack", False)]
+        given = f"stacks, each of one parameter of {len(stacks[0])} blocks" if stacks else "shards"
         warnings.warn(
-            f"{type(optimizer).__name__} is not known to treat every element of a parameter by "
-            f"itself, and was given stacks, each of one parameter of {len(stacks[0])} blocks. Its "
-            f"steps may differ from those of single blocks; scan these without stacked, or say by "
-            f"a static method is_elementwise(options) of its class that they do not",
+            f"{name} is not known to treat every element of a parameter by itself, and was given "
+            f"{given}: its steps may differ from those of whole parameters. Step these by "
+            f"xla_fsdp.optim.WholeParameterOptimizer(params, {name}, ...), or say by a static "
+            f"method is_elementwise(options) of its class that they do not",
             stacklevel=4,
         )
+
+
+def _is_whole(param: Tensor) -> bool:
+    """Return whether ``param`` is a parameter of the original model, as it was there."""
+    if getattr(param, "is_stack", False) or _is_part(param):
+        return False
+    known = known_shard(param)
+    return known is None or [param.shape] == [each.whole_shape for each in known.originals]
 
 
 def _names(param: FSDPParam) -> str:

@@ -7,12 +7,13 @@ Unknown optimizers count as not elementwise: results are right, only memory is n
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 # Not Adafactor and Muon (rows, columns and norms of a matrix), nor LBFGS (inner products).
 ELEMENTWISE = (
@@ -56,6 +57,51 @@ def steps_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return whether ``optimizer``, or the one that it wraps (``inner``), is elementwise."""
     inner = getattr(optimizer, "inner", optimizer)
     return is_elementwise(type(inner), inner.defaults)
+
+
+def acts_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Return whether steps on a tensor are those on its halves, tried out in host memory.
+
+    For optimizers that are not known. Neither ``optimizer`` nor its state changes; False if its
+    steps cannot be tried.
+    """
+    inner = getattr(optimizer, "inner", optimizer)
+    try:
+        return all(
+            _steps_halves_alike(inner, group, scale)
+            for group in inner.param_groups
+            for scale in (1.0, 1e-5)  # norms on both sides of what an optimizer clips them at
+        )
+    except Exception:  # whatever a foreign class raises for a tensor like this one
+        return False
+
+
+def _steps_halves_alike(
+    optimizer: optim.Optimizer, options: Mapping[str, Any], scale: float
+) -> bool:
+    # Elements grow, so that the halves differ in every norm.
+    values = scale * 1.5 ** torch.arange(24.0)
+    values[::3] *= -1
+    whole = _after_steps(optimizer, options, values.reshape(4, 6)).flatten()
+    halves = [_after_steps(optimizer, options, half) for half in values.chunk(2)]
+    return torch.allclose(whole, torch.cat(halves), rtol=1e-4)
+
+
+def _after_steps(optimizer: optim.Optimizer, options: Mapping[str, Any], value: Tensor) -> Tensor:
+    """Return ``value`` after some steps by a copy of the optimizer, with gradients of its own."""
+    param = torch.nn.Parameter(value.clone())
+    copy = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    copy.state = defaultdict(dict)
+    rate = {"lr": 0.1} if "lr" in options else {}  # a scheduler may begin at 0
+    copy.param_groups = [{**options, **rate, "params": [param]}]
+    # Below torch's wrapper, which calls hooks.
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        for scale in (1.0, 1e-3, 10.0):
+            param.grad = scale * (value + value.abs().sqrt())
+            step(copy)
+    return param.detach()
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

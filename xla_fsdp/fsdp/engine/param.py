@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement
+from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
 
@@ -564,6 +564,20 @@ def known_group(shard: Tensor) -> KnownGroup | None:
     """Return the group that gathers ``shard``, or None."""
     reference = _group_of.get(shard)
     return reference() if reference is not None else None
+
+
+def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameter of each gradient, if ranks may hold different parts of it; else the
+    tensor itself."""
+    # Looked up only here, so that accumulating gradients costs nothing. list() of a dict is atomic:
+    # other threads may add to it.
+    live = [reference() for reference in list(_group_of.data)]
+    owners = {
+        id(param.grad): param
+        for param in [*(each for each in live if each is not None), *placed_params()]
+        if param.grad is not None
+    }
+    return [owners.get(id(grad), grad) for grad in grads]
 
 
 def remember_shown(unsharded: Iterable[Tensor]) -> None:

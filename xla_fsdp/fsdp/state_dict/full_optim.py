@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateEntry, StateKind
+from xla_fsdp.checkpoint.format import (
+    UNSHARDED,
+    GroupRecord,
+    OptimizerState,
+    StateEntry,
+    StateKind,
+)
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
@@ -56,7 +62,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
     return {
         "state": {
             name: {
-                entry_name: full[name, entry_name]
+                entry_name.removeprefix(UNSHARDED): full[name, entry_name]
                 if entry.kind is StateKind.SHARD
                 else _on_host(entry.value)
                 for entry_name, entry in entries.items()
@@ -228,7 +234,7 @@ def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
             continue
         for name, entry in entries.items():
             wide = isinstance(entry.value, Tensor) and entry.value.numel() > 1
-            if entry.kind is not StateKind.SHARD and wide:
+            if entry.kind is not StateKind.SHARD and wide and not name.startswith(UNSHARDED):
                 yield (
                     f"{name} of {key} has shape {tuple(entry.value.shape)}: it is computed from "
                     f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
@@ -276,15 +282,17 @@ class _Reader:
         wanted = self._template.states.get(key, {})
         found = [self._full.get(name, {}) for name in self._names.of(key)]
         self._compare(key, wanted, found)
+        named = [(name, name.removeprefix(UNSHARDED), own) for name, own in wanted.items()]
         return {
-            name: StateEntry(own.kind, self._value(key, name, own, [v[name] for v in found]))
-            for name, own in wanted.items()
-            if all(name in values for values in found)
+            name: StateEntry(own.kind, self._value(key, full, own, [v[full] for v in found]))
+            for name, full, own in named
+            if all(full in values for values in found)
         }
 
     def _compare(
-        self, key: str, wanted: Mapping[str, StateEntry], found: Sequence[Mapping[str, Any]]
+        self, key: str, entries: Mapping[str, StateEntry], found: Sequence[Mapping[str, Any]]
     ) -> None:
+        wanted = [entry.removeprefix(UNSHARDED) for entry in entries]
         for name, values in zip(self._names.of(key), found, strict=True):
             self.problems += [f"{name} has no {entry!r}" for entry in wanted if entry not in values]
             self.problems += [

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.format import GroupRecord, OptimizerState, StateEntry, StateKind
+from xla_fsdp.checkpoint.format import (
+    UNSHARDED,
+    GroupRecord,
+    OptimizerState,
+    StateEntry,
+    StateKind,
+)
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
@@ -148,7 +154,8 @@ def _state_problems(optimizer: Optimizer, leaf: Tensor, key: str) -> Iterator[st
                 f"tensors and plain values only"
             )
     for name, entry in _entries(leaf, state).items() if is_stack(leaf) else ():
-        if entry.kind in (StateKind.DEVICE, StateKind.HOST) and not _is_number(entry.value):
+        is_wide = entry.kind in (StateKind.DEVICE, StateKind.HOST) and not _is_number(entry.value)
+        if is_wide and not name.startswith(UNSHARDED):
             yield (
                 f"{name_of_class} keeps {name!r} of shape {tuple(entry.value.shape)} for the stack "
                 f"that {key} is in, of shape {tuple(leaf.shape)}, which cannot be taken apart by "
@@ -170,12 +177,19 @@ def _option_problems(index: int, group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, StateEntry]:
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # If any tensor has another shape than the shard, as in Adafactor, none counts as sharded:
+    tensors = [
+        value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith(UNSHARDED)
+    ]
+    # If any other tensor has another shape than the shard, as in Adafactor, none counts as sharded:
     # another one may have the shard's shape by chance (column statistics and a shard of one row).
     same_shapes = all(value.shape == param.shape or _is_number(value) for value in tensors)
     sharded = is_sharded(param) and same_shapes
-    return {name: _entry(param, value, sharded) for name, value in state.items()}
+    return {
+        name: _entry(param, value, sharded and not name.startswith(UNSHARDED))
+        for name, value in state.items()
+    }
 
 
 def _entry(param: Tensor, value: Any, sharded: bool) -> StateEntry:
@@ -197,9 +211,14 @@ def _entries_of_slice(entries: dict[str, StateEntry], number: int | None) -> dic
     if number is None:
         return entries
     return {
-        name: replace(e, value=part_of(e.value, number)) if e.kind is StateKind.SHARD else e
+        name: replace(e, value=part_of(e.value, number)) if _is_stacked(name, e) else e
         for name, e in entries.items()
     }
+
+
+def _is_stacked(name: str, entry: StateEntry) -> bool:
+    """Return whether the state of a stack has a slice for each block."""
+    return entry.kind is StateKind.SHARD or name.startswith(UNSHARDED)
 
 
 def _plain(value: Any) -> Any:
@@ -248,7 +267,7 @@ def torch_state_dict(
         "param_groups": _torch_groups(optimizer, state),
         "state": {
             index: {
-                name: _copied([each[name] for each in entries if each], param)
+                name: _copied(name, [each[name] for each in entries if each], param)
                 for name in entries[0] or ()
             }
             for index, (param, entries) in enumerate(zip(order, found, strict=True))
@@ -324,7 +343,7 @@ def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[st
             if name not in own or name not in first:
                 without, other = (key, keys[0]) if name not in own else (keys[0], key)
                 yield f"the state has {name!r} for {other}, but not for {without} of the same stack"
-            elif own[name].kind is not StateKind.SHARD and not same_value(
+            elif not _is_stacked(name, own[name]) and not same_value(
                 first[name].value, own[name].value
             ):
                 yield (
@@ -333,12 +352,12 @@ def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[st
                 )
 
 
-def _copied(entries: Sequence[StateEntry], param: Tensor) -> Any:
+def _copied(name: str, entries: Sequence[StateEntry], param: Tensor) -> Any:
     """Return a copy on the device of the state, of all slices if ``param`` is a stack."""
     entry = entries[0]
     if not isinstance(entry.value, Tensor):
         return entry.value
-    if entry.kind is StateKind.SHARD and is_stack(param):
+    if is_stack(param) and _is_stacked(name, entry):
         return torch.stack([each.value.detach() for each in entries]).to(param.device)
     device = "cpu" if entry.kind is StateKind.HOST else param.device
     return entry.value.detach().to(device=device, copy=True)
@@ -403,8 +422,8 @@ def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
     for param, value in zip(waiting, values, strict=True):
         param.copy_(value)
         state = optimizer.state[param]
-        if "step" in state:
-            state["step"] = state["step"] * 0
+        for name in {"step", UNSHARDED + "step"} & state.keys():
+            state[name] = state[name] * 0
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 Padding of shards is zero and adds nothing. The gradient of an unsharded parameter is the same on
 every rank and counts once; so does a replicated one along a tensor-parallel axis.
-Invariants: no function but ``clip_grad_norm_`` with ``error_if_nonfinite`` reads a value from the
-device, so the norm is a lazy tensor.
+Invariants: without ``error_if_nonfinite`` no function reads a value from the device, so the norm is
+a lazy tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.param import KnownGroup, known_group, known_shard, refuse_shown
+from xla_fsdp.fsdp.engine.param import (
+    KnownGroup,
+    known_group,
+    known_shard,
+    owners_of_grads,
+    refuse_shown,
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,49 @@ def clip_grad_norm_(
     refuse_shown(given, "clip_grad_norm_")
     check_gradients([known_group(param) for param in given], "clip_grad_norm_")
     norm = clip_grads(given, max_norm, norm_type)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
     return norm
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Return the norm of gradients, as one vector over all ranks; every rank must call it.
+
+    Like ``torch.nn.utils.get_total_norm``, which this replaces for shards.
+
+    Args:
+        tensors: gradients, as they are in ``param.grad``, or parameters. Copies are not known to be
+            parts of something.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once.
+        foreach: accepted as in torch.
+
+    Returns:
+        A lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: as ``clip_grad_norm_``.
+    """
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    owners = owners_of_grads(given)
+    check_gradients([known_group(owner) for owner in owners], "get_total_norm")
+    sliced, unsharded = _divided(zip(owners, given, strict=True), None)
+    norm = norm_over_ranks(sliced, unsharded, norm_type, ops.device())
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
+
+
+def _check_finite(norm: Tensor, norm_type: float) -> None:
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
 
 
 def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
@@ -100,17 +146,26 @@ def clip_grads(
 
     Norms of shards are combined by ``over``, or each by the collectives of its own group.
     """
-    grads: dict[Any, list[Tensor]] = {}
+    distinct = {id(param): param for param in parameters}.values()
+    sliced, unsharded = _divided(((param, param.grad) for param in distinct), over)
+    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
+
+
+def _divided(
+    grads: Iterable[tuple[Tensor, Tensor | None]], over: Collectives | None
+) -> tuple[list[Slices], list[Tensor]]:
+    """Divide gradients, each with its parameter, into those of shards, by their ranks, and
+    others."""
+    found: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}
-    for param in {id(param): param for param in parameters}.values():
+    for param, grad in grads:
         by = _shared_by(param, over)
         key = tuple(each.key for each in by)
         # Also without a gradient: every rank must make the same collectives.
         ranks.setdefault(key, by)
-        grads.setdefault(key, []).extend([] if param.grad is None else [param.grad])
-    unsharded = grads.pop((), [])
-    sliced = [Slices(grads[key], ranks[key]) for key in grads]
-    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
+        found.setdefault(key, []).extend([] if grad is None else [grad])
+    unsharded = found.pop((), [])
+    return [Slices(found[key], ranks[key]) for key in found], unsharded
 
 
 @torch.no_grad()
@@ -130,14 +185,21 @@ def clip_grads_by_norm_(
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         device: where the norm, a scalar in fp32, is computed.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    parts = [_norm_over_ranks(part, norm_type, device) for part in sliced]
-    total = _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
+    total = norm_over_ranks(sliced, unsharded, norm_type, device)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     return total
+
+
+def norm_over_ranks(
+    sliced: Sequence[Slices], unsharded: Sequence[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
+    """Return the norm over all ranks; arguments are those of ``clip_grads_by_norm_``."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    parts = [_norm_of_slices(part, norm_type, device) for part in sliced]
+    return _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
 
 
 @torch.no_grad()
@@ -164,7 +226,7 @@ def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     return by
 
 
-def _norm_over_ranks(part: Slices, p: float, device: torch.device) -> Tensor:
+def _norm_of_slices(part: Slices, p: float, device: torch.device) -> Tensor:
     norm = _combined(_norms(part.grads, p, device), p, device)
     for collectives in part.collectives:
         if math.isinf(p):

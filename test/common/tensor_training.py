@@ -161,15 +161,17 @@ def train_steps(
     rank, device = ops.rank(), torch_xla.device()
     part = mesh.place(rank, *(n for n, _ in case.mesh if n != "tensor")) if case.parts > 1 else 0
     ids, targets = (t[:, part] for t in batches(case.parts))
-    losses, norms = [], []
+    losses, norms, totals = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
         with loss_parallel() if case.loss else nullcontext():
             loss = loss_of(model(ids[step].to(device)), targets[step].to(device))
         loss.backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        totals.append(nn.utils.get_total_norm(grads))
         norms.append(clip_grad_norm_(model.parameters(), CLIP))
         optimizer.step()
         losses.append(loss.detach())
         torch_xla.sync()
-    found = {"losses": [t.item() for t in losses], "norms": [t.item() for t in norms]}
-    return {**found, "part": part}
+    found = {"losses": losses, "norms": norms, "totals": totals}
+    return {**{name: [t.item() for t in each] for name, each in found.items()}, "part": part}

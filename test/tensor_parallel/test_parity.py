@@ -102,8 +102,8 @@ def compare(case: Case, outcomes: list[dict[str, Any]]) -> None:
     limits = {"atol": 0, "of_largest": TOLERANCE, "smallest": 1e-3}
     assert_close({"losses": mean}, {"losses": torch.tensor(expected["losses"])}, **limits)
     for found in outcomes:
-        norms = {"norms": torch.tensor(found["norms"])}
-        assert_close(norms, {"norms": torch.tensor(expected["norms"])}, **limits)
+        norms = {name: torch.tensor(found[name]) for name in ("norms", "totals")}
+        assert_close(norms, dict.fromkeys(norms, torch.tensor(expected["norms"])), **limits)
         assert_close(found["state"], expected["state"], what="state", **limits)
         for key, states in expected["optimizer"].items() if case.shard else ():
             assert_close(

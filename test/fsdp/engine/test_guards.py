@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -113,6 +114,152 @@ def test_functions_that_know_nothing_of_shards() -> None:
     assert found["step over replicas"] == "nothing was raised"
     assert len(set(found["norms"])) == 1
     assert found["step"].startswith("RuntimeError: xm.optimizer_step / xm.reduce_gradients was")
+
+
+@scenario
+def total_norms(rank: int) -> dict[str, Any]:
+    """Norm and factor of torch's two functions, of shards, stacks, whole and ignored parameters."""
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    def after_backward(model: Any) -> Any:
+        model(rows()).square().sum().backward()
+        return model
+
+    def stacked(model: Any) -> Any:
+        scan_blocks(model.blocks, stacked=True)
+        return model
+
+    def ignoring(model: Any) -> Any:
+        model.head.to(torch_xla.device())
+        return fsdp(model, ignored_modules=[model.head])
+
+    utils, found = torch.nn.utils, {}
+    ways = {
+        "nested": nested,
+        "flat": lambda model: nested(model, flatten_parameters=True),
+        "stacked": lambda model: stacked(nested(model)),
+        "ignored": ignoring,
+    }
+    for name, way in ways.items():
+        for order in (2.0, float("inf")):
+            model, expected = after_backward(way(make())), after_backward(way(make()))
+            params = list(model.parameters())
+            norm = utils.get_total_norm([p.grad for p in params if p.grad is not None], order)
+            utils.clip_grads_with_norm_(params, 0.5, norm)
+            found[f"{name} {order}"] = [norm.item(), expected.clip_grad_norm_(0.5, order).item()]
+            pairs = zip(params, expected.parameters(), strict=True)
+            found[f"{name} {order}, gradients"] = all(
+                torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=1e-5) for own, other in pairs
+            )
+    kept = nested(make())
+    with kept.no_sync():
+        after_backward(kept)
+    grad = kept.parameters()
+    found["kept"] = message(lambda: utils.clip_grads_with_norm_(grad, 1.0, torch.tensor(2.0)))
+    bad = after_backward(nested(make()))
+    bad.scale.grad.fill_(float("nan"))
+    grads = [param.grad for param in bad.parameters()]
+    found["not finite"] = message(lambda: utils.get_total_norm(grads, error_if_nonfinite=True))
+    found["parameters"] = utils.get_total_norm(nested(make()).parameters()).item()
+    plain = after_backward(make().to(torch_xla.device()))
+    found["plain"] = utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    return found
+
+
+def test_norms_count_all_ranks() -> None:
+    model = make()
+    x = torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES)
+    model(x).square().sum().backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for rank in range(2):
+        found = result("total_norms", rank)
+        for name in ("nested", "flat", "stacked", "ignored"):
+            for order in (2.0, float("inf")):
+                norm = torch.nn.utils.get_total_norm(grads, order).item()
+                assert found[f"{name} {order}"] == pytest.approx([norm, norm], rel=1e-5)
+                assert found[f"{name} {order}, gradients"], name
+        norm = torch.nn.utils.get_total_norm(list(model.parameters())).item()
+        assert found["parameters"] == pytest.approx(norm, rel=1e-5)
+        assert found["plain"] == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
+        assert "clip_grads_with_norm_ was called while gradients kept by no_sync()" in found["kept"]
+        assert found["not finite"].startswith("RuntimeError: the gradients' norm of order 2.0 is")
+
+
+class Lion(torch.optim.Optimizer):
+    """X. Chen et al., Symbolic Discovery of Optimization Algorithms (2023): elementwise, but of a
+    class that nobody knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                param.sub_(0.01 * (0.9 * mean + 0.1 * param.grad).sign())
+                mean.lerp_(param.grad, 0.01)
+
+
+class Trusted(Lion):
+    """With a ratio of norms that is at most 1, as LAMB's and LARS's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            ratio = (param.norm() / param.grad.norm()).clamp(max=1)
+            param.sub_(0.01 * ratio * param.grad)
+
+
+class Declared(Trusted):
+    @staticmethod
+    def is_elementwise(options: Any) -> bool:
+        return True
+
+
+def warned(rank: int) -> dict[str, list[str]]:
+    import warnings
+
+    from xla_fsdp import LocalCollectives
+    from xla_fsdp.optim import HighPrecisionOptimizer, WholeParameterOptimizer
+
+    sharded = nested(make(), collectives=LocalCollectives(0, 2))
+    alone = nested(make(), collectives=LocalCollectives())
+    rows_alone = nested(make(), collectives=LocalCollectives(), shard_param_on_dim_0=True)
+    plain = make()
+    optim = torch.optim
+    cases = {
+        "Adafactor": (sharded, optim.Adafactor, {}),
+        "Trusted": (sharded, Trusted, {}),
+        "one rank, but flat": (alone, Trusted, {}),
+        "16 bits": (sharded, HighPrecisionOptimizer, {"inner_class": Trusted}),
+        "closure": (sharded, optim.LBFGS, {}),
+        "Lion": (sharded, Lion, {}),
+        "Declared": (sharded, Declared, {}),
+        "whole": (sharded, WholeParameterOptimizer, {"optimizer_class": Trusted}),
+        "one rank": (rows_alone, Trusted, {}),
+        "plain": (plain, Trusted, {}),
+        "AdamW": (sharded, optim.AdamW, {}),
+        "Adagrad": (sharded, optim.Adagrad, {}),
+    }
+    found = {}
+    for name, (model, make_one, options) in cases.items():
+        optimizer = make_one(model.parameters(), **options)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            message(optimizer.step)
+        found[name] = [str(each.message) for each in caught]
+    return found
+
+
+def test_only_optimizers_that_shards_mislead_are_warned_about() -> None:
+    # On one rank, as below; layouts of two.
+    [found] = run_on_ranks(warned, 1)
+    assert found == {}
 
 
 def ignored_option(rank: int) -> list[str]:

@@ -283,8 +283,6 @@ def _end_failed(run: Run) -> NoReturn:
     blocked = run.join_finished()
     if blocked:
         _exit_blocked(failure, blocked)
-    for other in run.failures:
-        _forget_locals(other.error)
     if isinstance(failure.error, SystemExit):
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
@@ -321,17 +319,6 @@ def _exit_code_of(error: BaseException | None) -> int:
         code = error.code
         return code if isinstance(code, int) else int(code is not None)
     return int(error is not None)
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Clear the local variables of a traceback's frames.
-
-    Pending tensors among them would be executed, with their collectives, by the next run's first
-    sync.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _exit_now(code: int) -> NoReturn:

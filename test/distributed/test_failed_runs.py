@@ -35,7 +35,7 @@ PLACES = (
 )
 
 
-class Fault(Exception):
+class FaultError(Exception):
     pass
 
 
@@ -50,7 +50,7 @@ class Failing:
 
     place: str | None = None
     ranks: tuple[int, ...] = (0,)
-    error: type[BaseException] = Fault
+    error: type[BaseException] = FaultError
     holders: tuple[int, ...] = ()
 
     def at(self, place: str, rank: int) -> None:
@@ -159,7 +159,10 @@ def check(name: str, timeout: float) -> None:
     for failing, failed, right in zip(failures, others[::2], others[1::2], strict=True):
         expected = "SystemExit: " if failing.error is SystemExit else "RankError: rank "
         assert failed.startswith(expected), (failing, failed)
-        assert failed.rpartition("raised ")[2].startswith(failing.error.__name__) or failing.error is SystemExit
+        assert (
+            failed.rpartition("raised ")[2].startswith(failing.error.__name__)
+            or failing.error is SystemExit
+        )
         assert right == first, failing
 
 
@@ -172,7 +175,7 @@ MANY = [
     for place, ranks, (error, holders) in itertools.product(
         PLACES,
         [(0,), (1,), (0, 1)],
-        [(Fault, (0,)), (ValueError, (0, 1)), (KeyboardInterrupt, ()), (SystemExit, (1,))],
+        [(FaultError, (0,)), (ValueError, (0, 1)), (KeyboardInterrupt, ()), (SystemExit, (1,))],
     )
 ]
 

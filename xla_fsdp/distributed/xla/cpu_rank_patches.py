@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -66,6 +68,8 @@ def run_slot() -> RunSlot:
 def running(run: Run) -> Iterator[None]:
     """Make ``run`` the run of this process inside the block.
 
+    If the block raises, all ranks must have ended: what they left uncomputed is dropped.
+
     Raises:
         RuntimeError: if there is a run already.
     """
@@ -76,6 +80,9 @@ def running(run: Run) -> Iterator[None]:
     try:
         with ops.using_runtime(_CpuRanks(run)):
             yield
+    except BaseException:
+        drop_pending(run.num_ranks)
+        raise
     finally:
         slot.run = None
 
@@ -131,6 +138,67 @@ def leave_cpu_rank(rank: int) -> None:
 def _wait_for(rank: int) -> None:
     # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
     torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+
+
+# ---------------------------------------------------------------- what a failed run leaves behind
+
+
+class LostTensor(Tensor):
+    """A tensor that was never computed, as the run that traced it failed; any use raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} was called with a tensor that was never computed: "
+            "launch failed while it was pending, and its collectives cannot run any more. Make it "
+            "again in the new run, or restore it from a checkpoint."
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return "LostTensor()"
+
+
+def drop_pending(num_ranks: int) -> None:
+    """Let no live tensor need anything that is still to be computed.
+
+    A sync computes all live tensors of its device. Of those of a failed run each rank holds others,
+    in tracebacks, reference cycles or global variables, so that the next run's ranks would execute
+    different collectives.
+    """
+    with _no_collection(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in _python_tensors():
+            if ops.is_pending(tensor):
+                tensor.__class__ = LostTensor  # type: ignore[assignment]
+    # What these have in place of a value ends the process when a program reads it.
+    for rank in range(num_ranks):
+        torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
+
+
+def _python_tensors() -> list[Tensor]:
+    """Return all tensors that have a Python object, and the gradients of leaves."""
+    found: list[Tensor] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            # After an error, torch leaves objects behind whose tensor has been freed.
+            with contextlib.suppress(RuntimeError):
+                found += [each] if not each.is_leaf or each.grad is None else [each, each.grad]
+    return found
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Free reference cycles now, and none inside the block.
+
+    It would free tensors that autograd alone holds, under whoever found them by the collector.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ---------------------------------------------------------------- syncs, reads, seeding, spawning
@@ -192,6 +260,30 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
+@functools.cache  # once for all threads
+def route_fallbacks() -> Any:
+    """Let operators that torch_xla computes on the CPU read their inputs as Python code does.
+
+    From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
+    C++ alone would execute the collectives that the inputs need without the other ranks, and while
+    autograd replays a view, it would wait for them with the GIL held.
+
+    Returns:
+        What must stay alive.
+    """
+
+    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
+        return [next(copies) if each.device.type == "xla" else each for each in tensors]
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces torch_xla's
+        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+    return library
+
+
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
@@ -214,6 +306,7 @@ def _replace_reads(slot: RunSlot) -> None:
 
     for owner, name, read in host_reads(before):
         setattr(owner, name, read)
+    route_fallbacks()
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:

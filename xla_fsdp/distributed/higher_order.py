@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -60,6 +62,25 @@ class _LinearMap(torch.autograd.Function):
         return (None, None, None, *(grad if need else None for grad, need in pairs))
 
 
+MARGIN = 2**16
+FARTHEST = 2**24
+
+
+def number_nodes_after(number: int) -> None:
+    """Give the nodes that this thread adds to a graph from now on higher numbers than ``number``,
+    that of a node of forward.
+
+    Autograd runs the ready node of the highest number, and numbers count the nodes that a thread
+    has made. A thread of autograd makes those of gradients, so whether they run before those of
+    forward, and with that the order of collectives, could differ between ranks, and change while
+    a model trains.
+    """
+    missing = number + MARGIN - torch.autograd._get_sequence_nr()
+    if 0 < missing < FARTHEST:  # else far behind, on every rank
+        node: Any = torch._C._functions.DelayedError
+        deque(map(node, repeat(b"", missing), repeat(0)), maxlen=0)
+
+
 def differentiable_once(instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark the backward of an autograd function, which returns a tuple: to differentiate its results
     raises RuntimeError.
@@ -101,6 +122,19 @@ class _Refusal(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------- transforms
+
+
+def explain_hooks(error: BaseException) -> None:
+    """Raise RuntimeError with what to do, if ``error`` says that a transform was called where
+    autograd's saved tensors go through hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            "a transform of torch.func (grad, vjp, jacrev or hessian) was called in the forward of "
+            "a checkpointed module, or of an FSDP unit that frees its parameters after forward, "
+            "which needs hooks on what autograd saves; transforms allow none. Call "
+            "torch.autograd.grad(..., create_graph=True) there; or call the transform outside, "
+            "checkpoint no module around it, and shard such units with reshard_after_forward=False"
+        ) from error
 
 
 def in_transform() -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.higher_order import in_transform
+from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
@@ -255,6 +255,9 @@ class _Region:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick):
                 outputs = self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            explain_hooks(error)
+            raise
         finally:
             self._kinds = _kinds(self._saved.close())
         self._environment.settle()

@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.higher_order import linear
+from xla_fsdp.distributed.higher_order import linear, number_nodes_after
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -217,6 +217,8 @@ class PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            number_nodes_after(ctx._sequence_nr())
         prepare = partial(ctx.call.unit.pre_backward, ctx.call, ctx.saved_tensors)
         result = linear(prepare, grads, list, list)
         return (None, None, None, *[None] * ctx.num_saved, *result)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.higher_order import in_transform, outside_transforms
+from xla_fsdp.distributed.higher_order import explain_hooks, in_transform, outside_transforms
 from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
@@ -517,10 +517,11 @@ class FSDPState:
             hooks = current.saved.hooks() if current.call.reshards else nullcontext()
             with running(self), hooks:
                 outputs = forward()
-        except BaseException:
+        except BaseException as error:
             self._forward = None
             if self.state is ShardedState.FORWARD:
                 self.group.to_sharded()
+            explain_hooks(error)
             raise
         current.running.discard(part)
         current.done.add(part)

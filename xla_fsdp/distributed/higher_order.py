@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -62,31 +60,12 @@ class _LinearMap(torch.autograd.Function):
         return (None, None, None, *(grad if need else None for grad, need in pairs))
 
 
-MARGIN = 2**16
-FARTHEST = 2**24
-
-
-def number_nodes_after(number: int) -> None:
-    """Give the nodes that this thread adds to a graph from now on higher numbers than ``number``,
-    that of a node of forward.
-
-    Autograd runs the ready node of the highest number, and numbers count the nodes that a thread
-    has made. A thread of autograd makes those of gradients, so whether they run before those of
-    forward, and with that the order of collectives, could differ between ranks, and change while
-    a model trains.
-    """
-    missing = number + MARGIN - torch.autograd._get_sequence_nr()
-    if 0 < missing < FARTHEST:  # else far behind, on every rank
-        node: Any = torch._C._functions.DelayedError
-        deque(map(node, repeat(b"", missing), repeat(0)), maxlen=0)
-
-
 def differentiable_once(instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark the backward of an autograd function, which returns a tuple: to differentiate its results
+    """Mark the backward of an autograd function, which returns a tuple: differentiating its results
     raises RuntimeError.
 
-    torch's ``once_differentiable`` returns constants, without an error, where the incoming gradients
-    are constants, as they are after the last operation.
+    torch's ``once_differentiable`` returns constants, without an error, where the incoming
+    gradients are constants, as they are after the last operation.
 
     Args:
         instead: says what cannot be differentiated twice, and what the user should do.
@@ -138,7 +117,7 @@ def explain_hooks(error: BaseException) -> None:
 
 
 def in_transform() -> bool:
-    """Return whether the caller runs inside a transform of ``torch.func`` (grad, vmap, jvp, ...)."""
+    """Return whether the caller runs inside a transform of ``torch.func`` (grad, vmap, ...)."""
     return torch._C._are_functorch_transforms_active()
 
 

@@ -184,8 +184,10 @@ def worst_error(
     grads = {
         name.replace("_fsdp_wrapped_module.", ""): full(param, param.grad)
         for name, param in model.named_parameters()
+        if param.grad is not None
     }
-    expected = {name: param.grad for name, param in plain.named_parameters()}
+    named = plain.named_parameters()
+    expected = {name: param.grad for name, param in named if param.grad is not None}
     assert grads.keys() == expected.keys()
     return max(error(grads[name], expected[name]) for name in expected)
 

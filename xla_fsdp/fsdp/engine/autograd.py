@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.higher_order import linear, number_nodes_after
+from xla_fsdp.distributed.higher_order import linear
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -149,8 +149,8 @@ class Unshard(torch.autograd.Function):
 
 NOT_REDUCED = (
     "gradients of parameters were to have a graph (create_graph=True) in a backward that does not "
-    "reduce them over the ranks. Call it outside of no_sync and with set_requires_gradient_sync and "
-    "set_requires_all_reduce on; or, if only gradients of inputs are needed, ask for these alone, by "
+    "reduce them over the ranks. Call it outside of no_sync, with set_requires_gradient_sync and "
+    "set_requires_all_reduce on; or, if only gradients of inputs are needed, ask for these alone: "
     "torch.autograd.grad(outputs, inputs, create_graph=True)"
 )
 
@@ -217,8 +217,6 @@ class PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            number_nodes_after(ctx._sequence_nr())
         prepare = partial(ctx.call.unit.pre_backward, ctx.call, ctx.saved_tensors)
         result = linear(prepare, grads, list, list)
         return (None, None, None, *[None] * ctx.num_saved, *result)

@@ -501,9 +501,9 @@ class FSDPParam:
                 raise ValueError(
                     f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
                     f"moving the module to another device, by tying weights, or by "
-                    f"torch.func.functional_call). FSDP trains the shard that it made. Load without "
-                    f"assign, leave the module on its device, tie weights before wrapping, and "
-                    f"differentiate with respect to parameters by torch.autograd.grad."
+                    f"torch.func.functional_call). FSDP trains the shard that it made. Load "
+                    f"without assign, leave the module on its device, tie weights before wrapping, "
+                    f"and differentiate with respect to parameters by torch.autograd.grad."
                 )
 
     def _move(self, expected: ParamState, new: ParamState) -> None:

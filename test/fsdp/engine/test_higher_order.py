@@ -251,6 +251,22 @@ def in_forwards(rank: int) -> dict[str, float]:
     }
 
 
+@scenarios.add
+def evaluated(rank: int) -> list[float]:
+    """Errors of forces without grad mode around the model."""
+    import torch_xla
+
+    wraps, x = (units_in_net, unit, checkpoint_of_units), batch(rank)
+    with torch.no_grad():
+        expected = make(Force)(x)
+        models = [wrap(make(Force)) for wrap in wraps]
+        return [error(each(x.to(torch_xla.device())).cpu(), expected) for each in models]
+
+
+def test_forces_are_computed_without_grad_mode_around_them():
+    assert max(scenarios.result("evaluated")) < TOLERANCE
+
+
 def test_a_forward_may_compute_gradients_in_units_and_checkpoints():
     for name, found in scenarios.result("in_forwards").items():
         assert found < TOLERANCE, name
@@ -362,7 +378,6 @@ def refused(rank: int) -> dict[str, str]:
 
     def after_a_step() -> None:
         [grad] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)

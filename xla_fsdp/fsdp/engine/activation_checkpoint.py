@@ -252,8 +252,10 @@ class _Region:
         # Saved by a node outside of the hooks below, so that an outer checkpoint may drop them.
         self._saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick):
+            # A backward in this thread saves in the same order here and when it is recomputed.
+            with torch.autograd.set_multithreading_enabled(False), hooks:
                 outputs = self._forward(*args, **kwargs)
         except RuntimeError as error:
             explain_hooks(error)

@@ -38,6 +38,7 @@ class BackwardSteps(Protocol):
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]: ...
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
+    def refuse_unreduced(self) -> None: ...
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]: ...
@@ -136,23 +137,15 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call, unit = ctx.call, ctx.call.unit
+        if torch.is_grad_enabled():
+            unit.refuse_unreduced()
         early, call.reduced_early = call.reduced_early, {}
         reduce = partial(unit.reduce_grads, early=early)
         # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
         # to them are gathered as the shards themselves are, without another division.
         result = linear(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
         call.node_done(ctx.number)
-        if torch.is_grad_enabled() and present(grads) and not present(result):
-            raise RuntimeError(NOT_REDUCED)
         return (None, None, *result)
-
-
-NOT_REDUCED = (
-    "gradients of parameters were to have a graph (create_graph=True) in a backward that does not "
-    "reduce them over the ranks. Call it outside of no_sync, with set_requires_gradient_sync and "
-    "set_requires_all_reduce on; or, if only gradients of inputs are needed, ask for these alone: "
-    "torch.autograd.grad(outputs, inputs, create_graph=True)"
-)
 
 
 def connect(call: ForwardCall, unsharded: list[Tensor]) -> list[Tensor]:

@@ -703,6 +703,18 @@ class FSDPState:
         self.context.pending.extend(found.values())
         return None
 
+    def refuse_unreduced(self) -> None:
+        """Raise RuntimeError if backward does not reduce gradients now, as those that are reduced
+        later have no graph."""
+        if not self.settings.sync_gradients or self.group.waits_for_replicas:
+            raise RuntimeError(
+                "gradients of parameters were to have a graph (create_graph=True) in a backward "
+                "that does not reduce them over the ranks. Call it outside of no_sync, with "
+                "set_requires_gradient_sync and set_requires_all_reduce on; or, if only gradients "
+                "of inputs are needed, ask for these alone: "
+                "torch.autograd.grad(outputs, inputs, create_graph=True)"
+            )
+
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:

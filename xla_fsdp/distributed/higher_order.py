@@ -121,6 +121,12 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_forward_mode() -> bool:
+    """Return whether the caller runs inside ``jvp`` or what is made of it (jacfwd, hessian)."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
+
+
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
     """Compute inside the block as if no transform of ``torch.func`` was active; use no tensor of a

@@ -27,7 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.higher_order import explain_hooks, in_transform, outside_transforms
+from xla_fsdp.distributed.higher_order import (
+    explain_hooks,
+    in_forward_mode,
+    in_transform,
+    outside_transforms,
+)
 from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
@@ -490,7 +495,16 @@ class FSDPState:
         The transform sees the operations of the module only, on parameters that were gathered
         outside of it: they are constants for it, and for autograd around it connected to the
         shards. Autograd saves them whole, as transforms allow no hooks on what it saves.
+
+        Raises:
+            RuntimeError: in forward mode, on several CPU ranks.
         """
+        if in_forward_mode() and ops.runtime().device_type() == "CPU" and ops.world_size() > 1:
+            raise RuntimeError(
+                "an FSDP unit was called inside jvp, jacfwd or hessian of torch.func, which keep "
+                "their state per process, and CPU ranks are threads of one: they would mix their "
+                "tangents. Use jacrev, jacrev(jacrev(f)), one CPU rank, or TPU"
+            )
         self.context.abandon()
         gathers = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
         if gathers:

@@ -61,6 +61,8 @@ class Case:
         evaluate: run forwards between the steps, with and without grad mode.
         scan: run ``model.blocks`` as one loop, with these options.
         computes_loss: the model takes targets and returns the loss.
+        penalty: how the gradient with respect to the inputs enters the loss: "" not at all, "added"
+            to it (a gradient penalty), or "alone" (forces).
         tolerance: largest error allowed, relative to the largest value of a tensor.
     """
 
@@ -85,6 +87,7 @@ class Case:
     evaluate: bool = False
     scan: dict[str, Any] | None = None
     computes_loss: bool = False
+    penalty: str = ""
     tolerance: float = 2e-5
 
     def fits(self, num_ranks: int) -> bool:
@@ -275,7 +278,21 @@ def loss_of(
     """Of one micro batch; ``call`` runs the model's forward on these arguments."""
     if case.computes_loss:
         return call((x, y))
+    if case.penalty:
+        return _penalized(call, case, x, y)
     return F.cross_entropy(call((x,)).float(), y)
+
+
+def _penalized(
+    call: Callable[[tuple[Tensor, ...]], Tensor], case: Case, x: Tensor, y: Tensor
+) -> Tensor:
+    x = x.detach().requires_grad_()
+    output = call((x,)).float()
+    energy = output.logsumexp(-1).sum()
+    [force] = torch.autograd.grad(energy, x, create_graph=True)
+    if case.penalty == "alone":
+        return (force.float() - 1).square().sum(-1).mean()
+    return F.cross_entropy(output, y) + (force.float().norm(dim=-1) - 1).square().mean()
 
 
 def _average_between_groups(model: nn.Module, size: int, num_ranks: int) -> None:

@@ -81,6 +81,51 @@ def layouts(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@scenarios.add
+def penalties(rank: int) -> dict[str, float]:
+    """Largest errors of gradients of a loss with the gradient of the input in it."""
+    return {name: _penalty_error(rank, sequence=name == "sequence") for name in ("", "sequence")}
+
+
+def _penalty_error(rank: int, *, sequence: bool) -> float:
+    from xla_fsdp.distributed.mesh_axis import AxisComm
+    from xla_fsdp.distributed.placement import known_placement
+    from xla_fsdp.tensor_parallel import Replicate, Shard, parallelize_module
+    from xla_fsdp.tensor_parallel.mappings import redistribute
+
+    mesh, between = tensor_mesh()["tensor"], Shard(1) if sequence else Replicate()
+    axis, ends = AxisComm(mesh), (Replicate(), between)
+    styles = plan_of("Gpt", sequence=sequence).items()
+    plan = {name[9:]: style for name, style in styles if name.startswith("blocks.*.")}
+    plain, block = make(GptBlock), parallelize_module(make(GptBlock), mesh, plan)
+    block = block.to(on_device(torch.empty(0)).device)
+
+    def parallel(x: Tensor) -> Tensor:
+        inner = block(redistribute(x, *ends, axis, "x"))
+        return redistribute(inner, *reversed(ends), axis, "y")
+
+    expected, x = given(2, 8, WIDTH).requires_grad_(), on_device(given(2, 8, WIDTH))
+    _penalty(plain, expected).backward()
+    _penalty(parallel, x.requires_grad_()).backward()
+    errors = [worst(x.grad, expected.grad)]
+    for own_param, param in zip(block.parameters(), plain.parameters(), strict=True):
+        placement = known_placement(own_param)
+        grad = param.grad if placement is None else placement.slice_of(param.grad, rank)
+        errors.append(worst(own_param.grad, grad))
+    return max(errors)
+
+
+def _penalty(block: Any, x: Tensor) -> Tensor:
+    output = block(x)
+    [grad] = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return output.mean() + grad.square().mean()
+
+
+def test_a_gradient_penalty_is_that_of_the_whole_block() -> None:
+    for rank in range(RANKS):
+        assert max(scenarios.result("penalties", rank).values()) < 1e-5
+
+
 def test_every_change_of_layout_has_the_values_and_gradients_of_the_whole() -> None:
     found = [scenarios.result("layouts", rank) for rank in range(RANKS)]
     assert len(found[0]) == 12

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -163,9 +162,8 @@ class _AllReduce(torch.autograd.Function):
         return _sum_over_ranks(value, groups)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_over_ranks(grad, ctx.groups), None
+        return _AllReduce.apply(grad, ctx.groups), None
 
 
 def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 
@@ -185,7 +185,10 @@ class _RowLosses(Function):
         return (1 - smoothing) * losses + smoothing * spread
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "loss_parallel keeps no graph of its gradient. Compute this loss outside of loss_parallel "
+        "from whole logits: ColwiseParallel(output_layouts=Replicate())"
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, goal, share, weight, norm = ctx.saved_tensors
         local = _LocalClasses(ctx.axis, logits, goal, weight)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,15 +31,18 @@ Move = Callable[[Tensor], Tensor]
 
 
 class _Mapping(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
-        ctx.move_grad = backward
-        return forward(x)
+    """``forward(x)``. Each of the two is the backward of the other."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.move_grad(grad), None, None
+    def forward(
+        ctx: Any, x: Tensor, forward: Move, backward: Move, known: Tensor | None = None
+    ) -> Tensor:
+        ctx.forward_move, ctx.backward_move = forward, backward
+        return forward(x) if known is None else known.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Mapping.apply(grad, ctx.backward_move, ctx.forward_move), None, None, None
 
 
 def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
@@ -57,8 +59,8 @@ def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
 def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """``gather_to_parallel`` of an ``x`` that has been gathered already. Forward: copy of
     ``gathered``. Backward: reduce-scatter into the gradient of ``x``."""
-    value = gathered.detach()
-    return _Mapping.apply(x, lambda _: value.clone(), partial(axis.reduce_scatter, dim=dim))
+    gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
+    return _Mapping.apply(x, gather, scatter, gathered.detach())
 
 
 def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.chunked.hooks import (
@@ -242,7 +242,10 @@ class _Rows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "StreamedEmbedding reduces the gradient of its table piece by piece, without a graph. Use "
+        "nn.Embedding in its place"
+    )
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
@@ -361,7 +361,10 @@ class _Losses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "LinearCrossEntropy computes its loss in a loop, whose backward is a program without a "
+        "graph. Use nn.Linear and F.cross_entropy in its place"
+    )
     def backward(ctx: Any, share: Tensor | None) -> tuple[Tensor | None, ...]:
         if share is None:
             return (None,) * len(ctx.needs_input_grad)

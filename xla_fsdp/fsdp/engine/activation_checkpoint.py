@@ -2,8 +2,9 @@
 
 When backward unpacks the first tensor that a checkpointed forward has saved, the forward runs again
 and its saved tensors are used, by position, in the original graph. Inputs need not require a
-gradient, keyword arguments and nested containers work, and checkpoints nest. (Saved-tensor hooks as
-in ``torch.utils.checkpoint``, which does not support XLA devices.)
+gradient, keyword arguments and nested containers work, and checkpoints nest. While a forward runs,
+it has what it saved, for calls of ``torch.autograd.grad`` in it. (Saved-tensor hooks as in
+``torch.utils.checkpoint``, which does not support XLA devices.)
 
 Invariants: the recomputation has the inputs, random numbers, autocast state and buffers of the
 original forward, and does not change buffers or random state. It waits at a barrier for the
@@ -24,11 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.function import once_differentiable
 
+from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through
+from xla_fsdp.fsdp.engine.autograd import (
+    mark_constants,
+    on_device,
+    present,
+    through,
+    version_of,
+)
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import current_pass, running_units
 from xla_fsdp.wrap import has_forward
@@ -60,7 +67,8 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _mode.saves_activations:
+        # Transforms of torch.func allow no hooks on what autograd saves.
+        if not torch.is_grad_enabled() or _mode.saves_activations or in_transform():
             return original(self, *args, **kwargs)
         return _Region(self, partial(original, self)).run(args, kwargs)
 
@@ -187,6 +195,43 @@ class _Environment:
                 buffer.copy_(value)
 
 
+class _Saved:
+    """What one run of a forward saves for backward. The graph holds numbers in place of tensors,
+    which a backward inside the forward (``torch.autograd.grad``) may still have."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[Tensor, int]] = []
+        self.is_open = True
+
+    def pack(self, tensor: Tensor) -> int:
+        """Add a tensor; return its number."""
+        self._tensors.append((tensor, version_of(tensor)))
+        return len(self._tensors) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        """Return a tensor, before ``close``.
+
+        Raises:
+            RuntimeError: after ``close``, or if the tensor was changed in place.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                "backward ran through the graph of a recomputation, which is never built on"
+            )
+        tensor, version = self._tensors[number]
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that torch.autograd.grad needs, called "
+                f"inside a checkpointed forward, was changed in place after it was saved"
+            )
+        return tensor
+
+    def close(self) -> list[Tensor]:
+        """Remove and return all tensors, as the forward has ended."""
+        tensors, self._tensors, self.is_open = self._tensors, [], False
+        return [tensor for tensor, _ in tensors]
+
+
 class _Region:
     """One call of a checkpointed forward."""
 
@@ -195,7 +240,8 @@ class _Region:
         self._forward = forward
         self._units = running_units()
         self._environment = _Environment(module)
-        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._saved = _Saved()
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what the forward saved
         self._recomputed: list[Tensor] = []
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
@@ -206,22 +252,28 @@ class _Region:
         # Saved by a node outside of the hooks below, so that an outer checkpoint may drop them.
         self._saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
-        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._pick):
-            outputs = self._forward(*args, **kwargs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)
+        try:
+            # A backward in this thread saves in the same order here and when it is recomputed.
+            with torch.autograd.set_multithreading_enabled(False), hooks:
+                outputs = self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            explain_hooks(error)
+            raise
+        finally:
+            self._kinds = _kinds(self._saved.close())
         self._environment.settle()
         # The node gets this list, not the region, which would live as long as the outputs.
         results = through(partial(_NoteGrads.apply, self._output_grads), tensors_in(outputs))
         return replace_tensors(outputs, results)
 
-    def _drop(self, tensor: Tensor) -> int:
-        self._saved.append((tensor.shape, tensor.dtype))
-        return len(self._saved) - 1
-
-    def _pick(self, index: int) -> Tensor:
+    def _pick(self, number: int) -> Tensor:
+        if self._saved.is_open:
+            return self._saved.unpack(number)
         if not self._recomputed:
             self._recomputed = self._recompute()
             self._check()
-        result = self._recomputed[index]
+        result = self._recomputed[number]
         if current_pass() == -1:  # asked for outside of a backward pass, by a debugger say
             self._recomputed = []
         return result
@@ -235,11 +287,9 @@ class _Region:
         # Usually unsharded already; not if backward began at a tensor inside the module.
         for unit in self._units:
             unit.ensure_unsharded()
-        found: list[Tensor] = []
+        saved = _Saved()
         args, kwargs = self._inputs()
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: found.append(tensor.detach()), _refuse
-        )
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
         try:
             with torch.enable_grad(), self._environment.restored(), hooks:
                 self._forward(*args, **kwargs)
@@ -249,7 +299,9 @@ class _Region:
                 f"backward. {_SAME_TWICE}"
             )
             raise
-        return found
+        finally:
+            found = saved.close()
+        return [tensor.detach() for tensor in found]
 
     def _inputs(self) -> Any:
         """Return the inputs as new leaves, available only once the gradients of the outputs are."""
@@ -262,12 +314,16 @@ class _Region:
         return replace_tensors(self._input_tree, fresh)
 
     def _check(self) -> None:
-        found = [(tensor.shape, tensor.dtype) for tensor in self._recomputed]
-        if found != self._saved:
+        found = _kinds(self._recomputed)
+        if found != self._kinds:
             raise RuntimeError(
-                f"the checkpointed forward of {self._name} saved {len(self._saved)} tensors for "
+                f"the checkpointed forward of {self._name} saved {len(self._kinds)} tensors for "
                 f"backward, and {len(found)} (or others) when it was recomputed. {_SAME_TWICE}"
             )
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _forget(region: weakref.ref[_Region]) -> None:
@@ -300,12 +356,7 @@ class _NoteGrads(torch.autograd.Function):
         return fresh
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.noted[:] = present(grads)
+        ctx.noted[:] = [grad.detach() for grad in present(grads)]
         Variable._execution_engine.queue_callback(ctx.noted.clear)
         return (None, *grads)
-
-
-def _refuse(_: Any) -> Tensor:
-    raise RuntimeError("backward ran through the graph of a recomputation, which is never built on")

@@ -8,19 +8,22 @@ reduce-scatters their gradients, ``PostBackward`` returns the gradients of the i
 computes the tensors that a node returns in forward, and passes them to it.
 
 Invariants: autograd decides when a unit's gradients are complete, and accumulates the gradients of
-the shards. Only tensors on an XLA device go through a node; others need no ordering.
+the shards. Only tensors on an XLA device go through a node; others need no ordering. What a node
+returns in backward may be differentiated again (``create_graph=True``): backward is then a part of
+the graph, in which autograd connects what ``SavedParams`` unpacks to the first graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from xla_fsdp.distributed.higher_order import linear
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -35,6 +38,7 @@ class BackwardSteps(Protocol):
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]: ...
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
+    def refuse_unreduced(self) -> None: ...
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]: ...
@@ -79,6 +83,8 @@ class ForwardCall:
 
     def node_done(self, node: int) -> None:
         """Record that ``node`` has run backward; after the last one, free the parameters."""
+        # A gradient's own backward may enter the unit behind its ``PreBackward`` node.
+        self.restart(torch._C._current_graph_task_id())
         self._waiting.discard(node)
         if not self._waiting:
             self.unit.post_backward(self)
@@ -101,9 +107,8 @@ class PostBackward(torch.autograd.Function):
         return tuple(ready)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.post_backward_inputs(grads)
+        result = linear(ctx.call.unit.post_backward_inputs, grads, list, list)
         ctx.call.node_done(ctx.number)
         return (None, None, *result)
 
@@ -130,11 +135,15 @@ class Unshard(torch.autograd.Function):
         return tuple(unsharded)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = ctx.call
+        call, unit = ctx.call, ctx.call.unit
+        if torch.is_grad_enabled():
+            unit.refuse_unreduced()
         early, call.reduced_early = call.reduced_early, {}
-        result = call.unit.reduce_grads(grads, early)
+        reduce = partial(unit.reduce_grads, early=early)
+        # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
+        # to them are gathered as the shards themselves are, without another division.
+        result = linear(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
         call.node_done(ctx.number)
         return (None, None, *result)
 
@@ -160,9 +169,8 @@ class EarlyReduce(torch.autograd.Function):
         return unsharded.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None]:
-        if grad is not None:
+        if grad is not None and not torch.is_grad_enabled():  # else ``Unshard`` makes its graph
             grad = ctx.call.unit.reduce_early(ctx.call, ctx.number, grad)
         return None, None, grad
 
@@ -201,9 +209,9 @@ class PreBackward(torch.autograd.Function):
         return tuple(ready)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.call.unit.pre_backward(ctx.call, ctx.saved_tensors, grads)
+        prepare = partial(ctx.call.unit.pre_backward, ctx.call, ctx.saved_tensors)
+        result = linear(prepare, grads, list, list)
         return (None, None, None, *[None] * ctx.num_saved, *result)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.distributed.collectives import Communication
+from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_group import ShardedState
@@ -66,7 +67,8 @@ class FSDPModuleBase:
         return self._fsdp_module_state.unit
 
     def _fsdp_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if (forward_override := self._fsdp_module_state.forward_override) is not None:
+        forward_override = self._fsdp_module_state.forward_override
+        if forward_override is not None and not in_transform():  # they know no loops
             refuse_dynamo()
             return forward_override.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_run_alone(forward, args, kwargs)

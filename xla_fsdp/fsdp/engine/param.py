@@ -500,9 +500,10 @@ class FSDPParam:
             if not owner.holds(tensor):
                 raise ValueError(
                     f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
-                    f"moving the module to another device, or by tying weights). FSDP trains the "
-                    f"shard that it made. Load without assign, leave the module on its device, and "
-                    f"tie weights before wrapping."
+                    f"moving the module to another device, by tying weights, or by "
+                    f"torch.func.functional_call). FSDP trains the shard that it made. Load "
+                    f"without assign, leave the module on its device, tie weights before wrapping, "
+                    f"and differentiate with respect to parameters by torch.autograd.grad."
                 )
 
     def _move(self, expected: ParamState, new: ParamState) -> None:

@@ -342,6 +342,41 @@ class FSDPParamGroup:
         sums = reduction.sum_replicas(sums)
         return Reduced(reduction.finish(sums), list(sums.values()))
 
+    def mean(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what ``reduce`` does for these gradients alone, without a change of state."""
+        given = {at: grad for at, grad in enumerate(grads) if grad is not None}
+        return self.reduction.finish(self.reduction.sum_replicas(self.reduction.scatter(given)))
+
+    def unsharded_grads(self, shards: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gather gradients with respect to results of ``mean``, the backward of that.
+
+        Args:
+            shards: one for each parameter.
+
+        Returns:
+            One for each original parameter.
+
+        Raises:
+            RuntimeError: if a hook of the user computes means.
+        """
+        if self.reduction.has_hooks:
+            raise RuntimeError(
+                f"gradients of {', '.join(param.key for param in self.params)} were differentiated "
+                f"again, and a hook (register_comm_hook, set_all_reduce_hook) has reduced them, "
+                f"whose derivative is not known. Remove the hook"
+            )
+        pairs = [
+            (param, shard)
+            for param, shard in zip(self.params, shards, strict=True)
+            if shard is not None
+        ]
+        full = iter(self.gather.as_stored([p for p, _ in pairs], [shard for _, shard in pairs]))
+        return [
+            None if shard is None else next(full)
+            for param, shard in zip(self.params, shards, strict=True)
+            for _ in param.originals
+        ]
+
     def accumulate(self, reduced: Sequence[Tensor | None]) -> None:
         """Add gradients to those of the shards that require one."""
         for param, grad in zip(self.params, reduced, strict=True):

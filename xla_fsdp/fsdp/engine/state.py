@@ -27,7 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
+from xla_fsdp.distributed.higher_order import (
+    explain_hooks,
+    in_forward_mode,
+    in_transform,
+    outside_transforms,
+)
+from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
@@ -399,6 +405,8 @@ class FSDPState:
         if self._forward is not None and part in self._forward.running:  # the module calls itself
             return forward(*args, **kwargs)
         self.refuse_run()
+        if in_transform():
+            return self._run_in_transform(forward, args, kwargs)
         call = self._begin_call(part)
         given = tensors_in((args, kwargs))
         inputs, before = self._tie_inputs(call, [self.cast_input(tensor) for tensor in given])
@@ -481,6 +489,38 @@ class FSDPState:
         _prefetch(self.settings.forward_prefetch, before)
         return ops.barrier(inputs), before
 
+    def _run_in_transform(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward inside a transform of ``torch.func``.
+
+        The transform sees the operations of the module only, on parameters that were gathered
+        outside of it: they are constants for it, and for autograd around it connected to the
+        shards. Autograd saves them whole, as transforms allow no hooks on what it saves.
+
+        Raises:
+            RuntimeError: in forward mode, on several CPU ranks.
+        """
+        if in_forward_mode() and ops.runtime().device_type() == "CPU" and ops.world_size() > 1:
+            raise RuntimeError(
+                "an FSDP unit was called inside jvp, jacfwd or hessian of torch.func, which keep "
+                "their state per process, and CPU ranks are threads of one: they would mix their "
+                "tangents. Use jacrev, jacrev(jacrev(f)), one CPU rank, or TPU"
+            )
+        self.context.abandon()
+        gathers = self.state in (ShardedState.SHARDED, ShardedState.UNSHARDED)
+        if gathers:
+            with outside_transforms():
+                call = self._new_call(recomputed=False)
+                unsharded = connect(call, self._unshard_for_forward([])[0])
+                self.group.to_unsharded(unsharded, ShardedState.FORWARD, versions=call.versions)
+        try:
+            args, kwargs = map_tensors(self.cast_input, (args, kwargs))
+            with running(self):
+                outputs = forward(*args, **kwargs)
+        finally:
+            if gathers:
+                self.group.to_sharded()
+        return map_tensors(self.cast_output, outputs)
+
     def _compute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
     ) -> Any:
@@ -491,10 +531,11 @@ class FSDPState:
             hooks = current.saved.hooks() if current.call.reshards else nullcontext()
             with running(self), hooks:
                 outputs = forward()
-        except BaseException:
+        except BaseException as error:
             self._forward = None
             if self.state is ShardedState.FORWARD:
                 self.group.to_sharded()
+            explain_hooks(error)
             raise
         current.running.discard(part)
         current.done.add(part)
@@ -510,7 +551,7 @@ class FSDPState:
         unsharded = connect(call, unsharded)
         if self.settings.is_root:
             unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
-        saved = SavedParams(unsharded, self.unsharded_for_saved)
+        saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self.group.to_unsharded(unsharded, ShardedState.FORWARD, versions=call.versions)
         for_backward = larger if call.reshards else unsharded
         self._forward = ForwardPass(call, for_backward, saved)
@@ -553,7 +594,7 @@ class FSDPState:
             self._unshard_until_end_of_pass(group.unshard_again(before, []))
         for_backward, versions = group.unsharded, group.unsharded_versions
         unsharded = connect(call, group.copies())
-        saved = SavedParams(unsharded, self.unsharded_for_saved)
+        saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         group.to_unsharded(unsharded, ShardedState.BACKWARD, versions=versions)
         try:
             with saved.hooks() if call.reshards else nullcontext():
@@ -645,17 +686,23 @@ class FSDPState:
             _prefetch(settings.backward_prefetch, before, in_backward=True)
         return self._tie_grads(grads)
 
-    def unsharded_for_saved(self) -> list[Tensor]:
+    def unsharded_for_saved(self, call: ForwardCall) -> list[Tensor]:
         """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
-        run yet: backward may begin at a tensor inside the module, such as a loss stored on it."""
+        run yet: backward may begin at a tensor inside the module, such as a loss stored on it.
+
+        Raises:
+            RuntimeError: if shards were changed since the forward ``call``.
+        """
         self.ensure_unsharded()
+        refuse_changed(call.versions, self.group.unsharded_versions)
         return self.group.unsharded
 
     def ensure_unsharded(self) -> None:
         """Gather the parameters for backward, unless the modules hold unsharded ones already."""
         if self.state is ShardedState.SHARDED:
-            before = self._before([])
-            self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
+            with torch.no_grad():
+                before = self._before([])
+                self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
 
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
         """Reduce the gradient of original parameter ``number`` before those of the others, and
@@ -669,6 +716,18 @@ class FSDPState:
         call.reduced_early.update(found)
         self.context.pending.extend(found.values())
         return None
+
+    def refuse_unreduced(self) -> None:
+        """Raise RuntimeError if backward does not reduce gradients now, as those that are reduced
+        later have no graph."""
+        if not self.settings.sync_gradients or self.group.waits_for_replicas:
+            raise RuntimeError(
+                "gradients of parameters were to have a graph (create_graph=True) in a backward "
+                "that does not reduce them over the ranks. Call it outside of no_sync, with "
+                "set_requires_gradient_sync and set_requires_all_reduce on; or, if only gradients "
+                "of inputs are needed, ask for these alone: "
+                "torch.autograd.grad(outputs, inputs, create_graph=True)"
+            )
 
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import LoopCache, new_seeds
 from xla_fsdp.fsdp.engine.autograd import mark_constants, present
@@ -111,7 +111,10 @@ class _ScannedBlocks(torch.autograd.Function):
         return done.output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "Scanned blocks run as one loop, whose backward is a program without a graph. Run them one "
+        "by one: call remove() of what scan_blocks returned, or leave out scan_layers"
+    )
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)

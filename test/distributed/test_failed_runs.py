@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,13 +158,14 @@ def check(name: str, timeout: float) -> None:
     failures = getattr(sys.modules[__name__], name)
     assert len(others) == 2 * len(failures)
     for failing, failed, right in zip(failures, others[::2], others[1::2], strict=True):
-        expected = "SystemExit: " if failing.error is SystemExit else "RankError: rank "
-        assert failed.startswith(expected), (failing, failed)
-        assert (
-            failed.rpartition("raised ")[2].startswith(failing.error.__name__)
-            or failing.error is SystemExit
-        )
+        assert re.match(_expected(failing), failed), failing
         assert right == first, failing
+
+
+def _expected(failing: Failing) -> str:
+    if failing.error is SystemExit:
+        return f"SystemExit: {failing.place}"
+    return rf"RankError: rank \d raised {failing.error.__name__}: {failing.place}"
 
 
 def test_a_right_run_after_each_kind_of_failure() -> None:

@@ -109,6 +109,8 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         finally:
             for each in stepped:
                 each.free()
+                for param in each.params:
+                    self.inner.state.pop(param, None)
         return result
 
     def _whole_params(self, leaf: nn.Parameter) -> _WholeParams:
@@ -123,14 +125,11 @@ class WholeParameterOptimizer(SurrogateOptimizer):
     def _to_inner(self, stepped: Sequence[_WholeParams]) -> None:
         """Give the whole parameters their values, gradients and state."""
         states = [self.state.get(each.leaf, {}) for each in stepped]
-        wanted = [
-            [each.leaf, each.leaf.grad, *each.sharded_state(state).values()]
-            for each, state in zip(stepped, states, strict=True)
-        ]
         requests = [
             (each.sharding, tensor)
-            for each, tensors in zip(stepped, wanted, strict=True)
-            for tensor in tensors
+            for each, state in zip(stepped, states, strict=True)
+            for tensor in (each.leaf, each.leaf.grad, *each.sharded_state(state).values())
+            if tensor is not None
         ]
         found = iter(_all_gather(requests))
         for each, state in zip(stepped, states, strict=True):
@@ -141,8 +140,8 @@ class WholeParameterOptimizer(SurrogateOptimizer):
                     self.inner.state[param] = own
 
     def _from_inner(self, stepped: Sequence[_WholeParams]) -> None:
-        """Keep this rank's shards of values and state; nothing changes if an optimizer's state has
-        no place."""
+        """Keep this rank's shards of values and state; of all shards, or of none if an error is
+        raised."""
         taken = [[self.inner.state.pop(param, {}) for param in each.params] for each in stepped]
         joined = [each.join_state(own) for each, own in zip(stepped, taken, strict=True)]
         for each, state in zip(stepped, joined, strict=True):
@@ -293,15 +292,15 @@ class _Sharding:
     """How ranks share a leaf: a shard, a stack of shards, a tensor-parallel part, or not at all."""
 
     def __init__(self, leaf: nn.Parameter, own: _OwnParts) -> None:
-        self.param, self.group = _known(leaf)
-        self.placement = None if self.param is not None else known_placement(leaf)
+        self.unit = _known(leaf)
+        self.placement = known_placement(leaf) if self.unit is None else None
         self.is_stack = is_stack(leaf)
         self._own = own
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds the whole parameter."""
-        return self.param is None and (self.placement is None or self.placement.parts == 1)
+        return self.unit is None and (self.placement is None or self.placement.parts == 1)
 
     def slices(self, value: Tensor) -> Sequence[Tensor]:
         """Return the shards that are stacked in ``value``."""
@@ -309,28 +308,28 @@ class _Sharding:
 
     def cut(self, values: Sequence[Tensor]) -> Tensor:
         """Return this rank's part of whole tensors, one for each whole parameter."""
-        if self.param is None:
+        if self.unit is None:
             return self._own.of_global(values[0], self.placement)
-        each = len(self.param.originals)
+        each = len(self.unit[0].originals)
         shards = [
-            self._shard(self.param, values[at : at + each]) for at in range(0, len(values), each)
+            self._shard(*self.unit, values[at : at + each]) for at in range(0, len(values), each)
         ]
         return torch.stack(shards) if self.is_stack else shards[0]
 
-    def _shard(self, param: FSDPParam, values: Sequence[Tensor]) -> Tensor:
+    def _shard(self, param: FSDPParam, group: KnownGroup, values: Sequence[Tensor]) -> Tensor:
         pairs = zip(values, param.originals, strict=True)
         local = [self._own.of_global(value, original.placement) for value, original in pairs]
         packing = param.packing
         shards = packing.pack(local).reshape(packing.layout.num_shards, *packing.sent_shape)
-        return param.as_shard(self._own.of_shards(shards, self.group.collectives))
+        return param.as_shard(self._own.of_shards(shards, group.collectives))
 
 
-def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | tuple[None, None]:
+def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | None:
     """Return the parameter whose leaf this is, and its group; None for a leaf that no unit has, or
     that a unit has replaced, which the guard of optimizers refuses."""
     param, group = known_shard(leaf), known_group(leaf)
     if param is None or group is None or param.leaf is not leaf:
-        return None, None
+        return None
     if leaf.is_meta:
         raise ValueError(
             f"{param.key} is on the meta device; give the model memory (to_empty) and values "
@@ -346,11 +345,12 @@ def _all_gather(requests: Sequence[tuple[_Sharding, Tensor]]) -> list[list[Tenso
     slices: dict[int, list[tuple[int, FSDPParam, Tensor]]] = defaultdict(list)
     groups: dict[int, KnownGroup] = {}
     for at, (sharding, tensor) in enumerate(requests):
-        if sharding.param is None:
+        if sharding.unit is None:
             found[at] = [joined(tensor, sharding.placement)]
             continue
-        groups[id(sharding.group)] = sharding.group
-        slices[id(sharding.group)] += [(at, sharding.param, s) for s in sharding.slices(tensor)]
+        param, group = sharding.unit
+        groups[id(group)] = group
+        slices[id(group)] += [(at, param, shard) for shard in sharding.slices(tensor)]
     for key, group in groups.items():
         params = [param for _, param, _ in slices[key]]
         local = iter(group.gather.as_stored(params, [shard for *_, shard in slices[key]]))

@@ -162,7 +162,7 @@ def total_norms(rank: int) -> dict[str, Any]:
     bad.scale.grad.fill_(float("nan"))
     grads = [param.grad for param in bad.parameters()]
     found["not finite"] = message(lambda: utils.get_total_norm(grads, error_if_nonfinite=True))
-    found["parameters"] = utils.get_total_norm(nested(make()).parameters()).item()
+    found["parameters"] = utils.get_total_norm(kept.parameters()).item()
     plain = after_backward(make().to(torch_xla.device()))
     found["plain"] = utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     return found
@@ -257,9 +257,14 @@ def warned(rank: int) -> dict[str, list[str]]:
 
 
 def test_only_optimizers_that_shards_mislead_are_warned_about() -> None:
-    # On one rank, as below; layouts of two.
+    # On one rank, as below, with shards of two.
     [found] = run_on_ranks(warned, 1)
-    assert found == {}
+    assert {name for name, said in found.items() if said} == {
+        "Adafactor", "Trusted", "one rank, but flat", "16 bits", "closure"
+    }  # fmt: skip
+    [said] = found["Trusted"]
+    assert said.startswith("Trusted is not known to treat every element of a parameter by itself")
+    assert "Step these by xla_fsdp.optim.WholeParameterOptimizer(params, Trusted, ...)" in said
 
 
 def ignored_option(rank: int) -> list[str]:

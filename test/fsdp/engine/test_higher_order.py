@@ -397,8 +397,10 @@ def refused(rank: int) -> dict[str, str]:
 
     calls = (in_forward_mode, of_scanned, without_sync, after_a_step, by_parameters, through_a_hook)
     found = {call.__name__: message(call) for call in calls}
-    inside = units_in_net(make(Transformed))
-    return {**found, "transform in a unit": message(lambda: inside(x))}
+    freed = fsdp(make(Transformed), disable_reshard_on_root=False)
+    for name, inside in (("unit", freed), ("checkpoint", unit(make(Transformed)))):
+        found[f"transform in a {name}"] = message(lambda inside=inside: inside(x))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -411,6 +413,7 @@ def refused(rank: int) -> dict[str, str]:
         "by_parameters": "torch.func.functional_call",
         "through_a_hook": "RuntimeError: gradients of",
         "transform in a unit": "reshard_after_forward=False",
+        "transform in a checkpoint": "checkpoint no module around it",
     }.items(),
 )
 def test_what_cannot_be_differentiated_says_what_to_do(name: str, text: str):

@@ -7,7 +7,6 @@ Unknown optimizers count as not elementwise: results are right, only memory is n
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -60,16 +59,17 @@ def steps_elementwise(optimizer: optim.Optimizer) -> bool:
 
 
 def acts_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Return whether steps on a tensor are those on its halves, tried out in host memory.
+    """Return whether steps on a tensor are those on its halves, tried out in host memory by new
+    optimizers of the same class and options.
 
-    For optimizers that are not known. Neither ``optimizer`` nor its state changes; False if its
-    steps cannot be tried.
+    For classes that are not known; False if one cannot be made so, or cannot step such tensors.
     """
-    inner = getattr(optimizer, "inner", optimizer)
+    while (inner := getattr(optimizer, "inner", None)) is not None:
+        optimizer = inner
     try:
         return all(
-            _steps_halves_alike(inner, group, scale)
-            for group in inner.param_groups
+            _steps_halves_alike(type(optimizer), group, scale)
+            for group in optimizer.param_groups
             for scale in (1.0, 1e-5)  # norms on both sides of what an optimizer clips them at
         )
     except Exception:  # whatever a foreign class raises for a tensor like this one
@@ -77,30 +77,33 @@ def acts_elementwise(optimizer: optim.Optimizer) -> bool:
 
 
 def _steps_halves_alike(
-    optimizer: optim.Optimizer, options: Mapping[str, Any], scale: float
+    optimizer_class: type[optim.Optimizer], group: Mapping[str, Any], scale: float
 ) -> bool:
     # Elements grow, so that the halves differ in every norm.
     values = scale * 1.5 ** torch.arange(24.0)
     values[::3] *= -1
-    whole = _after_steps(optimizer, options, values.reshape(4, 6)).flatten()
-    halves = [_after_steps(optimizer, options, half) for half in values.chunk(2)]
+    whole = _after_steps(optimizer_class, group, values.reshape(4, 6)).flatten()
+    halves = [_after_steps(optimizer_class, group, half) for half in values.chunk(2)]
     return torch.allclose(whole, torch.cat(halves), rtol=1e-4)
 
 
-def _after_steps(optimizer: optim.Optimizer, options: Mapping[str, Any], value: Tensor) -> Tensor:
-    """Return ``value`` after some steps by a copy of the optimizer, with gradients of its own."""
+def _after_steps(
+    optimizer_class: type[optim.Optimizer], group: Mapping[str, Any], value: Tensor
+) -> Tensor:
+    """Return ``value`` after some steps with the options of ``group``, and gradients of its own."""
     param = torch.nn.Parameter(value.clone())
-    copy = object.__new__(type(optimizer))
-    vars(copy).update(vars(optimizer))
-    copy.state = defaultdict(dict)
-    rate = {"lr": 0.1} if "lr" in options else {}  # a scheduler may begin at 0
-    copy.param_groups = [{**options, **rate, "params": [param]}]
-    # Below torch's wrapper, which calls hooks.
-    step = inspect.unwrap(type(optimizer).step)
+    options = {name: option for name, option in group.items() if name != "params"}
+    if "lr" in options:
+        options["lr"] = 0.1  # a scheduler may begin at 0
+    taken = inspect.signature(optimizer_class).parameters.keys() & options.keys()
+    # Not a copy of the user's optimizer: that may hold its parameters, or another optimizer.
+    optimizer = optimizer_class([param], **{name: options[name] for name in taken})
+    optimizer.param_groups[0].update(options)
+    step = inspect.unwrap(optimizer_class.step)  # without the hooks that torch calls
     with torch.no_grad():
-        for scale in (1.0, 1e-3, 10.0):
-            param.grad = scale * (value + value.abs().sqrt())
-            step(copy)
+        for factor in (1.0, 1e-3, 10.0):
+            param.grad = factor * (value + value.abs().sqrt())
+            step(optimizer)
     return param.detach()
 
 

@@ -165,9 +165,11 @@ class HoldingBlock(nn.Module):
         first, turned, gate = self.mats[0], self.mats[1].t(), self.gates[0]
         y = _Product.apply(self.norm(x), first)
         y = torch.tanh(_Product.apply(y, turned) + F.linear(y, turned))
-        y.register_hook(lambda grad: grad * gate)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * gate)
         y = _Product.apply(y, self.pair[WIDTH:]) + F.linear(self.up(y), self.mats[2])
-        y.register_hook(lambda grad: grad * self.gates[1] + (turned @ first).sum(0))
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * self.gates[1] * (turned @ first).sum(0))
         return x + torch.tanh(y)
 
 
@@ -189,20 +191,18 @@ class HoldingNet(nn.Module):
 
 
 class _RememberingBlock(nn.Module):
-    """Computes with the weight that it has remembered of its last forward."""
+    """Computes with the weights that it has remembered of its first forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
-        self.last: list[Any] = []
+        self.first: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.lin(x))
-        for last in self.last:
-            y = y + last(x)
-        weight, scale = self.lin.weight, self.lin.bias
-        self.last = [lambda x: torch.tanh(F.linear(x, weight)), lambda x: x * scale]
-        return y
+        if not self.first:
+            weight, scale = self.lin.weight, self.lin.bias
+            self.first = [lambda x: torch.tanh(F.linear(x, weight)), lambda x: x * scale]
+        return sum((each(x) for each in self.first), torch.tanh(self.lin(x)))
 
 
 class RememberingNet(nn.Module):

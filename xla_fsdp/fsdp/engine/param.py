@@ -734,7 +734,7 @@ class ShardView:
     __torch_function__ = GuardedInForward()
 
     @classmethod
-    def called_in_forward(
+    def _fsdp_in_forward(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a torch function that a forward has called with shards, unless it computes."""
@@ -881,7 +881,7 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
     """
     name, tensors = name_of(func), tensors_in((args, kwargs))
     shards = [each for each in tensors if isinstance(each, ShardView)]
-    params = [known_shard(getattr(each, "stands_for", each)) for each in shards]
+    params = [_param_behind(each) for each in shards]
     first = params[0]
     if first is None:  # of ZeRO, say
         return func(*args, **kwargs)
@@ -891,6 +891,18 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
         raise _used_in_forward(first, name)
     result = func(*args, **kwargs)
     return result if isinstance(result, ShardView) else _view_of(shards[0], result)
+
+
+def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
+    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard."""
+    for tensor in tensors:
+        param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+        if param is not None:
+            raise _used_in_forward(param, use)
+
+
+def _param_behind(shard: Any) -> FSDPParam | None:
+    return known_shard(getattr(shard, "stands_for", shard))
 
 
 def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
@@ -913,8 +925,8 @@ def _view_of(shard: Any, value: Tensor) -> ShardTensor:
 
 def _without_values(tensor: Tensor) -> Tensor:
     """Return a stand-in for the full parameter if ``tensor`` is its shard, else ``tensor``."""
-    param = known_shard(getattr(tensor, "stands_for", tensor))
-    if not isinstance(tensor, ShardView) or param is None or len(param.originals) > 1:
+    param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+    if param is None or len(param.originals) > 1:
         return tensor
     return without_values(param.originals[0].shape, tensor.dtype)
 

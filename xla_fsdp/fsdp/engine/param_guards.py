@@ -90,6 +90,7 @@ def without_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.runs_forward = False
+        self.before_steps: list[bool] = []  # ``runs_forward`` before each optimizer step
 
 
 _thread = _Thread()
@@ -106,13 +107,25 @@ def in_forward(runs: bool) -> Iterator[None]:
         _thread.runs_forward = before
 
 
+def begin_step() -> None:
+    """Let an optimizer compute with shards, also one that steps in a forward (of a module whose
+    forward is a training step)."""
+    _thread.before_steps.append(_thread.runs_forward)
+    _thread.runs_forward = False
+
+
+def end_step() -> None:
+    """Undo the latest ``begin_step``. After a step that raised, leaving the forward does so."""
+    _thread.runs_forward = _thread.before_steps.pop()
+
+
 class GuardedInForward:
     """The ``__torch_function__`` of a class of shards: in the forward of a user's module its
-    ``called_in_forward``, elsewhere torch's own."""
+    ``_fsdp_in_forward``, elsewhere torch's own."""
 
     def __get__(self, shard: Any, kind: Any) -> Any:
         if _thread.runs_forward:
-            return kind.called_in_forward
+            return kind._fsdp_in_forward
         return torch._C._disabled_torch_function_impl
 
 

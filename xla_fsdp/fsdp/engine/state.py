@@ -41,6 +41,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     version_of,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -434,7 +435,12 @@ class FSDPState:
             )
 
     def cast_input(self, tensor: Tensor) -> Tensor:
-        """Return an input in the dtype that the unit computes with."""
+        """Return an input in the dtype that the unit computes with.
+
+        Raises:
+            RuntimeError: if it is a shard.
+        """
+        refuse_shards([tensor], "as an argument")
         return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
 
     def cast_output(self, tensor: Tensor) -> Tensor:
@@ -538,6 +544,7 @@ class FSDPState:
         """Return the outputs in the output dtype, those on the device as outputs of a
         ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
+        refuse_shards(given, "as an output")
         lazy = [tensor for tensor in given if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward

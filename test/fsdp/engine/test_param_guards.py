@@ -28,7 +28,7 @@ HIDDEN_SHAPE = (FEATURES, FEATURES)
 
 
 class Inner(nn.Module):
-    """Leaves its weight, and a view of it that autograd saves, in a side object."""
+    """Leaves its parameters, and a view that autograd saves, in a side object."""
 
     def __init__(self, side: dict[str, Any]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Outer(nn.Module):
         self.read: Callable[..., Any] = lambda model, x: x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x) * self.scale
+        x = self.blocks[0](x * self.scale)
         x = self.read(self, x)
         return self.blocks[1](x)
 
@@ -105,17 +105,17 @@ def _held(model: Any) -> dict[str, Any]:
         found["in forward"].append(message(lambda: model(rows())))
     whole.read = lambda model, x: x
     y = model(rows()).tanh()
-    y.register_hook(lambda grad: grad * side["bias"].sum())
-    with torch.no_grad():
-        found["in backward"] = [message(y.sum().backward)]
-        model(rows())
-        found["without gradients"] = [message(lambda: rows() * side["bias"])]
-    found["pickled"] = [message(lambda: pickle.dumps(side["bias"]))]
     weight, turned = side["weight"], side["turned"]
     found["known"] = [tuple(weight.shape), turned.size(0), len(weight), str(weight.dtype)]
     found["shown"] = repr(side["bias"])
     with torch._C.DisableTorchFunctionSubclass():
         found["data"] = {tuple(each.shape) for each in side.values()}
+    y.register_hook(lambda grad: grad * side["bias"].sum())
+    found["in backward"] = [message(y.sum().backward)]
+    with torch.no_grad():
+        model(rows())
+        found["without gradients"] = [message(lambda: rows() * side["bias"])]
+    found["pickled"] = [message(lambda: pickle.dumps(side["bias"]))]
     return found
 
 
@@ -164,22 +164,16 @@ def test_a_held_parameter_that_is_not_freed_is_there_until_its_shards_change() -
 def two_passes(rank: int) -> dict[str, list[Tensor]]:
     from xla_fsdp.fsdp.engine.param import gather_like
 
-    def grads(model: Any, x: Tensor) -> list[Tensor]:
+    def grads(model: Any, x: Tensor) -> list[tuple[Any, Tensor]]:
         loss = model(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        return [param.grad.cpu() for param in model.blocks[0].parameters()]
+        return [(p, p.grad) for p in model.blocks[0].parameters() if p.grad is not None]
 
-    plain = make(HoldingNet)
-    found = {"plain": grads(plain, rows().cpu())}
+    found = {"plain": [grad for _, grad in grads(make(HoldingNet), rows().cpu())]}
     for name, options in (("frees", {}), ("keeps", {"reshard_after_forward": False})):
         model = nested(make(HoldingNet), **options)
-        shards = grads(model, rows())
-        params = list(model.blocks[0].parameters())
-        found[name] = [
-            gather_like(param, grad.to(param.device)).cpu()
-            for param, grad in zip(params, shards, strict=True)
-        ]
+        found[name] = [gather_like(param, grad).cpu() for param, grad in grads(model, rows())]
     return found
 
 

@@ -110,6 +110,117 @@ class FunctionalNet(nn.Module):
         return self.head(mixed)
 
 
+class _Scale(torch.autograd.Function):
+    """Multiplies by a vector that it does not save but keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        [grad], [x] = grads, ctx.saved_tensors
+        return grad * ctx.weight, (grad * x).sum(0)
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies by a matrix that it does not save but keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        [grad], [x] = grads, ctx.saved_tensors
+        return grad @ ctx.weight.t(), x.t() @ grad
+
+
+class HoldingNorm(nn.Module):
+    """Keeps its scale in an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Scale.apply(x * x.square().mean(-1, keepdim=True).add(1e-3).rsqrt(), self.scale)
+
+
+class HoldingBlock(nn.Module):
+    """Holds its parameters, and views of them, in autograd functions and in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = HoldingNorm(), nn.Linear(WIDTH, WIDTH)
+        self.mats = nn.ParameterList([torch.randn(WIDTH, WIDTH) / 4 for _ in range(3)])
+        self.pair = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / 4)
+        self.gates = nn.ParameterList([torch.linspace(-1, 1, WIDTH), torch.ones(WIDTH) / 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, turned, gate = self.mats[0], self.mats[1].t(), self.gates[0]
+        y = _Product.apply(self.norm(x), first)
+        y = torch.tanh(_Product.apply(y, turned) + F.linear(y, turned))
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * gate)
+        y = _Product.apply(y, self.pair[WIDTH:]) + F.linear(self.up(y), self.mats[2])
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * self.gates[1] * (turned @ first).sum(0))
+        return x + torch.tanh(y)
+
+
+class HoldingNet(nn.Module):
+    """Blocks that hold their parameters, as the net itself does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([HoldingBlock() for _ in range(2)])
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Scale.apply(self.inp(x), self.scale)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _RememberingBlock(nn.Module):
+    """Computes with the weights that it has remembered of its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.first: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.first:
+            weight, scale = self.lin.weight, self.lin.bias
+            self.first = [lambda x: torch.tanh(F.linear(x, weight)), lambda x: x * scale]
+        return sum((each(x) for each in self.first), torch.tanh(self.lin(x)))
+
+
+class RememberingNet(nn.Module):
+    """Blocks that remember their weights from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([_RememberingBlock() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class WideNet(nn.Module):
     """Matrices so large that their shards travel in rows, one of them padded with a row."""
 

@@ -30,6 +30,8 @@ CASES: dict[str, Case] = {
     "offload_named": Case("ScanNet", scan={"remat": ["qkv"], "offload_activations": True}),
     "offload_one_block": Case("ScanNetOfOne", scan={"offload_activations": True}),
     "offload_adapters": Case("AdapterNet", scan={"remat": "none", "offload_activations": True}),
+    "holding": Case("HoldingNet", scan={}),
+    "holding_no_remat": Case("HoldingNet", scan={**ALL_LARGE, "remat": "none"}),
     "bf16": Case("ScanNet", scan={}, options=BF16, tolerance=0.05),
     "bf16_fp32_reduce": Case(
         "ScanNet", scan={}, options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05

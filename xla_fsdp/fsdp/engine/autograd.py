@@ -26,6 +26,7 @@ from torch import Tensor
 from xla_fsdp.distributed.higher_order import linear
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param_guards import Reshard
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
@@ -248,7 +249,7 @@ class SavedParams:
         self._unsharded = list(unsharded)
         self._versions = [version_of(tensor) for tensor in unsharded]
         self._index = {id(tensor): index for index, tensor in enumerate(unsharded)}
-        self._views: list[Tensor] = []
+        self._views: list[tuple[int, Tensor]] = []
         self._regathered = regathered
         self._outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -263,15 +264,21 @@ class SavedParams:
             index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) > before
         ]
 
-    def release(self, dummy: Tensor) -> None:
-        """Free the parameters of this forward, and their saved views, by letting these tensors
-        share the data of ``dummy``."""
-        for tensor in (*self._unsharded, *self._views):
-            ops.release(tensor, dummy)
-        self.forget()
+    def reshard(self, reshard: Reshard, dummy: Tensor | None) -> None:
+        """Hand the parameters of this forward, and their saved views, to ``reshard``, and drop this
+        object's own references, as the hooks outlive the forward.
 
-    def forget(self) -> None:
-        """Drop this object's own references to the parameters; the hooks outlive the forward."""
+        Args:
+            reshard: as which the modules let go of them.
+            dummy: the data that these tensors get, so that their own is freed; None leaves it.
+        """
+        for index, tensor in enumerate(self._unsharded):
+            reshard.take(tensor, index)
+        for index, tensor in self._views:
+            reshard.take(tensor, index, is_view=True)
+        if dummy is not None:
+            for tensor in (*self._unsharded, *(view for _, view in self._views)):
+                ops.release(tensor, dummy)
         self._unsharded.clear()
         self._views.clear()
         self._index.clear()
@@ -282,7 +289,7 @@ class SavedParams:
             return _ParamReference(index, None)
         index = self._index.get(id(tensor._base)) if tensor._base is not None else None
         if index is not None and tensor._version == self._versions[index]:
-            self._views.append(tensor)
+            self._views.append((index, tensor))
             return _ParamReference(index, tensor)
         if self._outside is not None:
             pack, unpack = self._outside

@@ -17,7 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad as torch_clip_grad
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
@@ -31,6 +35,7 @@ from xla_fsdp.fsdp.engine.param import (
     owners_of_grads,
     refuse_shown,
 )
+from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step
 
 
 class _OptimizerGuard:
@@ -45,6 +50,7 @@ class _OptimizerGuard:
         is_new, self._is_registered = not self._is_registered, True
         if is_new:
             register_optimizer_step_pre_hook(self)
+            register_optimizer_step_post_hook(_AfterStep())
         return is_new
 
     def forget(self) -> None:
@@ -52,6 +58,10 @@ class _OptimizerGuard:
         self._num_checked.clear()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check(optimizer)
+        begin_step()
+
+    def _check(self, optimizer: Optimizer) -> None:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._num_checked.get(optimizer) == count:
             return
@@ -61,6 +71,13 @@ class _OptimizerGuard:
         _refuse_empty_groups(optimizer)
         _warn_unless_elementwise(optimizer)
         self._num_checked[optimizer] = count
+
+
+class _AfterStep:
+    """Ends what ``_OptimizerGuard`` begins with each step."""
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        end_step()
 
 
 # Process-wide, not by rank, as are the functions that are replaced.
@@ -80,8 +97,8 @@ def install() -> None:
 
 
 def is_guard(hook: Any) -> bool:
-    """Return whether a global pre-hook of optimizer steps is this module's guard."""
-    return isinstance(hook, _OptimizerGuard)
+    """Return whether a global hook of optimizer steps is this module's guard."""
+    return isinstance(hook, _OptimizerGuard | _AfterStep)
 
 
 def _replace(name: str, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -23,6 +23,7 @@ from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_group import ShardedState
+from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
 
@@ -70,13 +71,15 @@ class FSDPModuleBase:
         forward_override = self._fsdp_module_state.forward_override
         if forward_override is not None and not in_transform():  # they know no loops
             refuse_dynamo()
-            return forward_override.run(self._fsdp_unit, forward, args, kwargs)
+            with in_forward(False):
+                return forward_override.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_run_alone(forward, args, kwargs)
 
     def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
-        return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_module_state.part)
+        with in_forward(False):
+            return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_module_state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())
@@ -248,6 +251,7 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
                 param.take_memory(has_values=True)
 
 
+@in_forward(False)
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
     if unit.state is ShardedState.SHARDED:

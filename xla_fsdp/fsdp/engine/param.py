@@ -34,8 +34,17 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
+from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.param_guards import (
+    GuardedInForward,
+    Reads,
+    in_forward,
+    name_of,
+    read_by,
+    without_values,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -404,6 +413,15 @@ class FSDPParam:
             return self.packing.from_rows(rows, *length)
         return ops.shaped(rows, (*length, *self.shard_shape))
 
+    def is_cut_like(self, other: FSDPParam | None) -> bool:
+        """Return whether shards of both have the same elements of parameters of the same shapes."""
+        mine = self.packing
+        return other is not None and (mine.shapes, mine.layout, mine.dim) == (
+            other.packing.shapes,
+            other.packing.layout,
+            other.packing.dim,
+        )
+
     def slice_of(self, unsharded: Sequence[Tensor], rank: int) -> Tensor:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
         rows = [self.packing.in_rows(tensor) for tensor in unsharded]
@@ -722,7 +740,26 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
 
 
 class ShardView:
-    """Attributes of torch's DTensor, for shards."""
+    """Attributes of torch's DTensor, for shards.
+
+    In a forward, torch functions raise that would compute with a shard where the model means the
+    full parameter; a shape is that of the full one.
+    """
+
+    __torch_function__ = GuardedInForward()
+
+    @classmethod
+    def _fsdp_in_forward(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function that a forward has called with shards, unless it computes."""
+        kwargs, reads = kwargs or {}, read_by(func, args, ShardView)
+        with torch._C.DisableTorchFunctionSubclass():
+            if reads is Reads.SHAPE:
+                args, kwargs = map_tensors(_without_values, (args, kwargs))
+            elif reads is Reads.VALUES:
+                return _computed_in_forward(func, args, kwargs)
+            return func(*args, **kwargs)
 
     @property
     def device_mesh(self) -> Mesh:
@@ -747,6 +784,7 @@ class ShardView:
         return _as_tensor(self)
 
     @torch.no_grad()
+    @in_forward(False)
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global tensor on the device. Every rank must call it. It is
         computed at once, so that ranks may go on with different programs."""
@@ -759,7 +797,6 @@ class ShardTensor(ShardView, Tensor):
     """A shard in a state dict."""
 
     stands_for: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_tensor(self).__reduce_ex__(protocol)  # a file needs torch only
@@ -803,8 +840,7 @@ def _view_shards(
     for key in [key for key in state if key.startswith(prefix)]:  # others are of outer modules
         shard = _shard_of(module, key.removeprefix(prefix), state[key])
         if shard is not None and not isinstance(state[key], ShardView):
-            state[key] = state[key].as_subclass(ShardTensor)
-            state[key].stands_for = shard
+            state[key] = _view_of(shard, state[key])
 
 
 def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
@@ -845,6 +881,69 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
 def _as_tensor(shard: Any) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return shard.detach().as_subclass(Tensor)
+
+
+# ---------------------------------------------------------------- shards in a forward
+
+_ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "lerp", "copy", "clone", "zero"})
+
+
+def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a shard computed from shards element by element, as moving averages are.
+
+    Raises:
+        RuntimeError: if it is computed otherwise, or with gradients.
+    """
+    name, tensors = name_of(func), tensors_in((args, kwargs))
+    shards = [each for each in tensors if isinstance(each, ShardView)]
+    params = [_param_behind(each) for each in shards]
+    first = params[0]
+    if first is None:  # of ZeRO, say
+        return func(*args, **kwargs)
+    elementwise = name.rstrip("_") in _ELEMENTWISE and not torch.is_grad_enabled()
+    alike = len(shards) == len(tensors) and all(first.is_cut_like(each) for each in params)
+    if name not in ("detach", "data") and not (elementwise and alike):
+        raise _used_in_forward(first, name)
+    result = func(*args, **kwargs)
+    return result if isinstance(result, ShardView) else _view_of(shards[0], result)
+
+
+def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
+    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard."""
+    for tensor in tensors:
+        param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+        if param is not None:
+            raise _used_in_forward(param, use)
+
+
+def _param_behind(shard: Any) -> FSDPParam | None:
+    return known_shard(getattr(shard, "stands_for", shard))
+
+
+def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
+    names = ", ".join(original.names[0] for original in param.originals)
+    return RuntimeError(
+        f"the shard of {names} was used (by {name}) in a forward. Each rank holds another part of "
+        f"the parameter; it is full only in the forward of the FSDP unit that has it. Let that "
+        f"unit compute with it, in its forward or in a method registered by "
+        f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
+        f"making its module a unit; or, where no gradient is needed, read it inside "
+        f"summon_full_params"
+    )
+
+
+def _view_of(shard: Any, value: Tensor) -> ShardTensor:
+    view = value.as_subclass(ShardTensor)
+    view.stands_for = getattr(shard, "stands_for", shard)
+    return view
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a stand-in for the full parameter if ``tensor`` is its shard, else ``tensor``."""
+    param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+    if param is None or len(param.originals) > 1:
+        return tensor
+    return without_values(param.originals[0].shape, tensor.dtype)
 
 
 # ---------------------------------------------------------------- deferred values

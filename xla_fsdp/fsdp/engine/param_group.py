@@ -24,11 +24,13 @@ from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
+    OriginalParam,
     is_first,
     remember,
     remember_group,
     remember_shown,
 )
+from xla_fsdp.fsdp.engine.param_guards import Reshard, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 
 
@@ -147,6 +149,11 @@ class FSDPParamGroup:
         return [0 if leaf.is_inference() else leaf._version for leaf in self.leaves]
 
     @property
+    def originals(self) -> list[OriginalParam]:
+        """The original parameters, in the order of unsharded ones."""
+        return [original for param in self.params for original in param.originals]
+
+    @property
     def num_originals(self) -> int:
         """Number of original parameters."""
         return sum(len(param.originals) for param in self.params)
@@ -203,6 +210,7 @@ class FSDPParamGroup:
             at += len(param.originals)
         if state is ShardedState.UNSHARDED:
             remember_shown(unsharded)
+        reopen(unsharded)
         self.unsharded, self.sharded_state = unsharded, state
         self.unsharded_versions = self.versions if versions is None else versions
 
@@ -210,6 +218,12 @@ class FSDPParamGroup:
         """Point the modules at the shards."""
         for param in self.params:
             param.to_sharded()
+        # Not after a forward, whose outputs are still to come and may be parameters, and not after
+        # ``summoned``, whose leaves belong to the user.
+        if self.sharded_state in (ShardedState.BACKWARD, ShardedState.UNSHARDED):
+            reshard = Reshard(self, self.unsharded_versions, freed=False)
+            for index, tensor in enumerate(self.unsharded):
+                reshard.take(tensor, index)
         self.unsharded, self.sharded_state = [], ShardedState.SHARDED
 
     def reshard(self) -> None:

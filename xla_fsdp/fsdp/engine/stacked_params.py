@@ -28,6 +28,7 @@ from xla_fsdp.fsdp.engine.param import (
     remember_group,
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param_guards import in_forward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -56,6 +57,7 @@ class ShardStack(ShardParameter):
         )
 
     @torch.no_grad()
+    @in_forward(False)
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global parameters as a stack, on the device."""
         full = torch.stack([gather_like(self, each) for each in self.detach().unbind()])

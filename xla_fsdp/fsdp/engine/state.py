@@ -15,6 +15,7 @@ unsharded parameters in between.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,9 @@ from xla_fsdp.fsdp.engine.autograd import (
     version_of,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
+from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
@@ -65,10 +68,11 @@ _running = _Running()
 
 @contextlib.contextmanager
 def running(unit: FSDPState) -> Iterator[None]:
-    """Add ``unit`` to ``running_units()`` inside the block."""
+    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward."""
     _running.units.append(unit)
     try:
-        yield
+        with in_forward(True):
+            yield
     finally:
         _running.units.remove(unit)
 
@@ -332,7 +336,9 @@ class FSDPState:
         self.context = FSDPContext(sync_on_end=config.sync_on_finalization)
         self._forward: ForwardPass | None = None
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
-        self._dummy = torch.zeros(1, device=device)
+        # The data of freed parameters. Code below torch functions could still read it: this shape
+        # hardly broadcasts, and NaN is seen in any result.
+        self._dummy = torch.full((3, 5, 7, 11), math.nan, device=device)
 
     def join(self, root: FSDPState) -> None:
         """Share the context of ``root``, a unit around this one."""
@@ -346,12 +352,14 @@ class FSDPState:
 
     # ------------------------------------------------------------ at the user's request
 
+    @in_forward(False)
     def prefetch(self, before: Sequence[Tensor] = ()) -> None:
         """Gather the parameters for the next forward or backward, once ``before`` are computed."""
         self.group.prefetch(
             before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
         )
 
+    @in_forward(False)
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
         ``reshard``. Gradients of results computed with them reach the shards."""
@@ -383,7 +391,8 @@ class FSDPState:
         self.reshard()
         self.group.to_unsharded(unsharded, ShardedState.FORWARD)
         try:
-            yield
+            with in_forward(True):
+                yield
         finally:
             self.group.to_sharded()
 
@@ -434,7 +443,12 @@ class FSDPState:
             )
 
     def cast_input(self, tensor: Tensor) -> Tensor:
-        """Return an input in the dtype that the unit computes with."""
+        """Return an input in the dtype that the unit computes with.
+
+        Raises:
+            RuntimeError: if it is a shard.
+        """
+        refuse_shards([tensor], "as an argument")
         return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
 
     def cast_output(self, tensor: Tensor) -> Tensor:
@@ -534,16 +548,14 @@ class FSDPState:
         except BaseException as error:
             self._forward = None
             if self.state is ShardedState.FORWARD:
-                self.group.to_sharded()
+                self._reshard_after(current)
             explain_hooks(error)
             raise
         current.running.discard(part)
         current.done.add(part)
-        if len(current.done) < self.parts:
-            return self._tie_outputs(call, outputs, current.for_backward)
-        self._to_sharded_after_forward()
         outputs = self._tie_outputs(call, outputs, current.for_backward)
-        self._end_forward()
+        if len(current.done) == self.parts:
+            self._end_forward()
         return outputs
 
     def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
@@ -573,6 +585,7 @@ class FSDPState:
         """Return the outputs in the output dtype, those on the device as outputs of a
         ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
+        refuse_shards(given, "as an output")
         lazy = [tensor for tensor in given if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
@@ -597,38 +610,36 @@ class FSDPState:
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         group.to_unsharded(unsharded, ShardedState.BACKWARD, versions=versions)
         try:
-            with saved.hooks() if call.reshards else nullcontext():
+            with in_forward(True), saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
             group.to_unsharded(for_backward, ShardedState.BACKWARD, idle=True, versions=versions)
-            saved.forget()
+            saved.reshard(Reshard(group, versions, freed=False), None)
         return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
 
     # ------------------------------------------------------------ end of a forward
 
-    def _to_sharded_after_forward(self) -> None:
-        """Let the modules hold shards again.
+    def _end_forward(self) -> None:
+        """Let the modules hold shards again; free the parameters, unless backward is to use them
+        again.
 
         Raises:
             ValueError: if the forward has changed a parameter in place.
         """
-        if self._forward is None or self.state is not ShardedState.FORWARD:
-            return
-        self.group.to_sharded()
-        if changed := self._forward.saved.changed_in_place():
-            self._forward = None
-            raise self._changed_in_place(changed)
-
-    def _end_forward(self) -> None:
-        """Free the parameters, unless backward is to use them again."""
-        self._to_sharded_after_forward()
         current, self._forward = self._forward, None
         if current is None:
             return
-        if current.call.reshards:
-            current.saved.release(self._dummy)
-        else:
-            current.saved.forget()
+        changed = current.saved.changed_in_place()
+        self._reshard_after(current)
+        if changed:
+            raise self._changed_in_place(changed)
+
+    def _reshard_after(self, current: ForwardPass) -> None:
+        if self.state is ShardedState.FORWARD:
+            self.group.to_sharded()
+        call = current.call
+        reshard = Reshard(self.group, call.versions, freed=call.reshards)
+        current.saved.reshard(reshard, self._dummy if call.reshards else None)
 
     def _end_idle_forward(self) -> None:
         """End a forward in which some of the unit's modules were not called."""
@@ -641,8 +652,7 @@ class FSDPState:
         self._end_idle_forward()
 
     def _changed_in_place(self, changed: list[int]) -> ValueError:
-        originals = [original for param in self.group.params for original in param.originals]
-        names = ", ".join(originals[index].names[0] for index in changed)
+        names = ", ".join(self.group.originals[index].names[0] for index in changed)
         return ValueError(
             f"{names} was changed in place in the forward of its FSDP unit. The change would be "
             f"lost: full parameters are freed after the forward and gathered again from the "

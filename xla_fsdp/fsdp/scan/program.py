@@ -231,7 +231,8 @@ def _differentiate(
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, need in zip(others, needs, strict=True) if need]
         leaves = [x, *trained.values(), *asked]
-        found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+        with blocks.template.unit.computing_with(params):  # for hooks that read the parameters
+            found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     grad_x = torch.zeros_like(x) if found[0] is None else found[0]
     by_original = zip(trained, found[1:], strict=False)
     grads = {original: each for original, each in by_original if each is not None}

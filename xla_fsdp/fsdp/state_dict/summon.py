@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined
+from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 
@@ -69,6 +70,7 @@ def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
 
 
 @torch.no_grad()
+@in_forward(False)
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
     """Return the unsharded parameters of each unit; nothing on ranks that ``is_shown`` excludes."""
     # By the shard, which units may share, and the index of the original in it.
@@ -117,6 +119,7 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 
 
 @torch.no_grad()
+@in_forward(False)
 def _write_back(unit: FSDPState, unsharded: Sequence[nn.Parameter], *, with_grads: bool) -> None:
     rank, rest = unit.group.collectives.rank, iter(unsharded)
     for param in unit.group.params:

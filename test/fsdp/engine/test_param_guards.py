@@ -1,0 +1,329 @@
+"""Parameters that somebody holds or reads while their full values are not there. Two ranks.
+
+That they are right in backward, ``test_parity`` shows with the models ``HoldingNet`` and
+``RememberingNet``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from test.common.in_place import in_place
+from test.common.models import FEATURES, HoldingNet
+from test.common.scenarios import Scenarios, make, message, nested, rows
+
+scenarios = Scenarios(__name__)
+result = scenarios.result
+
+HIDDEN_SHAPE = (FEATURES, FEATURES)
+
+
+class Inner(nn.Module):
+    """Leaves its parameters, and a view that autograd saves, in a side object."""
+
+    def __init__(self, side: dict[str, Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.lin.weight.t()
+        self.side.update(weight=self.lin.weight, turned=turned, bias=self.lin.bias)
+        return x @ turned + self.lin.bias
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x * self.lin.bias
+
+
+class Outer(nn.Module):
+    """Runs ``read`` in the forward of its second block, or in its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side: dict[str, Any] = {}
+        self.blocks = nn.ModuleList([Inner(self.side), nn.Linear(FEATURES, FEATURES)])
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.read: Callable[..., Any] = lambda model, x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x * self.scale)
+        x = self.read(self, x)
+        return self.blocks[1](x)
+
+
+def models() -> dict[str, Any]:
+    """Return the model, sharded in the ways that there are."""
+    return {
+        "wrapper": nested(make(Outer)),
+        "flat": nested(make(Outer), flatten_parameters=True),
+        "rows": nested(make(Outer), shard_param_on_dim_0=True),
+        "in place": in_place(make(Outer)),
+    }
+
+
+def inner_of(model: Any) -> Any:
+    """Return the first block, without a wrapper."""
+    return getattr(model.blocks[0], "module", model.blocks[0])
+
+
+# ---------------------------------------------------------------- held after reshard
+
+USES: dict[str, Callable[[dict[str, Any], Tensor], Tensor]] = {
+    "scaled": lambda side, x: x * side["bias"],
+    "matrix": lambda side, x: x @ side["weight"],
+    "view": lambda side, x: x @ side["turned"],
+    "keyword": lambda side, x: torch.lerp(x, x, weight=side["bias"]),
+    "list": lambda side, x: torch.stack([side["bias"], side["bias"]]),
+    "operator": lambda side, x: torch.ops.aten.mul.Tensor(x, side["bias"]),
+    "in place": lambda side, x: x.mul_(side["bias"]),
+    "copied": lambda side, x: copy.deepcopy(side["bias"].detach()),
+}
+
+
+@scenarios.add
+def held(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: _held(model) for name, model in models().items()}
+
+
+def _held(model: Any) -> dict[str, Any]:
+    whole, side = getattr(model, "module", model), inner_of(model).side
+    model(rows()).sum().backward()
+    uses = [partial(use, side) for use in USES.values()]
+    found: dict[str, Any] = {"after backward": [message(partial(use, rows())) for use in uses]}
+    found["in forward"] = []
+    for use in uses:
+        whole.read = lambda model, x, use=use: use(x)
+        found["in forward"].append(message(lambda: model(rows())))
+    whole.read = lambda model, x: x
+    y = model(rows()).tanh()
+    weight, turned = side["weight"], side["turned"]
+    found["known"] = [tuple(weight.shape), turned.size(0), len(weight), str(weight.dtype)]
+    found["shown"] = repr(side["bias"])
+    with torch._C.DisableTorchFunctionSubclass():
+        found["data"] = {tuple(each.shape) for each in side.values()}
+    y.register_hook(lambda grad: grad * side["bias"].sum())
+    found["in backward"] = [message(y.sum().backward)]
+    with torch.no_grad():
+        model(rows())
+        found["without gradients"] = [message(lambda: rows() * side["bias"])]
+    found["pickled"] = [message(lambda: pickle.dumps(side["bias"]))]
+    return found
+
+
+def test_a_held_parameter_raises_while_its_unit_is_sharded() -> None:
+    for found in result("held").values():
+        known, shown, data = (found.pop(key) for key in ("known", "shown", "data"))
+        assert known == [HIDDEN_SHAPE, FEATURES, FEATURES, "torch.float32"]
+        assert shown == "ReshardedParam(lin.bias)"
+        assert len(data) == 1  # that of a dummy, so the memory is freed
+        for each in itertools.chain(*found.values()):
+            assert re.match(r"RuntimeError: lin\.(bias|weight) was used", each)
+            assert "while its FSDP unit is sharded" in each
+            assert "register_fsdp_forward_method" in each
+            assert "reshard_after_forward=False" in each
+
+
+@scenarios.add
+def held_and_not_freed(rank: int) -> dict[str, Any]:
+    model = nested(make(Outer), reshard_after_forward=False)
+    whole, side = model.module, inner_of(model).side
+    whole.read = lambda model, x: x * side["bias"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(rows()).sum().backward()
+    plain = make(Outer)
+    plain.read = lambda model, x: x * model.side["bias"]
+    plain(rows().cpu()).sum().backward()
+    full = inner_of(model).lin.bias.full_tensor()
+    found = {
+        "value": torch.equal((side["bias"] * 1).cpu(), full.cpu()),
+        "reads": model.scale.grad.cpu()[:1].item() if rank == 0 else None,
+        "plain": plain.scale.grad.item(),
+    }
+    optimizer.step()
+    found["after the step"] = message(lambda: side["bias"] * 1)
+    return found
+
+
+def test_a_held_parameter_that_is_not_freed_is_there_until_its_shards_change() -> None:
+    found = result("held_and_not_freed")
+    assert found["value"]
+    torch.testing.assert_close(found["reads"], found["plain"])
+    assert "lin.bias was used (by mul)" in found["after the step"]
+
+
+@scenarios.add
+def two_passes(rank: int) -> dict[str, list[Tensor]]:
+    from xla_fsdp.fsdp.engine.param import gather_like
+
+    def grads(model: Any, x: Tensor) -> list[tuple[Any, Tensor]]:
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [(p, p.grad) for p in model.blocks[0].parameters() if p.grad is not None]
+
+    found = {"plain": [grad for _, grad in grads(make(HoldingNet), rows().cpu())]}
+    for name, options in (("frees", {}), ("keeps", {"reshard_after_forward": False})):
+        model = nested(make(HoldingNet), **options)
+        found[name] = [gather_like(param, grad).cpu() for param, grad in grads(model, rows())]
+    return found
+
+
+def test_a_graph_that_runs_backward_twice_reads_the_parameters_twice() -> None:
+    found = result("two_passes")
+    torch.testing.assert_close(found["frees"], found["plain"])
+    torch.testing.assert_close(found["keeps"], found["plain"])
+
+
+# ---------------------------------------------------------------- shards in a forward
+
+READS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "sum": lambda lin, x: x * lin.weight.sum(),
+    "product": lambda lin, x: x @ lin.weight,
+    "broadcast": lambda lin, x: x + lin.bias,
+    "detached": lambda lin, x: x + lin.bias.detach(),
+    "data": lambda lin, x: x + lin.bias.data * 2,
+    "turned": lambda lin, x: x @ lin.weight.T,
+    "list": lambda lin, x: torch.cat([lin.bias, lin.bias]),
+    "in_place": lambda lin, x: lin.weight.data.add_(x.sum()),
+    "norm": lambda lin, x: torch.nn.utils.get_total_norm([lin.weight]),
+}
+
+
+@scenarios.add
+def read_by_parents(rank: int) -> list[str]:
+    sharded = models()
+    del sharded["flat"]  # the module has no such attribute
+    return [each for model in sharded.values() for each in _read_by_parent(model)]
+
+
+def _read_by_parent(model: Any) -> list[str]:
+    whole, lin, found = getattr(model, "module", model), inner_of(model).lin, []
+    for read in READS.values():
+        whole.read = lambda model, x, read=read: read(lin, x)
+        found.append(message(lambda: model(rows())))
+    with torch.no_grad():
+        found.append(message(lambda: model(rows())))
+    whole.read = lambda model, x: x
+    model(rows()).sum().backward()  # as if nothing had been
+    return found
+
+
+def test_a_shard_raises_in_the_forward_of_another_unit() -> None:
+    for each in result("read_by_parents"):
+        assert each.startswith("RuntimeError: the shard of lin.")
+        for advice in ("register_fsdp_forward_method", "summon_full_params", "the outer unit"):
+            assert advice in each
+
+
+@scenarios.add
+def harmless(rank: int) -> dict[str, Any]:
+    from xla_fsdp import register_fsdp_forward_method
+
+    found: dict[str, Any] = {}
+    plain = make(Outer)
+
+    def look(model: Any, x: Tensor) -> Tensor:
+        inner = getattr(model.blocks[0], "module", model.blocks[0])
+        weight = inner.lin.weight
+        found["shape"] = (tuple(weight.shape), weight.size(1), weight.numel(), weight.ndim)
+        found["kinds"] = {str(param.dtype) for param in model.parameters()}
+        found["device"] = {param.device.type for param in model.parameters()}
+        found["flags"] = [weight.requires_grad, weight.is_leaf, weight.is_floating_point()]
+        found["grad"] = weight.grad is None
+        found["state"] = sorted(model.state_dict())
+        x = x.to(weight).type_as(weight) + weight.new_zeros(FEATURES)
+        return model.blocks[0].encode(x)
+
+    def summon(model: Any, x: Tensor) -> Tensor:
+        with model.summon_full_params(model.blocks[0], writeback=False):
+            return x + inner_of(model).lin.bias.detach()
+
+    def unshard(model: Any, x: Tensor) -> Tensor:
+        model.blocks[0].unshard()
+        return x + inner_of(model).lin.bias
+
+    plain.read = lambda model, x: model.blocks[0].encode(x)
+    found["plain encoded"] = plain(rows().cpu())
+    plain.read = lambda model, x: x + inner_of(model).lin.bias
+    found["plain added"] = plain(rows().cpu())
+    model = in_place(make(Outer))
+    register_fsdp_forward_method(model.blocks[0], "encode")
+    for name, read in (("encoded", look), ("summoned", summon), ("unsharded", unshard)):
+        model.read = read
+        found[name] = model(rows()).cpu()
+    return found
+
+
+def test_what_does_not_compute_with_a_shard_works_in_a_forward() -> None:
+    found = result("harmless")
+    assert found["shape"] == (HIDDEN_SHAPE, FEATURES, FEATURES * FEATURES, 2)
+    assert found["kinds"] == {"torch.float32"}
+    assert found["device"] == {"xla"}
+    assert found["flags"] == [True, True, True]
+    assert "blocks.0.lin.weight" in found["state"]
+    torch.testing.assert_close(found["encoded"], found["plain encoded"])
+    torch.testing.assert_close(found["summoned"], found["plain added"])
+    torch.testing.assert_close(found["unsharded"], found["plain added"])
+
+
+class Averaging(nn.Module):
+    """Averages one block's parameters into another's, in its forward (momentum encoders do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(2)])
+
+    @torch.no_grad()
+    def average(self) -> None:
+        pairs = zip(self.blocks[0].parameters(), self.blocks[1].parameters(), strict=True)
+        for number, (param, mean) in enumerate(pairs):
+            if number:
+                mean.data = mean.data * 0.9 + param.data * (1 - 0.9)
+            else:
+                mean.lerp_(param, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average()
+        return self.blocks[1](self.blocks[0](x))
+
+
+@scenarios.add
+def averaged(rank: int) -> list[list[Tensor]]:
+    plain, model = make(Averaging), nested(make(Averaging))
+    plain(rows().cpu())
+    model(rows())
+    return [
+        [param.detach() for param in plain.blocks[1].parameters()],
+        [param.full_tensor().cpu() for param in model.blocks[1].parameters()],
+    ]
+
+
+def test_shards_may_be_averaged_in_a_forward() -> None:
+    plain, found = result("averaged")
+    torch.testing.assert_close(found, plain)
+
+
+@scenarios.add
+def copies(rank: int) -> list[bool]:
+    """Copy and pickle a model while somebody holds its parameters."""
+    model = in_place(make(Outer))
+    held = model.side.copy()
+    model(rows()).sum().backward()
+    held.update(model.side)
+    model.side.clear()
+    again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model.state_dict()))]
+    found = [torch.equal(again[0](rows()).cpu(), model(rows()).cpu())]
+    return [*found, sorted(again[1]) == sorted(model.state_dict()), len(held) > 0]
+
+
+def test_a_model_is_copied_while_its_parameters_are_held() -> None:
+    assert result("copies") == [True, True, True]

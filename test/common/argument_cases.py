@@ -7,6 +7,7 @@ tensors and facts (comparable values) that must be the same with and without FSD
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -283,10 +284,8 @@ def _(block: Any, x: Tensor, found: list[Tensor]) -> Tensor:
 
 def _raised(block: nn.Module, h: Tensor) -> Seen:
     given, changed = {"h": h}, h * 2
-    try:
+    with contextlib.suppress(StopIteration):
         block(given, changed)
-    except StopIteration:
-        pass
     return [*given.values(), changed], [list(given), given["h"] is h]
 
 
@@ -436,7 +435,8 @@ def _(block: Any, x: Tensor, view: Tensor, total: Tensor, part: Tensor) -> Tenso
 def _view_with_a_hook(block: nn.Module, h: Tensor) -> Seen:
     x = h * 2
     view = x.t()
-    view.register_hook(lambda grad: grad * 3)
+    if view.requires_grad:
+        view.register_hook(lambda grad: grad * 3)
     return [block(x, view)], []
 
 

@@ -74,22 +74,21 @@ def replace_tensors(tree: Any, new: Sequence[Tensor]) -> Any:
 
 # ---------------------------------------------------------------- replacing objects by others
 
-Substitutes = Mapping[int, Any]
-"""What takes the place of an object, by the object's ``id``. The objects must be alive."""
+Substitutes = Mapping[int, tuple[Any, Any]]
+"""Pairs (object, what takes its place) by the object's ``id``; the pair keeps the object alive."""
 
 
-def substitutes(objects: Iterable[Any], new: Iterable[Any]) -> dict[int, Any]:
+def substitutes(objects: Iterable[Any], new: Iterable[Any]) -> dict[int, tuple[Any, Any]]:
     """Return a table that replaces ``objects`` by ``new``."""
-    return {id(old): each for old, each in zip(objects, new, strict=True)}
+    return {id(old): (old, each) for old, each in zip(objects, new, strict=True)}
 
 
 def replaced(tree: Any, by: Substitutes) -> Any:
     """Return ``tree`` with the objects in its tuples and frozen instances replaced; ``tree`` itself
     if there are none. Other containers in it are not looked into."""
-    if (new := by.get(id(tree), tree)) is not tree or isinstance(tree, Tensor):
-        return new
-    parts = _frozen_parts(tree)
-    if parts is None:
+    if (pair := by.get(id(tree))) is not None:
+        return pair[1]
+    if isinstance(tree, Tensor) or (parts := _frozen_parts(tree)) is None:
         return tree
     changed = [replaced(part, by) for part in parts]
     if all(new is old for new, old in zip(changed, parts, strict=True)):
@@ -97,7 +96,7 @@ def replaced(tree: Any, by: Substitutes) -> Any:
     return _frozen_like(tree, changed)
 
 
-def replace_entries(container: Any, by: Substitutes) -> dict[int, Any]:
+def replace_entries(container: Any, by: Substitutes) -> dict[int, tuple[Any, Any]]:
     """Replace objects in the entries of ``container``, one of ``Contents``, in place.
 
     Returns:
@@ -107,7 +106,7 @@ def replace_entries(container: Any, by: Substitutes) -> dict[int, Any]:
     for key, value in _entries(container):
         if (new := replaced(value, by)) is not value:
             _store(container, key, new)
-            back[id(new)] = value
+            back[id(new)] = new, value
     return back
 
 

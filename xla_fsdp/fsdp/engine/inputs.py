@@ -75,13 +75,13 @@ class Inputs:
         tree = copied(self._tree, self._contents.containers, by)
         return InputForm(tree, self._names, slots, self._views)
 
-    def _lend(self, by: Substitutes) -> tuple[Any, dict[int, Any]]:
+    def _lend(self, by: Substitutes) -> tuple[Any, Substitutes]:
         """Put other tensors into the caller's containers.
 
         Returns:
             The arguments with these tensors, and the table that puts the caller's entries back.
         """
-        back: dict[int, Any] = {}
+        back: dict[int, tuple[Any, Any]] = {}
         for container in self._contents.containers:
             back.update(replace_entries(container, by))
         return replaced(self._tree, by), back
@@ -105,7 +105,7 @@ class InputForm:
     _tree: Any  # with an object of ``_slots`` for each tensor
     _names: tuple[str, ...]
     _slots: Sequence[object]
-    _views: Sequence[View]
+    _views: Views
 
     def filled(self, copies: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with copies of the sources, in containers of their own."""
@@ -129,9 +129,13 @@ class Outputs:
     def __init__(self, result: Any, containers: list[Any], own: Sequence[Tensor]) -> None:
         self._result = result
         self._containers = containers
-        mine = {id(tensor) for tensor in own} if containers else ()
-        found = tensors_in((result, *containers))
-        self.tensors = [tensor for tensor in found if id(tensor) not in mine]
+        found = Contents.of((result, *containers))
+        self._copied = found.containers
+        self.tensors = found.tensors
+        if containers:
+            kept, mine = {id(each) for each in containers}, {id(tensor) for tensor in own}
+            self._copied = [each for each in found.containers if id(each) not in kept]
+            self.tensors = [tensor for tensor in found.tensors if id(tensor) not in mine]
 
     def replaced(self, new: Sequence[Tensor]) -> Any:
         """Return the result with ``new`` in place of ``tensors``, also in the caller's containers.
@@ -139,10 +143,7 @@ class Outputs:
         by = substitutes(self.tensors, new)
         for container in self._containers:
             replace_entries(container, by)
-        kept = {id(container) for container in self._containers}
-        found = Contents.of(self._result).containers
-        others = [each for each in found if id(each) not in kept and tensors_in(each)]
-        return copied(self._result, others, by)
+        return copied(self._result, [each for each in self._copied if tensors_in(each)], by)
 
 
 # ---------------------------------------------------------------- memory that tensors share
@@ -171,40 +172,42 @@ class View:
             return self.recipe._view_func_unsafe(copy)
 
 
-def _views_on(views: Sequence[View], copies: Sequence[Tensor]) -> list[Tensor]:
-    return [view.on(copies[view.source]) for view in views]
+Views = Sequence[View] | None
+"""How to make each of several tensors; None if they are the sources themselves."""
 
 
-def _find_views(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[View]]:
-    """Return sources and, for each tensor, how to make it from them.
+def _views_on(views: Views, copies: Sequence[Tensor]) -> Sequence[Tensor]:
+    return copies if views is None else [view.on(copies[view.source]) for view in views]
+
+
+def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+    """Return sources, and how to make the tensors from them.
 
     Of tensors that share memory, those are made that are views (``x`` and ``x.t()``, or two views
     of all of ``x``). Views of separate parts (``q, k, v = x.chunk(3)``) are sources themselves.
     """
-    made = _shared_views(tensors)
-    sources: dict[int, Tensor] = {}
-    for tensor in tensors:
-        source = _base(tensor) if id(tensor) in made else tensor
-        sources[id(source)] = source
-    number = {key: at for at, key in enumerate(sources)}
-    views = [
-        View(number[id(_base(t))], t, t.requires_grad or not _base(t).requires_grad)
-        if id(t) in made
-        else View(number[id(t)])
-        for t in tensors
-    ]
-    return list(sources.values()), views
-
-
-def _shared_views(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the ids of the views that share memory with others."""
+    bases = [_base(tensor) for tensor in tensors]
     groups: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(id(_base(tensor)), []).append(tensor)
-    return {id(view) for group in groups.values() if group[1:] for view in _shared_in(group)}
+    for base, tensor in zip(bases, tensors, strict=True):
+        groups.setdefault(id(base), []).append(tensor)
+    if len(groups) == len(tensors):
+        return tensors, None
+    made = {id(view) for group in groups.values() if group[1:] for view in _shared_views(group)}
+    origins = [
+        base if id(tensor) in made else tensor for base, tensor in zip(bases, tensors, strict=True)
+    ]
+    sources = list({id(origin): origin for origin in origins}.values())
+    number = {id(source): at for at, source in enumerate(sources)}
+    return sources, [
+        View(number[id(origin)])
+        if origin is tensor
+        else View(number[id(origin)], tensor, tensor.requires_grad or not origin.requires_grad)
+        for origin, tensor in zip(origins, tensors, strict=True)
+    ]
 
 
-def _shared_in(group: list[Tensor]) -> list[Tensor]:
+def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of several tensors with the same base that are views to make."""
     base = _base(group[0])
     views = [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
     # Views that have more elements than the base must share some; others are usually chunks.

@@ -235,13 +235,14 @@ class Unknown:
     """An object that nobody looks into."""
 
     def __init__(self, h: Tensor) -> None:
-        self.h = h
+        self.h = self.y = h
 
 
 def _instances(block: nn.Module, h: Tensor) -> Seen:
     registered, unknown, tensors = Registered(h), Unknown(h), {h}
     y = block(registered, unknown, tensors, (each for each in [h, h]))
-    return [y, registered.h, *registered.log, unknown.h], [registered.log[0] is h, len(tensors)]
+    facts = [registered.log[0] is h, len(tensors), unknown.h is h]
+    return [y, registered.h, *registered.log, unknown.y], facts
 
 
 @_inside_of(_instances)
@@ -249,8 +250,8 @@ def _(block: Any, registered: Registered, unknown: Unknown, tensors: Any, given:
     registered.log.append(registered.h)
     weight = block.lin.weight
     registered.h = block.lin(registered.h)
-    unknown.h = torch.tanh(unknown.h.to(weight.dtype) @ weight)
-    tensors.add(unknown.h)
+    unknown.y = torch.tanh(unknown.h.to(weight.dtype) @ weight)
+    tensors.add(unknown.y)
     return registered.h + sum(given)
 
 

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
+from xla_fsdp.distributed.pytree import (
+    Contents,
+    map_tensors,
+    replace_entries,
+    replace_tensors,
+    replaced,
+    substitutes,
+    tensors_in,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -66,6 +75,50 @@ def test_packed_sequences_stay_packed() -> None:
     result = map_tensors(lambda t: t, (packed,))[0]
     assert type(result) is PackedSequence
     assert torch.equal(result.data, packed.data)
+
+
+@given(TREES)
+def test_lent_tensors_are_given_back(tree: object) -> None:
+    found, before = Contents.of(tree), repr(tree)
+    lent = [tensor + 1 for tensor in found.tensors]
+    by, back = substitutes(found.tensors, lent), {}
+    for container in found.containers:
+        back.update(replace_entries(container, by))
+    now = replaced(tree, by)
+    assert all(a is b for a, b in zip(tensors_in(now), lent, strict=True))
+    for container in found.containers:
+        replace_entries(container, back)
+    assert repr(tree) == before
+    assert all(a is b for a, b in zip(tensors_in(tree), found.tensors, strict=True))
+
+
+def test_what_cannot_change_is_given_back_itself() -> None:
+    record = Record(torch.ones(1), "n")
+    given: list[object] = [record]
+    back = replace_entries(given, substitutes([record.value], [torch.zeros(1)]))
+    assert given[0] is not record
+    replace_entries(given, back)
+    assert given[0] is record
+
+
+def test_containers_that_hold_themselves() -> None:
+    tree: dict[str, object] = {"a": torch.ones(1)}
+    tree["b"] = [tree, tree["a"]]
+    result = map_tensors(lambda t: t * 2, tree)
+    assert result["b"][0] is result
+    assert result["b"][1] is result["a"] is not tree["a"]
+
+
+@dataclass(eq=False)
+class Sum(nn.Module):
+    values: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_modules_are_no_containers() -> None:
+    assert tensors_in([Sum([torch.ones(1)])]) == []
 
 
 def test_containers_that_pytree_copies_are_not_kept_alive() -> None:

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.chunked.weights import why_whole
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import ForwardOverride
 from xla_fsdp.fsdp.engine.state import FSDPState, running_units
 
@@ -117,13 +117,13 @@ class ChunkedForward:
         unit.context.abandon()
         unit.refuse_run()
         unit.reshard()
-        given = map_tensors(unit.cast_input, (args, kwargs))
+        inputs = Inputs(args, kwargs)
         # checkpoint_module has nothing to recompute, as no activations are saved.
         with regions_run_once(), _computing_by(module, compute):
-            result = forward(*given[0], **given[1])
+            outputs = inputs.call(forward, [unit.cast_input(t) for t in inputs.sources])
         if not running_units():
             unit.context.forward_gate.clear()
-        return map_tensors(unit.cast_output, result)
+        return outputs.replaced([unit.cast_output(tensor) for tensor in outputs.tensors])
 
 
 # ---------------------------------------------------------------- for the autograd nodes

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
-from xla_fsdp.distributed.pytree import replace_tensors, tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
     mark_constants,
@@ -36,6 +35,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     through,
     version_of,
 )
+from xla_fsdp.fsdp.engine.inputs import Changes, Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import current_pass, running_units
 from xla_fsdp.wrap import has_forward
@@ -247,25 +247,35 @@ class _Region:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the original forward."""
-        inputs = (args, kwargs)
-        tensors = tensors_in(inputs)
-        # Saved by a node outside of the hooks below, so that an outer checkpoint may drop them.
-        self._saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
-        self._input_tree = replace_tensors(inputs, [torch.empty(0)] * len(tensors))
+        inputs = Inputs(args, kwargs)
+        self._form = inputs.form()
+        self._needs_grad = [source.requires_grad for source in inputs.sources]
+        before = [ops.snapshot(source) for source in inputs.sources]
+        changes = Changes(inputs.sources, inputs.sources)
+        self._save_inputs(inputs.sources)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)
         try:
             # A backward in this thread saves in the same order here and when it is recomputed.
             with torch.autograd.set_multithreading_enabled(False), hooks:
-                outputs = self._forward(*args, **kwargs)
+                outputs = inputs.call_on_own(self._forward)
         except RuntimeError as error:
             explain_hooks(error)
             raise
         finally:
             self._kinds = _kinds(self._saved.close())
+        self._changed = changes.changed()
+        if self._changed:
+            pairs = enumerate(zip(before, inputs.sources, strict=True))
+            self._save_inputs([old if at in self._changed else now for at, (old, now) in pairs])
         self._environment.settle()
         # The node gets this list, not the region, which would live as long as the outputs.
-        results = through(partial(_NoteGrads.apply, self._output_grads), tensors_in(outputs))
-        return replace_tensors(outputs, results)
+        return outputs.replaced(
+            through(partial(_NoteGrads.apply, self._output_grads), outputs.tensors)
+        )
+
+    def _save_inputs(self, tensors: Sequence[Tensor]) -> None:
+        # By a node outside of the region's hooks, so that an outer checkpoint may drop them.
+        self._saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
 
     def _pick(self, number: int) -> Tensor:
         if self._saved.is_open:
@@ -304,14 +314,17 @@ class _Region:
         return [tensor.detach() for tensor in found]
 
     def _inputs(self) -> Any:
-        """Return the inputs as new leaves, available only once the gradients of the outputs are."""
+        """Return the inputs with new leaves, available only once the gradients of the outputs are;
+        for tensors that the forward changes in place, with copies of leaves."""
         saved = self._saved_inputs.grad_fn.saved_tensors
         lazy = [tensor for tensor in saved if on_device(tensor)]
         ready = iter(ops.barrier([*lazy, *self._output_grads])[: len(lazy)])
         fresh = [next(ready) if on_device(t) else t.detach() for t in saved]
-        for tensor, original in zip(fresh, saved, strict=True):
-            tensor.requires_grad_(original.requires_grad)
-        return replace_tensors(self._input_tree, fresh)
+        for tensor, needed in zip(fresh, self._needs_grad, strict=True):
+            tensor.requires_grad_(needed)
+        with torch.enable_grad():
+            fresh = [t.clone() if at in self._changed else t for at, t in enumerate(fresh)]
+        return self._form.filled(fresh)
 
     def _check(self) -> None:
         found = _kinds(self._recomputed)

@@ -34,7 +34,7 @@ from xla_fsdp.distributed.higher_order import (
     in_transform,
     outside_transforms,
 )
-from xla_fsdp.distributed.pytree import map_tensors, replace_tensors, tensors_in
+from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
@@ -44,9 +44,9 @@ from xla_fsdp.fsdp.engine.autograd import (
     connect,
     reduce_early,
     through,
-    version_of,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
@@ -408,7 +408,8 @@ class FSDPState:
             part: number of the module in the unit.
 
         Raises:
-            ValueError: if the forward changed a parameter in place.
+            ValueError: if the forward changed a parameter in place, or arguments as
+                ``Inputs.call`` refuses it.
             RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
         """
         if self._forward is not None and part in self._forward.running:  # the module calls itself
@@ -417,13 +418,10 @@ class FSDPState:
         if in_transform():
             return self._run_in_transform(forward, args, kwargs)
         call = self._begin_call(part)
-        given = tensors_in((args, kwargs))
-        inputs, before = self._tie_inputs(call, [self.cast_input(tensor) for tensor in given])
-        versions = [version_of(tensor) for tensor in inputs]
-        args, kwargs = replace_tensors((args, kwargs), inputs)
+        inputs = Inputs(args, kwargs)
+        tied, before = self._tie_inputs(call, [self.cast_input(t) for t in inputs.sources])
         compute = self._recompute if call.recomputed else self._compute
-        result = compute(call, part, before, lambda: forward(*args, **kwargs))
-        _write_back(given, inputs, versions)
+        result = compute(call, part, before, partial(inputs.call, forward, tied))
         self._end_call()
         return result
 
@@ -536,7 +534,7 @@ class FSDPState:
         return map_tensors(self.cast_output, outputs)
 
     def _compute(
-        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
+        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
         """Run the original forward, as opposed to ``_recompute``."""
         current = self._forward or self._begin_forward(call, before)
@@ -581,21 +579,20 @@ class FSDPState:
         gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
         return gathered.params, gathered.post_forward_shards
 
-    def _tie_outputs(self, call: ForwardCall, outputs: Any, for_backward: list[Tensor]) -> Any:
-        """Return the outputs in the output dtype, those on the device as outputs of a
-        ``PreBackward`` node, which saves ``for_backward``."""
-        given = tensors_in(outputs)
-        refuse_shards(given, "as an output")
-        lazy = [tensor for tensor in given if tensor.device.type == "xla"]
+    def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
+        """Return the result with the outputs in the output dtype, those on the device as outputs of
+        a ``PreBackward`` node, which saves ``for_backward``."""
+        refuse_shards(outputs.tensors, "as an output")
+        lazy = [tensor for tensor in outputs.tensors if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
         node = partial(PreBackward.apply, call, ready, len(for_backward), *for_backward)
-        found = through(node, given)
-        return replace_tensors(outputs, [self.cast_output(tensor) for tensor in found])
+        found = through(node, outputs.tensors)
+        return outputs.replaced([self.cast_output(tensor) for tensor in found])
 
     def _recompute(
-        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Any]
+        self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
         """Recompute the forward for a checkpoint, inside a backward pass.
 
@@ -856,10 +853,3 @@ def _prefetch(
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _write_back(given: Sequence[Tensor], inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Copy inputs that the forward changed in place to the caller's tensors, as without FSDP."""
-    for tensor, passed, version in zip(given, inputs, versions, strict=True):
-        if passed is not tensor and version_of(passed) > version:
-            tensor.copy_(passed)

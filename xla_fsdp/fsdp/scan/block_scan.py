@@ -35,7 +35,7 @@ _METADATA = frozenset(
         "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "requires_grad.__get__",
         "is_leaf.__get__", "grad_fn.__get__", "layout.__get__", "size", "dim", "numel", "nelement",
         "ndimension", "is_floating_point", "is_complex", "element_size", "is_inference",
-        "get_device", "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__",
+        "get_device", "_base.__get__", "is_meta.__get__", "is_cuda.__get__", "is_sparse.__get__",
         "is_quantized.__get__", "is_nested.__get__", "names.__get__", "itemsize.__get__",
         "is_xla.__get__", "is_cpu.__get__",
     }

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -52,6 +52,9 @@ class Template:
             params: unsharded parameters, by original.
             tensors: replace the tensors in ``state``.
             given: tensors of the arguments.
+
+        Raises:
+            ValueError: if the forward changes a container among the arguments.
         """
         args, kwargs = self.arguments.put_together(given)
         with (
@@ -60,7 +63,21 @@ class Template:
             self.unit.computing_with(params),
             self.state.replaced(tensors),
         ):
-            return Arguments.of(self.forward(*args, **kwargs))
+            returned = Arguments.of(self.forward(*args, **kwargs))
+        _refuse_changed(replace(self.arguments, tensors=tuple(given)), Arguments.of((args, kwargs)))
+        return returned
+
+
+def _refuse_changed(given: Arguments, now: Arguments) -> None:
+    difference = given.first_difference(now)
+    if difference is None and now.tensors[0] is not given.tensors[0]:
+        difference = f"its {given.names[0]} is another tensor"
+    if difference:
+        raise ValueError(
+            f"a scanned block changes a container that it is given (then {difference}); the change "
+            f"would be lost, as blocks run as one loop. Compute new tensors and return one, or do "
+            f"not scan these blocks"
+        )
 
 
 def only_tensor(returned: Arguments, x: Tensor) -> Tensor:

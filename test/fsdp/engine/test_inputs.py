@@ -1,0 +1,208 @@
+"""What a unit's forward does to its arguments, as its caller sees it.
+
+One model holds all cases; the oracle is the same model without FSDP. Two ranks, slow tests also on
+one and three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from test.common.argument_cases import CASES, ROWS, WIDTH, Around, Model, loss_of
+from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.scenarios import fsdp, make, message
+
+STEPS = 2
+
+Step = dict[str, tuple[list[Tensor], list[Any]]]  # what the callers saw, by case
+Found = dict[str, Any]  # by what was found
+
+
+# ---------------------------------------------------------------- ways to shard
+
+
+def wrapped(model: Any, **options: Any) -> Any:
+    for name, block in model.blocks.items():
+        model.blocks[name] = fsdp(block, **options)
+    return fsdp(model, **options)
+
+
+def in_place(model: Any) -> Any:
+    from xla_fsdp import fully_shard
+
+    for block in model.blocks.values():
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def nested(model: Any) -> Any:
+    for name, block in model.blocks.items():
+        model.blocks[name] = Around(fsdp(block))
+    return wrapped(model)
+
+
+def remat_inside(model: Any) -> Any:
+    from xla_fsdp import checkpoint_module
+
+    for block in model.blocks.values():
+        checkpoint_module(block)
+    return wrapped(model)
+
+
+def remat_outside(model: Any) -> Any:
+    from xla_fsdp import checkpoint_module
+
+    model = in_place(model)
+    for block in model.blocks.values():
+        checkpoint_module(block)
+    return model
+
+
+NO_BARRIERS = {
+    "optimization_barrier_in_forward": False,
+    "optimization_barrier_in_backward": False,
+}
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "wrapped": wrapped,
+    "in_place": in_place,
+    "nested": nested,
+    "remat_inside": remat_inside,
+    "remat_outside": remat_outside,
+    "bfloat16": lambda model: wrapped(model, compute_dtype=torch.bfloat16),
+    "no_barriers": lambda model: wrapped(model, **NO_BARRIERS),
+}
+QUICK = ("nested", "remat_outside", "bfloat16")
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(model: Any, device: torch.device) -> list[Step]:
+    """Return what the callers saw in each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        seen = model(batch(step).to(device))
+        loss_of(seen).backward()
+        optimizer.step()
+        steps.append(on_host(seen))
+    return steps
+
+
+def evaluate(model: Any, device: torch.device) -> Step:
+    """Return what the callers saw without gradients."""
+    with torch.no_grad():
+        return on_host(model(batch(STEPS).to(device)))
+
+
+def batch(step: int) -> Tensor:
+    return torch.linspace(-1, 1 + step, ROWS * WIDTH).reshape(ROWS, WIDTH)
+
+
+def on_host(seen: Any) -> Step:
+    return {
+        name: ([tensor.detach().float().cpu() for tensor in tensors], facts)
+        for name, (tensors, facts) in seen.items()
+    }
+
+
+def run(rank: int, ways: tuple[str, ...]) -> dict[str, Any]:
+    """Return what the callers saw, by way, and what was refused."""
+    import torch_xla
+
+    device = torch_xla.device()
+    found: dict[str, Any] = {"refused": refused(device)}
+    for way in ways:
+        model = WAYS[way](make(Model).to(device))
+        found[way] = [*train(model, device), evaluate(model, device)]
+    return found
+
+
+@cached_outcome
+def plain() -> list[Step]:
+    model = make(Model)
+    device = torch.device("cpu")
+    return [*train(model, device), evaluate(model, device)]
+
+
+launch = cached_outcome(lambda num_ranks, ways: run_on_ranks(run, num_ranks, ways)[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", QUICK)
+def test_callers_see_the_same_as_without_fsdp(way: str, name: str) -> None:
+    compare(launch(2, QUICK)[way], name, 0.1 if way == "bfloat16" else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_in_all_ways_on_one_to_three_ranks(num_ranks: int, way: str) -> None:
+    for name in CASES:
+        compare(launch(num_ranks, tuple(WAYS))[way], name, 0.1 if way == "bfloat16" else 1e-5)
+
+
+def compare(found: list[Step], name: str, tolerance: float) -> None:
+    """Check the tensors and facts of one case in all steps."""
+    for step, (mine, theirs) in enumerate(zip(found, plain(), strict=True)):
+        (tensors, facts), (expected, expected_facts) = mine[name], theirs[name]
+        assert facts == expected_facts, f"step {step}"
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- refused
+
+
+class Changes(nn.Module):
+    """Changes its first argument in place."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.lin, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        self.change(x)
+        return self.lin(others[0].view(-1, WIDTH))
+
+
+def refused(device: torch.device) -> dict[str, str]:
+    x = torch.ones(WIDTH, WIDTH, device=device)
+    add, transpose = fsdp(Changes(lambda x: x.add_(1))), fsdp(Changes(lambda x: x.t_()))
+    found = {
+        "detached": message(lambda: add(x, x.detach())),
+        "other dtype": message(lambda: add(x.view(torch.int32), x)),
+        "same part twice": message(lambda: add(x[0], x[0])),
+        "reshaped": message(lambda: transpose(x, x.clone())),
+        "detached, another changed": message(lambda: add(x.clone(), x, x.detach())),
+    }
+    with torch.inference_mode():
+        y = x.clone()
+        found["inference"] = message(lambda: add(y, y.view(-1)))
+        add(y, y)
+        found["changed in inference mode"] = str(y.mean().item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("detached", ["ValueError", "shape [6, 6] was changed in place", "shares memory", "clone"]),
+        ("other dtype", ["ValueError", "shares memory"]),
+        ("same part twice", ["ValueError", "shape [6]", "shares memory"]),
+        ("reshaped", ["ValueError", "shape [6, 6] was reshaped in place", "without underscore"]),
+        ("detached, another changed", ["nothing was raised"]),
+        ("inference", ["ValueError", "shares memory"]),
+        ("changed in inference mode", ["2.0"]),
+    ],
+)
+def test_changes_that_would_be_lost_are_refused(what: str, said: list[str]) -> None:
+    found = launch(2, QUICK)["refused"][what]
+    assert all(part in found for part in said), found

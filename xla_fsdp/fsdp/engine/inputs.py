@@ -1,0 +1,300 @@
+"""Run a forward on copies of its arguments' tensors, unnoticed by the caller.
+
+A unit computes with copies of its inputs, behind a barrier and in its compute dtype. The caller
+still sees what the forward does to the arguments, and the forward which of them share memory.
+
+Invariants: the caller's containers are never copied. While the forward runs they hold the copies;
+after it, the caller's own tensors and what the forward has put there. A copy that was changed in
+place is written to the tensor it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.distributed.pytree import (
+    Contents,
+    Substitutes,
+    copied,
+    replace_entries,
+    replaced,
+    substitutes,
+    tensors_in,
+)
+from xla_fsdp.distributed.xla import ops
+
+
+class Inputs:
+    """The arguments of one forward.
+
+    Attributes:
+        sources: the tensors to copy: those of the arguments, or what several of them are views of.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tree = (args, tuple(kwargs.values()))
+        self._names = tuple(kwargs)
+        self._contents = Contents.of(self._tree)
+        self.sources, self._views = _find_views(self._contents.tensors)
+
+    def call(self, forward: Callable[..., Any], copies: Sequence[Tensor]) -> Outputs:
+        """Run ``forward`` with copies of ``sources``.
+
+        Raises:
+            ValueError: if it reshaped an argument in place, or changed one of several that share
+                memory in a way that a view does not.
+        """
+        changes = Changes(self.sources, copies)
+        own, lent = self._contents.tensors, _views_on(self._views, copies)
+        (args, values), back = self._lend(substitutes(own, lent))
+        try:
+            result = forward(*args, **dict(zip(self._names, values, strict=True)))
+        finally:
+            containers = self._take_back({**back, **substitutes(lent, own)})
+            _refuse_reshaped(lent, own)
+            changes.write_back()
+        changes.refuse_lost()
+        return Outputs(result, containers, own)
+
+    def call_on_own(self, forward: Callable[..., Any]) -> Outputs:
+        """Run ``forward`` with the caller's tensors."""
+        args, values = self._tree
+        result = forward(*args, **dict(zip(self._names, values, strict=True)))
+        return Outputs(result, self._reached(), self._contents.tensors)
+
+    def form(self) -> InputForm:
+        """Return the arguments as they are now, without their tensors."""
+        slots = [object() for _ in self._contents.tensors]
+        by = substitutes(self._contents.tensors, slots)
+        tree = copied(self._tree, self._contents.containers, by)
+        return InputForm(tree, self._names, slots, self._views)
+
+    def _lend(self, by: Substitutes) -> tuple[Any, Substitutes]:
+        """Put other tensors into the caller's containers.
+
+        Returns:
+            The arguments with these tensors, and the table that puts the caller's entries back.
+        """
+        back: dict[int, tuple[Any, Any]] = {}
+        for container in self._contents.containers:
+            back.update(replace_entries(container, by))
+        return replaced(self._tree, by), back
+
+    def _take_back(self, back: Substitutes) -> list[Any]:
+        """Put the caller's entries back, wherever the forward has moved them; return all containers
+        that the caller reaches now."""
+        containers = self._reached()
+        for container in containers:
+            replace_entries(container, back)
+        return containers
+
+    def _reached(self) -> list[Any]:
+        return Contents.of(self._tree).containers if self._contents.containers else []
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """Arguments without tensors."""
+
+    _tree: Any  # with an object of ``_slots`` for each tensor
+    _names: tuple[str, ...]
+    _slots: Sequence[object]
+    _views: Views
+
+    def filled(self, copies: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with copies of the sources, in containers of their own."""
+        by = substitutes(self._slots, _views_on(self._views, copies))
+        args, values = copied(self._tree, Contents.of(self._tree).containers, by)
+        return args, dict(zip(self._names, values, strict=True))
+
+
+class Outputs:
+    """What a forward has returned, and has put into the containers of its caller.
+
+    Args:
+        result: what it returned.
+        containers: the caller's.
+        own: the caller's tensors; they are no outputs.
+
+    Attributes:
+        tensors: the outputs.
+    """
+
+    def __init__(self, result: Any, containers: list[Any], own: Sequence[Tensor]) -> None:
+        self._result = result
+        self._containers = containers
+        found = Contents.of((result, *containers))
+        self._copied = found.containers
+        self.tensors = found.tensors
+        if containers:
+            kept, mine = {id(each) for each in containers}, {id(tensor) for tensor in own}
+            self._copied = [each for each in found.containers if id(each) not in kept]
+            self.tensors = [tensor for tensor in found.tensors if id(tensor) not in mine]
+
+    def replaced(self, new: Sequence[Tensor]) -> Any:
+        """Return the result with ``new`` in place of ``tensors``, also in the caller's containers.
+        Other containers in the result are copied."""
+        by = substitutes(self.tensors, new)
+        for container in self._containers:
+            replace_entries(container, by)
+        return copied(self._result, [each for each in self._copied if tensors_in(each)], by)
+
+
+# ---------------------------------------------------------------- memory that tensors share
+
+
+@dataclass(frozen=True)
+class View:
+    """How to make a tensor from the copy of a source.
+
+    Args:
+        source: number of the source.
+        recipe: a view of the source, whose view ops to repeat; None for the copy itself.
+        connected: whether the view has the source's graph.
+    """
+
+    source: int
+    recipe: Tensor | None = None
+    connected: bool = True
+
+    def on(self, copy: Tensor) -> Tensor:
+        """Return the view of a copy of its source."""
+        if self.recipe is None:
+            return copy
+        with torch.set_grad_enabled(self.connected):
+            # The strides of an XLA tensor do not describe its views; the recorded view ops do.
+            return self.recipe._view_func_unsafe(copy)
+
+
+Views = Sequence[View] | None
+"""How to make each of several tensors; None if they are the sources themselves."""
+
+
+def _views_on(views: Views, copies: Sequence[Tensor]) -> Sequence[Tensor]:
+    return copies if views is None else [view.on(copies[view.source]) for view in views]
+
+
+def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+    """Return sources, and how to make the tensors from them.
+
+    Of tensors that share memory, those are made that are views (``x`` and ``x.t()``, or two views
+    of all of ``x``). Views of separate parts (``q, k, v = x.chunk(3)``) are sources themselves.
+    """
+    bases = [_base(tensor) for tensor in tensors]
+    groups: dict[int, list[Tensor]] = {}
+    for base, tensor in zip(bases, tensors, strict=True):
+        groups.setdefault(id(base), []).append(tensor)
+    if len(groups) == len(tensors):
+        return tensors, None
+    made = {id(view) for group in groups.values() if group[1:] for view in _shared_views(group)}
+    origins = [
+        base if id(tensor) in made else tensor for base, tensor in zip(bases, tensors, strict=True)
+    ]
+    sources = list({id(origin): origin for origin in origins}.values())
+    number = {id(source): at for at, source in enumerate(sources)}
+    return sources, [
+        View(number[id(origin)])
+        if origin is tensor
+        else View(number[id(origin)], tensor, tensor.requires_grad or not origin.requires_grad)
+        for origin, tensor in zip(origins, tensors, strict=True)
+    ]
+
+
+def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of several tensors with the same base that are views to make."""
+    base = _base(group[0])
+    views = [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
+    # Views that have more elements than the base must share some; others are usually chunks.
+    shares = any(tensor is base for tensor in group)
+    return views if shares or sum(view.numel() for view in views) > base.numel() else []
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _can_be_made(view: Tensor) -> bool:
+    """Return whether the same view of a copy of the base, maybe in another dtype, has the gradient
+    that ``view`` has."""
+    own_graph = view.requires_grad and not _base(view).requires_grad
+    hooked = view._backward_hooks or (view.requires_grad and view.retains_grad)
+    return view.dtype == _base(view).dtype and not own_graph and not hooked
+
+
+# ---------------------------------------------------------------- changes in place
+
+
+class Changes:
+    """Changes in place, from now on, of copies of the caller's tensors.
+
+    Args:
+        sources: the caller's tensors.
+        copies: of them; some may be the sources themselves.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        self._sources, self._copies = sources, copies
+        self._counts = [ops.num_changes(copy) for copy in copies]
+        self._graphs = [copy.grad_fn for copy in copies]
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the changed tensors."""
+        pairs = enumerate(zip(self._copies, self._counts, strict=True))
+        return [at for at, (copy, count) in pairs if ops.num_changes(copy) > count]
+
+    def write_back(self) -> None:
+        """Make the same changes to the caller's tensors."""
+        for at in self.changed():
+            source, copy = self._sources[at], self._copies[at]
+            if copy is not source:
+                # Of a change without grad mode, which leaves allow too, autograd does not know.
+                known = copy.grad_fn is not self._graphs[at]
+                with nullcontext() if known else torch.no_grad():
+                    source.copy_(copy)
+
+    def refuse_lost(self) -> None:
+        """Raise ValueError if a tensor did not follow the change of one that it shares memory
+        with."""
+        for at in self.changed():
+            for other in range(len(self._sources)):
+                if other != at and not self._follows(other, at):
+                    shapes = [list(self._sources[each].shape) for each in (at, other)]
+                    raise ValueError(
+                        f"an argument of shape {shapes[0]} was changed in place in the forward of "
+                        f"an FSDP unit, and another one of shape {shapes[1]} shares memory with it "
+                        f"in a way that the unit cannot repeat (by detach() or another dtype, "
+                        f"say), so that it did not change. Pass one of them, and make the other "
+                        f"from it inside of the forward; or pass a clone"
+                    )
+
+    def _follows(self, other: int, changed: int) -> bool:
+        sources = self._sources[other], self._sources[changed]
+        copies = self._copies[other], self._copies[changed]
+        themselves = sources[0] is copies[0] and sources[1] is copies[1]
+        return themselves or not torch._C._is_alias_of(*sources) or _are_disjoint(*sources)
+
+
+def _are_disjoint(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are views of the same tensor and surely share no element of it."""
+    base = a._base
+    if base is None or b._base is not base or not a.dtype == b.dtype == base.dtype:
+        return False
+    mask = torch.zeros(base.shape, dtype=torch.bool)
+    a._view_func_unsafe(mask).fill_(True)
+    return not b._view_func_unsafe(mask).any()
+
+
+def _refuse_reshaped(lent: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    for copy, tensor in zip(lent, own, strict=True):
+        if copy is not tensor and ops.is_reshaped(copy, tensor):
+            raise ValueError(
+                f"an argument of shape {list(tensor.shape)} was reshaped in place in the forward "
+                f"of an FSDP unit (by unsqueeze_, t_ or resize_, say), which would be lost for the "
+                f"caller. Use the function without underscore instead"
+            )

@@ -13,7 +13,7 @@ from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.fsdp.engine.stacked_params import stack_params
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
-from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems
+from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems, plan_of
 
 
 def scan_blocks(
@@ -62,16 +62,20 @@ def scan_blocks(
     if not isinstance(offload_activations, bool):
         raise TypeError(f"offload_activations is {offload_activations!r}; give True or False")
     found: list[Any] = list(blocks)
-    if problems := find_problems(found, stacked=stacked):
+    plan = plan_of(found)
+    if problems := find_problems(found, plan, stacked=stacked):
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
         raise ValueError("; ".join(problems[:3]) + others)
+    assert plan is not None  # else there is a problem
     names = remat if isinstance(remat, str) else tuple(remat)
-    scan = BlockScan(found, Options(names, gather_once_below, offload_activations))
-    units = [block._fsdp_unit for block in found]
-    _warn_about_ignored(units)
-    if stacked and not are_stacked(units):
-        _stack(units)
-    for block in found:
+    in_loop = [found[number] for number in plan.numbers]
+    scan = BlockScan(in_loop, Options(names, gather_once_below, offload_activations), plan.period)
+    _warn_about_ignored([block._fsdp_unit for block in in_loop])
+    for position in range(plan.period):
+        units = [found[number]._fsdp_unit for number in plan.numbers_at(position)]
+        if stacked and not are_stacked(units):
+            _stack(units)
+    for block in in_loop:
         block._fsdp_module_state.forward_override = scan
     return scan
 

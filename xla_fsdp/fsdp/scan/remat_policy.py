@@ -233,6 +233,10 @@ class ActivationStore:
         """Return the ys of a forward iteration that saves these values."""
         return [offload(each) for each in values] if self.on_host else list(values)
 
+    def get(self, stack: Tensor) -> Tensor:
+        """Return one of these ys, in the device's memory."""
+        return fetch(stack) if self.on_host else stack
+
     def carry_specs(self, ys: Sequence[Tensor]) -> list[TensorSpec]:
         """Return the specs of the fetched slices that the backward loop carries."""
         return [TensorSpec.slice_of(each) for each in ys] if self.on_host else []

@@ -1,4 +1,4 @@
-"""``scan_blocks``: run identical blocks as one loop."""
+"""``scan_blocks``: run blocks as one loop."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ def scan_blocks(
     stacked: bool = False,
     offload_activations: bool = False,
 ) -> BlockScan:
-    """Run identical blocks, each sharded as a unit of its own, as one While loop. The size of the
-    program and its compile time then do not depend on the number of blocks.
+    """Run blocks, each sharded as a unit of its own, as one While loop. The size of the program and
+    its compile time then do not depend on the number of blocks.
 
     The forward of the model stays as it is, if it calls the blocks in order: ``for block in blocks:
-    x = block(x, ...)``. Parameters, their names, optimizers and checkpoints do not change.
+    x = block(x, ...)``; it may keep what they return. Parameters, their names, optimizers and
+    checkpoints do not change.
+
+    Blocks compute the same, but for numbers in arithmetic, which become inputs of the loop. If
+    several kinds of blocks take turns, an iteration runs one of each. Blocks that differ at either
+    end run beside the loop, as units by themselves.
 
     With ``stacked``, parameters of the same name in all blocks become one parameter, [number of
     blocks, *shape of the shard], under its name in the first block. Make the optimizer afterwards.
     State dicts and checkpoints do not change.
 
     Args:
-        blocks: a container or a list of the blocks, in the order in which they are called. All are
-            of one class, with parameters of the same shapes, and compute the same; each returns one
-            tensor of the shape and dtype of its first tensor argument.
+        blocks: a container or a list of the blocks, in the order in which they are called; each
+            returns one tensor of the shape and dtype of its first tensor argument.
         remat: "full" recomputes a block in backward from its input, "none" saves all activations, a
             list of names saves the outputs of these submodules of a block, and activations named by
             ``checkpoint_name``.
@@ -56,7 +60,7 @@ def scan_blocks(
 
     Raises:
         TypeError: if a block is not a module, or ``offload_activations`` not a bool.
-        ValueError: if blocks are not units, not identical or cannot be stacked, or if an option is
+        ValueError: if blocks are not units, none are alike, some cannot be stacked, or an option is
             invalid.
     """
     if not isinstance(offload_activations, bool):

@@ -143,9 +143,7 @@ class Options:
 class _Call:
     """The call of one block."""
 
-    # With the input of block 0 as its first tensor: a reference to the output of the block before
-    # would look as if the caller had kept it.
-    given: Arguments
+    arguments: Arguments  # without tensors
     forward: Callable[..., Any]
     specs: tuple[TensorSpec, ...]  # of its tensors, in the compute dtype
     others: tuple[int, ...]  # which of all other tensor arguments it takes
@@ -154,45 +152,53 @@ class _Call:
     trace: BlockTrace | None  # None if the block was traced in an earlier pass
 
 
-@dataclass
-class _Pass:
-    """A forward in which some, but not yet all, blocks have been called."""
+@dataclass(frozen=True)
+class _BlockList:
+    """The blocks at the beginning of a pass."""
 
     units: list[FSDPState]
     modules: list[nn.Module]  # without FSDP wrappers
     states: list[BlockState]
     shared: list[frozenset[int]]  # by block: indices of the tensors that are equal in all
     trained: list[tuple[bool, ...]]  # by block
-    key: int  # equal for passes with the same settings
-    x: Tensor  # the input of block 0
-    others: list[Tensor]  # the other tensor arguments of all blocks
-    cast: list[Tensor]  # x and the others in the compute dtype
-    calls: list[_Call] = field(default_factory=list)
-    outputs: list[weakref.ref[Placeholder]] = field(default_factory=list)
-    last: Placeholder | None = None  # output of the block that was called last
-
-    @property
-    def key_of_calls(self) -> Any:
-        """Equal for passes that can run the same loop."""
-        return self.key, tuple((call.key, call.others) for call in self.calls)
+    key: int  # equal for blocks with the same settings
 
     def template(
-        self,
-        number: int,
-        call: _Call,
-        numbers: tuple[tuple[int, torch.dtype], ...] = (),
+        self, number: int, call: _Call, numbers: tuple[tuple[int, torch.dtype], ...] = ()
     ) -> Template:
+        """Return block ``number`` with its call, to be traced."""
         return Template(
             self.units[number],
             self.modules[number],
             call.forward,
             self.states[number],
             self.shared[number],
-            call.given.without_tensors(),
+            call.arguments,
             call.specs,
             self.trained[number],
             numbers,
         )
+
+
+@dataclass
+class _Pass:
+    """A forward in which some, but not yet all, blocks have been called.
+
+    Has no references to placeholders but the last: the caller would seem to keep the others.
+    """
+
+    blocks: _BlockList
+    given: Arguments  # of block 0
+    others: list[Tensor]  # the tensor arguments of all blocks but the first of each
+    cast: list[Tensor]  # the input of block 0 and the others, in the compute dtype
+    calls: list[_Call] = field(default_factory=list)
+    outputs: list[weakref.ref[Placeholder]] = field(default_factory=list)
+    last: Placeholder | None = None  # output of the block that was called last
+
+    @property
+    def key(self) -> Any:
+        """Equal for passes that can run the same loop."""
+        return self.blocks.key, tuple((call.key, call.others) for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -280,8 +286,9 @@ class BlockScan:
             current.outputs.append(weakref.ref(result))
             current.last, self._pass = result, current
         output = call.returned.put_together(result, given.tensors)
-        if current.modules[number]._forward_hooks:
-            run_forward_hooks(current.modules[number], args, kwargs, output)
+        module = current.blocks.modules[number]
+        if module._forward_hooks:
+            run_forward_hooks(module, args, kwargs, output)
         return output
 
     def _begin(self, blocks: list[Any], given: Arguments) -> _Pass:
@@ -304,18 +311,15 @@ class BlockScan:
             (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
         )
         times = len(blocks) // self._period
-        x = given.tensors[0]
-        return _Pass(
+        held = _BlockList(
             units,
             list(map(_module, blocks)),
             states,
             shared * times,
             trained * times,
             self._number(tuple(map(tuple, key))),
-            x,
-            [],
-            [units[0].cast_input(x)],
         )
+        return _Pass(held, given, [], [units[0].cast_input(given.tensors[0])])
 
     def _number(self, key: Any) -> int:
         return self._keys.setdefault(key, len(self._keys))
@@ -328,25 +332,23 @@ class BlockScan:
         Raises:
             ValueError: if the block cannot run in a loop.
         """
-        given = replace(given, tensors=(current.x, *given.tensors[1:]))
-        first = current.calls[0] if current.calls else None
-        if first is not None and not first.given.first_difference(given):
-            call = replace(first, given=given, forward=forward)
+        if current.calls and not current.given.first_difference(given):
+            call = replace(current.calls[0], forward=forward)
         else:
             others = _indices_of(given.tensors[1:], current)
             cast = (current.cast[0], *(current.cast[1 + at] for at in others))
             specs = tuple(map(TensorSpec.of, cast))
             key = self._number((given.key, specs))
-            call = _Call(given, forward, specs, others, key, _NOTHING, None)
-        known = (number, current.key, call.key)
+            call = _Call(given.without_tensors(), forward, specs, others, key, _NOTHING, None)
+        known = (number, current.blocks.key, call.key)
         if known in self._returned:
             return replace(call, returned=self._returned[known], trace=None)
-        trace = trace_block(current.template(number, call))
+        trace = trace_block(current.blocks.template(number, call))
         self._returned[known] = trace.returned
         return replace(call, returned=trace.returned, trace=trace)
 
     def _plan(self, current: _Pass) -> _LoopPlan:
-        key = current.key_of_calls
+        key = current.key
         if key not in self._plans:
             self._plans[key] = _make_plan(current, self._period)
         return self._plans[key]
@@ -354,7 +356,7 @@ class BlockScan:
     def _run_all(self, current: _Pass) -> Tensor:
         """Run all blocks; let the outputs that the caller has kept become tensors."""
         found = self._plan(current)
-        plan, x = found.plan, current.x
+        plan, x = found.plan, current.given.tensors[0]
         kept = [at for at, output in enumerate(current.outputs) if output() is not None]
         # The caller always holds the output of the block before the last, as an argument. Whether
         # it will use that once more, nobody knows.
@@ -381,23 +383,26 @@ class BlockScan:
             The output of the last one; if the caller ``collects`` them, the outputs of the others,
             by number of the block.
         """
-        plan = found.plan
-        first = current.units[plan.first]
+        plan, blocks, calls = found.plan, current.blocks, current.calls
+        first = blocks.units[plan.first]
+
+        def template_of(position: int, iteration: int) -> Template:
+            number = plan.numbers_at(position)[iteration]
+            return blocks.template(number, calls[number], found.numbers[position])
+
         positions, inputs = [], []
         for at in range(plan.period):
             numbers = plan.numbers_at(at)
-            call = current.calls[numbers[0]]
-            template = current.template(numbers[0], call, found.numbers[at])
-            units = [current.units[number] for number in numbers]
-            weights = BlockWeights(units[0].group, self._options.gather_once_below)
-            positions.append(Position(template, weights, call.others))
-            inputs.append(_position_call(current, template, numbers, found.values[at]))
+            template = template_of(at, 0)
+            weights = BlockWeights(template.unit.group, self._options.gather_once_below)
+            positions.append(Position(template, weights, calls[numbers[0]].others))
+            inputs.append(_position_call(blocks, template, numbers, found.values[at]))
         call = ScanCall(
             inputs,
-            Blocks(positions, plan.times, self._policy, self._store),
+            Blocks(positions, plan.times, self._policy, self._store, template_of),
             collects,
             self._loops,
-            current.key_of_calls,
+            current.key,
             self._counter,
         )
         output, inner = call.run(first.cast_input(x), current.cast[1:])
@@ -420,7 +425,7 @@ def _make_plan(current: _Pass, period: int) -> _LoopPlan:
         ValueError: if nothing repeats.
     """
     calls = current.calls
-    templates = [current.template(number, call) for number, call in enumerate(calls)]
+    templates = [current.blocks.template(number, call) for number, call in enumerate(calls)]
     traces = [
         call.trace or trace_block(template) for call, template in zip(calls, templates, strict=True)
     ]
@@ -431,39 +436,38 @@ def _make_plan(current: _Pass, period: int) -> _LoopPlan:
         kinds = kinds_of(traces, places)
     plan = find_plan(kinds)
     if plan is None:
-        raise ValueError(_difference_problem(calls, traces, kinds.index(1)))
-    positions = [plan.numbers_at(at) for at in range(plan.period)]
-    values = [
-        [
-            torch.tensor([traces[each].numbers[n].value for each in numbers], dtype=dtype)
-            for n, dtype in templates[numbers[0]].numbers
-        ]
-        for numbers in positions
-    ]
+        raise ValueError(_difference_problem(current, traces, kinds.index(1)))
+    differing: list[tuple[tuple[int, torch.dtype], ...]] = []
+    stacks: list[list[Tensor]] = []
+    with torch.inference_mode(False):  # later passes may need gradients
+        for blocks in map(plan.numbers_at, range(plan.period)):
+            differing.append(templates[blocks[0]].numbers)
+            values = [[traces[at].numbers[n].value for at in blocks] for n, _ in differing[-1]]
+            pairs = zip(values, differing[-1], strict=True)
+            stacks.append([torch.tensor(own, dtype=dtype) for own, (_, dtype) in pairs])
     device = current.cast[0].device
-    return _LoopPlan(
-        plan,
-        [templates[numbers[0]].numbers for numbers in positions],
-        [[each.to(device) for each in own] for own in values],
+    return _LoopPlan(plan, differing, [[each.to(device) for each in own] for own in stacks])
+
+
+def _difference_problem(current: _Pass, traces: Sequence[BlockTrace], number: int) -> str:
+    first, call = current.calls[0], current.calls[number]
+    if call.others == first.others:
+        return difference_problem(traces, number)
+    before = len(current.given.tensors) - 1
+    names = zip(call.arguments.names[1:], call.others, strict=True)
+    new = [name for name, at in names if at >= before]
+    return (
+        f"block {number} was called with other arguments than block 0: its "
+        f"{', '.join(new) or 'arguments'} is another tensor. Make what all blocks share once, "
+        f"before the loop, and give all of them the same, or the same to every second one, say"
     )
 
 
-def _difference_problem(calls: Sequence[_Call], traces: Sequence[BlockTrace], number: int) -> str:
-    difference = calls[0].given.first_difference(calls[number].given)
-    if difference and calls[number].others != calls[0].others:
-        return (
-            f"block {number} was called with other arguments than block 0: {difference}. Make what "
-            f"all blocks share once, before the loop, and give all of them the same, or a pattern "
-            f"that repeats"
-        )
-    return difference_problem(traces, number)
-
-
 def _position_call(
-    current: _Pass, template: Template, numbers: Sequence[int], values: Sequence[Tensor]
+    blocks: _BlockList, template: Template, numbers: Sequence[int], values: Sequence[Tensor]
 ) -> PositionCall:
-    units = [current.units[number] for number in numbers]
-    states = [current.states[number] for number in numbers]
+    units = [blocks.units[number] for number in numbers]
+    states = [blocks.states[number] for number in numbers]
     own = [at for at in range(len(template.state.tensors)) if at not in template.shared]
     return PositionCall(
         units,
@@ -476,9 +480,11 @@ def _position_call(
 def _run_alone(current: _Pass, number: int, x: Tensor) -> Tensor:
     """Run one block as a unit by itself; return its new tensor."""
     call = current.calls[number]
-    args, kwargs = call.given.put_together([x, *call.given.tensors[1:]])
-    with forward_hooks_apart(current.modules[number]):
-        output = Arguments.of(current.units[number].run(call.forward, args, kwargs))
+    others = [current.others[at] for at in call.others]
+    args, kwargs = call.arguments.put_together([x, *others])
+    blocks = current.blocks
+    with forward_hooks_apart(blocks.modules[number]):
+        output = Arguments.of(blocks.units[number].run(call.forward, args, kwargs))
     return output.tensors[call.returned.sources.index(0)]
 
 
@@ -490,12 +496,12 @@ def _indices_of(others: Sequence[Tensor], current: _Pass) -> tuple[int, ...]:
         found.append(before.get(id(each), len(current.others)))
         if id(each) not in before:
             current.others.append(each)
-            current.cast.append(current.units[0].cast_input(each))
+            current.cast.append(current.blocks.units[0].cast_input(each))
     return tuple(found)
 
 
 def _output_dtype(current: _Pass) -> torch.dtype:
-    return current.units[0].config.output_dtype or current.cast[0].dtype
+    return current.blocks.units[0].config.output_dtype or current.cast[0].dtype
 
 
 _without_loop: ContextVar[bool] = ContextVar("_without_loop", default=False)

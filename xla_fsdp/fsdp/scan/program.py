@@ -24,16 +24,32 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body
-from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, Recorded, RematPolicy, Replay
-from xla_fsdp.fsdp.scan.tracing import Template, split
+from xla_fsdp.distributed.xla.loop import (
+    Loop,
+    TensorSpec,
+    cast_in_loop,
+    graph_hash,
+    trace_body,
+    use_seed,
+)
+from xla_fsdp.fsdp.scan.remat_policy import (
+    ActivationStore,
+    Recorded,
+    RematPolicy,
+    Replay,
+    is_replaced,
+)
+from xla_fsdp.fsdp.scan.tracing import Template, body_difference, split
 from xla_fsdp.fsdp.scan.weights import BlockWeights
 
 
@@ -122,10 +138,19 @@ class Position:
 class Blocks:
     """Everything besides the inputs that both loops are built from."""
 
-    positions: list[Position]
+    positions: list[Position]  # whose templates are the blocks of the first iteration
     length: int  # number of iterations
     policy: RematPolicy
     store: ActivationStore
+    template_of: Callable[[int, int], Template]  # of a position and an iteration
+
+    def of_iteration(self, iteration: int) -> Blocks:
+        """Return the same with the blocks of another iteration as templates."""
+        positions = [
+            replace(each, template=self.template_of(at, iteration))
+            for at, each in enumerate(self.positions)
+        ]
+        return replace(self, positions=positions)
 
     def prefetched_xs(self, inputs: Inputs, position: int) -> list[int]:
         """Indices of the xs that are sent one iteration early if it begins at ``position``."""
@@ -203,6 +228,7 @@ def _record(
 ) -> Recorded:
     """Run a block in forward, and record what backward needs, if there is one."""
     own, others = inputs.blocks[at], [inputs.others[each] for each in position.others]
+    _seed_own_numbers(blocks, at)
     if needs is None:
         return Recorded(position.run(params, own, x, others), [], lambda run, module, kept: run())
     with torch.enable_grad():
@@ -224,6 +250,10 @@ def backward_program(
 ) -> BackwardProgram:
     """Trace an iteration of the backward loop.
 
+    Raises:
+        ValueError: if blocks have other gradients than those at the same position of the first
+            iteration, though they compute the same.
+
     Args:
         blocks: the blocks.
         inputs: of both loops.
@@ -234,11 +264,12 @@ def backward_program(
         reduces: whether the loop reduces gradients of large parameters over the ranks.
     """
     result: dict[str, list[tuple[int, int]]] = {}
+    nodes: list[Any] = []  # of autograd, of the outputs
     last, store = len(blocks.positions) - 1, blocks.store
     prefetched, stored = blocks.positions[last].prefetched, store.carry_specs(ys)
     wanted = {at: n for n, at in enumerate(at for at, need in enumerate(needs) if need)}
 
-    def body(values: list[Tensor]) -> list[Tensor]:
+    def body(blocks: Blocks, values: list[Tensor]) -> list[Tensor]:
         sizes = [1, len(prefetched), len(stored), len(wanted)]
         [grad], following, fetched, sums, rest = split(values, sizes)
         own, further = inputs.sliced(rest)
@@ -250,9 +281,11 @@ def backward_program(
             position = blocks.positions[at]
             x, *saved = (once[index] for index in forward.saved_at[at])
             params, following = _gathered(blocks, own, following, at, at - 1)
-            grad, grads, other_grads = _differentiate(
+            _seed_own_numbers(blocks, at)
+            grad, grads, other_grads, node = _differentiate(
                 position, forward.replays[at], own, at, x, params, saved, needs, grad
             )
+            nodes.append(node)
             if collected[at]:
                 grad = grad + next(of_inputs)
             asked = [wanted[each] for each in position.others if needs[each]]
@@ -271,8 +304,16 @@ def backward_program(
     carry = [blocks.positions[last].template.specs[0], *prefetched, *stored, *others]
     inner = [each for each, found in zip(forward.block_inputs(ys), collected, strict=True) if found]
     further = [*ys, *inner]
+    specs = _specs(carry, inputs, further)
+    traced = trace_body(partial(body, blocks), specs, "fsdp_block_backward")
+    if any(map(runs_python, nodes)):  # what that computes, the forward does not show
+        for iteration in range(1, blocks.length):
+            other = partial(body, blocks.of_iteration(iteration))
+            its = trace_body(other, specs, "fsdp_block_backward")
+            if difference := body_difference(traced, its):
+                raise ValueError(_gradient_problem(blocks, iteration, difference))
     loop = Loop(
-        trace_body(body, _specs(carry, inputs, further), "fsdp_block_backward"),
+        traced,
         blocks.length,
         len(carry),
         len(inputs.xs) + len(further),
@@ -285,6 +326,37 @@ def backward_program(
     return BackwardProgram(loop, result["reduced"], result["unsharded"])
 
 
+def _seed_own_numbers(blocks: Blocks, at: int) -> None:
+    """Let the block at this position draw the same random numbers in both loops, though backward
+    runs the blocks of an iteration in reverse."""
+    if len(blocks.positions) > 1:
+        use_seed(1 + at)
+
+
+def runs_python(node: Any) -> bool:
+    """Return whether the graph behind a node of autograd has a user's own function."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not is_replaced(node):
+            return True
+        waiting += (each for each, _ in node.next_functions)
+    return False
+
+
+def _gradient_problem(blocks: Blocks, iteration: int, difference: str) -> str:
+    count = len(blocks.positions)
+    return (
+        f"blocks {iteration * count} to {iteration * count + count - 1} of a loop have other "
+        f"gradients than the first {count}: {difference}. A torch.autograd.Function in them "
+        f"computes with numbers of its block in backward; hand it tensors, or do not scan these "
+        f"blocks"
+    )
+
+
 def _differentiate(
     position: Position,
     replay: Replay,
@@ -295,12 +367,13 @@ def _differentiate(
     saved: list[Tensor],
     needs: Sequence[bool],
     grad: Tensor,
-) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
+) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None], Any]:
     """Recompute the block at position ``at`` with unsharded ``params`` and ``saved`` activations;
     differentiate it.
 
     Returns:
-        The gradients of x, of the parameters by original, and of its other arguments that need one.
+        The gradients of x, of the parameters by original, and of its other arguments that need one;
+        and autograd's node of the output.
     """
     own, others = inputs.blocks[at], [inputs.others[each] for each in position.others]
     need = [needs[each] for each in position.others]
@@ -314,11 +387,12 @@ def _differentiate(
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, wanted in zip(others, need, strict=True) if wanted]
         leaves = [x, *trained.values(), *asked]
+        node = y.grad_fn
         found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     grad_x = torch.zeros_like(x) if found[0] is None else found[0]
     by_original = zip(trained, found[1:], strict=False)
     grads = {original: each for original, each in by_original if each is not None}
-    return grad_x, grads, list(found[1 + len(trained) :])
+    return grad_x, grads, list(found[1 + len(trained) :]), node
 
 
 def _gathered(

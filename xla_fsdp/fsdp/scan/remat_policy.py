@@ -175,6 +175,11 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
+def is_replaced(node: Any) -> bool:
+    """Return whether a node of autograd is that of an activation that was saved by its name."""
+    return isinstance(node, _Replaced._backward_cls)  # type: ignore[attr-defined]
+
+
 Intercept = Callable[[str, Tensor], Tensor]
 
 _intercept: ContextVar[Intercept | None] = ContextVar("_intercept", default=None)

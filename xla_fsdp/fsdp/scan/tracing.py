@@ -194,7 +194,9 @@ def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[in
     firsts: list[int] = []  # the first block of each kind
     kinds: list[int] = []
     for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
-        alike = (call == calls[n] and not _difference(traces[n], trace) for n in firsts)
+        alike = (
+            call == calls[n] and not body_difference(traces[n].body, trace.body) for n in firsts
+        )
         kind = next((kind for kind, found in enumerate(alike) if found), len(firsts))
         firsts += [at] if kind == len(firsts) else []
         kinds.append(kind)
@@ -227,12 +229,12 @@ def difference_problem(traces: Sequence[BlockTrace], number: int) -> str:
     first, other = traces[0], traces[number]
     hint = _different_setting(first.state, other.state, number)
     because = f" ({hint})" if hint else ""
-    difference = _difference(first, other) or "it computes something else"
+    difference = body_difference(first.body, other.body) or "it computes something else"
     return f"block {number} differs from block 0: {difference}{because}. {ADVICE}"
 
 
-def _difference(first: BlockTrace, other: BlockTrace) -> str | None:
-    mine, its = first.body, other.body
+def body_difference(mine: Body, its: Body) -> str | None:
+    """Say how the second of two traced functions differs from the first; None if it does not."""
     if mine.text != its.text or mine.numbers != its.numbers:
         return "it computes something else"
     for number, value in mine.captured.items():

@@ -155,7 +155,11 @@ class _ScannedBlocks(torch.autograd.Function):
         if grad is None and not present(inner):
             return (None,) * len(ctx.needs_input_grad)
         if grad is None:
-            grad = torch.zeros_like(present(inner)[0][0])
+            raise RuntimeError(
+                "backward reaches outputs of inner blocks of a loop, but not that of the last one. "
+                "The blocks behind them would get gradients of zero, where they have none if they "
+                "run one by one: use the last output as well, or do not scan these blocks"
+            )
         with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
             grad_x, others, leaves = _backward(ctx, grad, inner)
         return (None, None, grad_x, *others, *leaves)

@@ -795,9 +795,9 @@ def kept(rank: int) -> list[dict[str, Any]]:
 
     found = []
     for build in (wrapped, scanned):
-        model, hooked = build(take_turns, Turning, 5), []
+        model, hooked = build(take_turns, Turning, 5), list[Tensor]()
         for block in model.blocks:
-            block.module.register_forward_hook(lambda module, args, output: hooked.append(output))
+            block.module.register_forward_hook(partial(_keep, hooked))
         outputs = [batch()]
         for block in model.blocks:
             outputs.append(block(outputs[-1]))
@@ -818,6 +818,10 @@ def kept(rank: int) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output)
 
 
 def test_outputs_of_blocks_can_be_kept() -> None:

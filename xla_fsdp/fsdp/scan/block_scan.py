@@ -577,7 +577,7 @@ def _check_order(current: _Pass | None, number: int, given: Arguments) -> None:
         )
     if early := [each for each in others if isinstance(each, Placeholder)]:
         raise ValueError(
-            f"block {number} was called with {early[0]!r} besides the output of block {number - 1}. "
-            f"Scanned blocks run as one loop, in which each gets the output of the one before, and "
-            f"arguments that are known before the loop"
+            f"block {number} was called with {early[0]!r} besides the output of block "
+            f"{number - 1}. Scanned blocks run as one loop, in which each gets the output of the "
+            f"one before, and arguments that are known before the loop"
         )

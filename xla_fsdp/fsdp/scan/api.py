@@ -67,10 +67,10 @@ def scan_blocks(
         raise TypeError(f"offload_activations is {offload_activations!r}; give True or False")
     found: list[Any] = list(blocks)
     plan = plan_of(found)
-    if problems := find_problems(found, plan, stacked=stacked):
+    problems = find_problems(found, plan, stacked=stacked)
+    if plan is None or problems:
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
         raise ValueError("; ".join(problems[:3]) + others)
-    assert plan is not None  # else there is a problem
     names = remat if isinstance(remat, str) else tuple(remat)
     in_loop = [found[number] for number in plan.numbers]
     scan = BlockScan(in_loop, Options(names, gather_once_below, offload_activations), plan.period)

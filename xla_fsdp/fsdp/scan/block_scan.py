@@ -257,7 +257,8 @@ class BlockScan:
         Raises:
             RuntimeError: if another block should be called now.
             TypeError: for arguments that a loop cannot take.
-            ValueError: if blocks are not identical, or are called with different arguments.
+            ValueError: if blocks differ in what no loop can run, or are called with arguments that
+                follow no pattern.
         """
         given = Arguments.of((args, kwargs))
         blocks = [reference() for reference in self._blocks]
@@ -275,8 +276,7 @@ class BlockScan:
         if number == 0:
             current = self._begin(blocks, given)
         else:
-            _check_order(current, number, given)
-        assert current is not None
+            current = _continued(current, number, given)
         call = self._call(current, number, forward, given)
         current.calls.append(call)
         if number == len(blocks) - 1:
@@ -558,8 +558,13 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
 
 
-def _check_order(current: _Pass | None, number: int, given: Arguments) -> None:
-    """Raise if block ``number`` is not next, or not called with the output of the one before."""
+def _continued(current: _Pass | None, number: int, given: Arguments) -> _Pass:
+    """Return the pass if block ``number`` is next, and called with the output of the one before.
+
+    Raises:
+        RuntimeError: if it is not next.
+        ValueError: if it is called with something else.
+    """
     if current is None or len(current.calls) != number:
         found = "block 0" if current is None else f"block {len(current.calls)}"
         raise RuntimeError(
@@ -581,3 +586,4 @@ def _check_order(current: _Pass | None, number: int, given: Arguments) -> None:
             f"{number - 1}. Scanned blocks run as one loop, in which each gets the output of the "
             f"one before, and arguments that are known before the loop"
         )
+    return current

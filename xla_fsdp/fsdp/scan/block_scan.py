@@ -273,10 +273,7 @@ class BlockScan:
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
         current, self._pass = self._pass, None  # an error below ends the pass
         _check_arguments(number, given)
-        if number == 0:
-            current = self._begin(blocks, given)
-        else:
-            current = _continued(current, number, given)
+        current = self._begin(blocks, given) if number == 0 else _continued(current, number, given)
         call = self._call(current, number, forward, given)
         current.calls.append(call)
         if number == len(blocks) - 1:

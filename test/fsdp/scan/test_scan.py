@@ -380,6 +380,12 @@ def second_of(blocks: Any, x: Tensor) -> Tensor:
     return kept[0] + kept[1]
 
 
+def keeping_one(blocks: Any, x: Tensor) -> Tensor:
+    for block in list(blocks)[:2]:
+        x = block(x)
+    return x + blocks[2](x)
+
+
 def too_few(blocks: Any, x: Tensor) -> Tensor:
     for block in list(blocks)[:2]:
         x = block(x)
@@ -420,8 +426,8 @@ def with_cache(blocks: Any, x: Tensor) -> Tensor:
 @scenarios.add
 def refused_in_forward(rank: int) -> dict[str, str]:
     loops = (
-        more, skipping_one, too_few, skip, last_first, other_input, other_mask, host_mask,
-        with_cache,
+        more, skipping_one, keeping_one, too_few, skip, last_first, other_input, other_mask,
+        host_mask, with_cache,
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
@@ -450,6 +456,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     [
         ("more", ["output of block 0 of 3 was used (by mul) before block 2 was called"]),
         ("skipping_one", ["block 1 was called with Placeholder(output of block 0", "besides"]),
+        ("keeping_one", ["output of block 1 of 3 was used (by add) after the last block"]),
         ("too_few", ["output of block 1 of 3 was used (by linear) before"]),
         ("skip", ["block 2 of the scanned blocks was called where block 1 was expected"]),
         ("last_first", ["block 2 of the scanned blocks was called where block 0 was expected"]),

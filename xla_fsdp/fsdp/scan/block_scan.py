@@ -68,12 +68,13 @@ class Placeholder(Tensor):
 
     block: int
     length: int
+    is_late: bool  # the loop has run, without returning this output
 
     @classmethod
     def after(cls, block: int, length: int, like: Tensor, dtype: torch.dtype) -> Placeholder:
         # Without requires_grad: torch's module hooks would pass it through an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.block, made.length = block, length
+        made.block, made.length, made.is_late = block, length, False
         return made
 
     def become(self, output: Tensor) -> None:
@@ -112,6 +113,12 @@ def _name(func: Any) -> str:
 def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
     flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
     used = next(each for each in flat if isinstance(each, Placeholder))
+    if used.is_late:
+        return RuntimeError(
+            f"the output of block {used.block} of {used.length} was used (by {name}) after the "
+            f"last block, and is the only one that was kept, which a loop cannot know in time. "
+            f"Keep the outputs of all blocks (in a list), or do not scan these"
+        )
     return RuntimeError(
         f"the output of block {used.block} of {used.length} was used (by {name}) before block "
         f"{used.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
@@ -366,6 +373,8 @@ class BlockScan:
         outputs[plan.stop - 1] = x
         for number in range(plan.stop, plan.length):
             outputs[number] = x = _run_alone(current, number, x)
+        if current.last is not None:
+            current.last.is_late = not collects
         for number in kept if collects else []:
             if (output := current.outputs[number]()) is not None:
                 output.become(outputs[number])

@@ -65,7 +65,7 @@ class Numbers:
     def call(self, func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, where ``name`` is the name of ``func``."""
         found = _numbers(name.strip("_"), args, kwargs)
-        tensors = {place: self._next(name, *each) for place, *each in found}
+        tensors = {place: self._next(name, value, operand) for place, value, operand in found}
         replaced: dict[Any, Tensor]
         replaced = {place: tensor for place, tensor in tensors.items() if tensor is not None}
         if not replaced:

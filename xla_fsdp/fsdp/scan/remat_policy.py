@@ -177,7 +177,7 @@ class _Replaced(torch.autograd.Function):
 
 def is_replaced(node: Any) -> bool:
     """Return whether a node of autograd is that of an activation that was saved by its name."""
-    return isinstance(node, _Replaced._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(node, _Replaced._backward_cls)
 
 
 Intercept = Callable[[str, Tensor], Tensor]

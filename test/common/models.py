@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -308,6 +309,83 @@ class AllAdaptersNet(ScanNet):
     def __init__(self) -> None:
         super().__init__(block=_Adapted)
         self.gain.requires_grad_(False)
+
+
+class _PatternBlock(ScanBlock):
+    """Computes with numbers of its own; every other block with another mask and function."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.even = index, index % 2 == 0
+        self.rate = [0.0, 0.25, 0.5, 2, 1.25, 1.5][index]
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, gain, mask=mask) - x
+        y = torch.tanh(y) if self.even else torch.sin(y)
+        if self.rate == 0:
+            return x + y
+        return x + (1 - self.rate) * y / math.sqrt(self.index + 1)
+
+
+class NumbersNet(ScanNet):
+    """Blocks that only differ in numbers, which let the first one compute something else."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList([_PatternBlock(index) for index in range(4)])
+        for block in self.blocks:
+            block.even = True
+
+
+class PatternNet(ScanNet):
+    """Two kinds of blocks in turns, with numbers and masks of their own; the outputs of all blocks
+    are used. A block of a third kind begins, another one ends."""
+
+    def __init__(self, *, ends: bool = True) -> None:
+        super().__init__(depth=0)
+        inner = [_PatternBlock(index) for index in range(1, 5)]
+        self.blocks = nn.ModuleList([_FirstBlock(), *inner, _LastBlock()] if ends else inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        whole = torch.full((rows, rows), -1e4, device=x.device).triu(1)
+        near = whole + torch.full((rows, rows), -1e4, device=x.device).tril(-2)
+        kept, gain = [x := self.inp(x)], self.gain
+        for index, block in enumerate(self.blocks):
+            x = block(x, gain, mask=near if index % 2 else whole)
+            if isinstance(x, tuple):  # what blocks share, as the first one has computed it
+                x, gain = x
+            kept.append(x)
+        return self.head(sum(each.tanh() for each in kept))
+
+
+class TwoKindsNet(PatternNet):
+    """Without ends."""
+
+    def __init__(self) -> None:
+        super().__init__(ends=False)
+
+
+class _FirstBlock(_PatternBlock):
+    """With a table for all blocks, which it computes the other argument of the others from."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.table = nn.Parameter(torch.linspace(0.5, 1, 128))
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Any:
+        gain = gain * self.table
+        return super().forward(x, gain, mask=mask), gain
+
+
+class _LastBlock(_PatternBlock):
+    """With parameters like the others', but another function."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return torch.sigmoid(ScanBlock.forward(self, x, gain, mask=mask))
 
 
 class HeadNet(nn.Module):

@@ -204,7 +204,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
         if case.groups_of:
             _average_between_groups(model, case.groups_of, num_ranks)
         named = model.named_parameters(remove_duplicate=False)
-        grads = {n: g for name, p in named for n, g in _grads_of_shards(name, p)}
+        grads = {n: g for name, p in named for n, g in _grads_of_shards(model, name, p)}
         if case.clip:
             norms.append(model.clip_grad_norm_(*case.clip))
         optimizer.step()
@@ -222,17 +222,18 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     }
 
 
-def _grads_of_shards(name: str, param: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """Copies; a stack of ``model.blocks`` has one for each of them."""
+def _grads_of_shards(model: Any, name: str, param: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """Copies; a stack has one for each of its blocks."""
+    from xla_fsdp.fsdp.engine.param import known_shard
     from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
     if param.grad is None:
         return []
     if not is_stack(param):
         return [(name, param.grad.clone())]
-    assert name.startswith("blocks.0.")
-    of_blocks = enumerate(param.grad.unbind())
-    return [(name.replace(".0.", f".{at}.", 1), grad.clone()) for at, grad in of_blocks]
+    shards = model.get_original_names_and_sharded_parameters()
+    names = [name for name, shard in shards if known_shard(shard).leaf is param]
+    return [(n, grad.clone()) for n, grad in zip(names, param.grad.unbind(), strict=True)]
 
 
 def _state(model: nn.Module, case: Case) -> dict[str, Any]:

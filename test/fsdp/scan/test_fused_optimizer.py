@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from test.common.models import FEATURES, ScanNet
+from test.common.models import FEATURES, NumbersNet, ScanNet, TwoKindsNet
 from test.common.ranks import run_on_ranks
 from test.common.scan import batch, of_kind, whole
 from test.common.scenarios import Scenarios, make, message, nested
@@ -54,11 +54,11 @@ STATELESS = ("sgd", "adagrad")  # or with state from the start
 QUICK = ("adamw", "momentum", "sgd", "capturable", "nadam", "syncfree", *AFTER)
 
 
-def model_of(kind: str = "stacked", *, rows: bool = False, **options: Any) -> Any:
-    """All of a block's parameters travel in the loop; with ``rows`` some as rows, others joined."""
+def model_of(kind: str = "stacked", *, net: Any = None, **options: Any) -> Any:
+    """All of a block's parameters travel in the loop; of a ``net`` some as rows, others joined."""
     from xla_fsdp import scan_blocks
 
-    model = nested(make(ScanNet), **options) if rows else of_kind("single", **options)
+    model = nested(make(net), **options) if net else of_kind("single", **options)
     if kind != "single":
         model.scan = scan_blocks(model.blocks, stacked=kind == "stacked", gather_once_below=0)
     return model
@@ -201,7 +201,9 @@ NOT_IN_LOOP: dict[str, dict[str, Any]] = {
     "penalty": {"loss_of": with_penalty, "in_loops": False},
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "rows": {"rows": True, "loss_of": of_features},
+    "rows": {"net": ScanNet, "loss_of": of_features},
+    "numbers": {"net": NumbersNet, "loss_of": of_features},
+    "two kinds": {"net": TwoKindsNet, "loss_of": of_features},
     "bf16": {"compute_dtype": torch.bfloat16},
     "scanned, not stacked": {"kind": "scanned"},
     "no_sync": {"quiet": 1},

@@ -116,6 +116,19 @@ def step(model: Any, optimizer: Any, seed: int = 1, **kwargs: Any) -> Tensor:
     return loss.detach()
 
 
+class Turning(Block):
+    """Of one kind or another."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = super().forward(x)
+        return y if self.scale > 0.6 else torch.sin(y)
+
+
+def take_turns(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        block.scale = 0.5 + index % 2 / 4
+
+
 # ---------------------------------------------------------------- refused when scanned
 
 
@@ -133,7 +146,7 @@ def widen(model: Any) -> None:
 
 
 def other_class(model: Any) -> None:
-    model.blocks[2] = nn.Linear(WIDTH, WIDTH)
+    model.blocks[1] = nn.Linear(WIDTH, WIDTH)
 
 
 def half_buffer(model: Any) -> None:
@@ -199,7 +212,7 @@ def refused(rank: int) -> dict[str, str]:
         ("plain", ["ValueError: block 0 (Block) is not sharded", "scan_layers=True"]),
         ("empty", ["ValueError: there are no blocks"]),
         ("shape", ["block 1 differs from block 0", "lin.weight [32, 16], not lin.weight [16, 16]"]),
-        ("class", ["block 2 differs from block 0: it is of class Linear, not Block"]),
+        ("class", ["block 1 differs from block 0: it is of class Linear, not Block"]),
         ("nested", ["block 1 holds units of its own (lin)"]),
         ("buffer", ["block 1 differs", "shift [16] torch.float16, not shift [16] torch.float32"]),
         ("outside", ["block 0 is rematerialized around its unit"]),
@@ -298,21 +311,53 @@ class Noisy(Block):
         return super().forward(x) if np.random.rand() < 2 else x
 
 
-def set_scale(model: Any) -> None:
-    model.blocks[2].scale = 0.25
+class Leaky(Block):
+    """Has its number where a loop takes none."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return F.leaky_relu(super().forward(x), self.factors["default"][0])
 
 
-def set_factor(model: Any) -> None:
-    model.blocks[1].factors["default"] = [0.5]
+class Deciding(Block):
+    """Computes something else in each block."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        for _ in range(int(self.scale)):
+            x = super().forward(x)
+        return x
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+class Reversing(Block):
+    """Has its number in backward alone."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return _ScaledGradient.apply(torch.tanh(self.lin(x)), self.factors["default"][0])
+
+
+def set_scales(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        block.scale = index + 1
+
+
+def set_factors(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        block.factors["default"] = [index / 10]
 
 
 def add_host_tensor(model: Any) -> None:
     for block in model.blocks:
         block.lin.table = torch.ones(WIDTH)
-
-
-def set_dropout(model: Any) -> None:
-    model.blocks[1].drop.p = 0.5
 
 
 def add_hook(model: Any) -> None:
@@ -325,12 +370,20 @@ def more(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
-def between(blocks: Any, x: Tensor) -> Tensor:
-    kept = []
-    for block in blocks:
+def skipping_one(blocks: Any, x: Tensor) -> Tensor:
+    first = blocks[0](x)
+    return blocks[2](blocks[1](first, first))
+
+
+def second_of(blocks: Any, x: Tensor) -> Tensor:
+    kept = [x := block(x) for block in blocks]
+    return kept[0] + kept[1]
+
+
+def keeping_one(blocks: Any, x: Tensor) -> Tensor:
+    for block in list(blocks)[:2]:
         x = block(x)
-        kept.append(x)
-    return x + kept[1]
+    return x + blocks[2](x)
 
 
 def too_few(blocks: Any, x: Tensor) -> Tensor:
@@ -364,12 +417,6 @@ def host_mask(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
-def other_number(blocks: Any, x: Tensor) -> Tensor:
-    for index, block in enumerate(blocks):
-        x = block(x, index)
-    return x
-
-
 def with_cache(blocks: Any, x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x, {1, 2})
@@ -379,13 +426,15 @@ def with_cache(blocks: Any, x: Tensor) -> Tensor:
 @scenarios.add
 def refused_in_forward(rank: int) -> dict[str, str]:
     loops = (
-        more, between, too_few, skip, last_first, other_input, other_mask, host_mask, other_number,
-        with_cache,
+        more, skipping_one, keeping_one, too_few, skip, last_first, other_input, other_mask,
+        host_mask, with_cache,
     )  # fmt: skip
     model = scanned()
     found = {loop.__name__: message(partial(model, batch(), loop)) for loop in loops}
-    for change in (set_scale, set_factor, set_dropout, add_hook, add_host_tensor):
+    for change in (add_hook, add_host_tensor):
         found[change.__name__] = message(partial(scanned(change), batch()))
+    found["Leaky"] = message(partial(scanned(set_factors, Leaky), batch()))
+    found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
         Noting, Skipping, Noisy,
@@ -394,6 +443,9 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         found[block.__name__] = message(partial(misused, batch()))
         left = (misused.blocks[0].shift.sum().item(), hasattr(misused.blocks[0].drop, "aux_loss"))
         found["left by " + block.__name__] = str(left)
+    reversing = scanned(set_factors, Reversing)
+    found["Reversing"] = message(lambda: reversing(batch()).sum().backward())
+    found["inner_only"] = message(lambda: model(batch(), second_of).sum().backward())
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
     return found
@@ -403,18 +455,20 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     ("what", "said"),
     [
         ("more", ["output of block 0 of 3 was used (by mul) before block 2 was called"]),
-        ("between", ["output of block 1 of 3 was used (by add) before"]),
+        ("skipping_one", ["block 1 was called with Placeholder(output of block 0", "besides"]),
+        ("keeping_one", ["output of block 1 of 3 was used (by add) after the last block"]),
         ("too_few", ["output of block 1 of 3 was used (by linear) before"]),
-        ("skip", ["block 2 of 3 scanned blocks was called where block 1 was expected"]),
-        ("last_first", ["block 2 of 3 scanned blocks was called where block 0 was expected"]),
+        ("skip", ["block 2 of the scanned blocks was called where block 1 was expected"]),
+        ("last_first", ["block 2 of the scanned blocks was called where block 0 was expected"]),
         ("other_input", ["block 1 was called with another tensor", "output of block 0"]),
         ("other_mask", ["block 1 was called with other arguments", "argument 1 is another tensor"]),
         ("host_mask", ["TypeError", "argument 1 in host memory", "before the loop"]),
-        ("other_number", ["other arguments than block 0: its argument 1 is 1, not 0"]),
         ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
-        ("set_scale", ["block 2 differs from block 0", "scale is 0.25, not 0.5"]),
-        ("set_factor", ["block 1 differs from block 0", "factors.default.0 is 0.5, not 1.0"]),
-        ("set_dropout", ["block 1 differs from block 0", "drop.p is 0.5, not 0.0"]),
+        ("Leaky", ["block 1 differs from block 0", "factors.default.0 is 0.1, not 0.0"]),
+        (
+            "Deciding",
+            ["block 1 differs from block 0", "scale is 2, not 1", "numbers in arithmetic"],
+        ),
         ("add_hook", ["lin in a scanned block has hooks"]),
         ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
@@ -431,6 +485,8 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),
+        ("Reversing", ["blocks 1 to 1 of a loop have other gradients", "torch.autograd.Function"]),
+        ("inner_only", ["outputs of inner blocks of a loop, but not that of the last one"]),
         ("names", ["remat names middle", "Submodules of a block: lin, drop"]),
         ("afterwards", ["(4, 16)"]),
     ],
@@ -450,9 +506,17 @@ class Masked(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.drop = nn.Dropout(0.5)
+        self.twice = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(x * self.weight)
+        y = self.drop(x * self.weight)
+        return self.drop(y) if self.twice else y
+
+
+def drop_twice(model: Any) -> None:
+    """Every second block is of another kind."""
+    for block in model.blocks[1::2]:
+        block.twice = True
 
 
 @scenarios.add
@@ -461,28 +525,87 @@ def masks(rank: int) -> dict[str, Any]:
     import torch_xla
 
     found: dict[str, Any] = {}
-    for remat in ("full", "none"):
-        model = scanned(block=Masked, depth=2, remat=remat)
+    models = {
+        "full": scanned(block=Masked, depth=2),
+        "none": scanned(block=Masked, depth=2, remat="none"),
+        "two kinds": scanned(drop_twice, block=Masked, depth=4),
+    }
+    for name, model in models.items():
         steps = []
         for _ in range(2):
-            x = (batch().abs() + 1).requires_grad_()
+            x = (batch().abs() + 1).repeat(8, 1).requires_grad_()
             y = x
             for block in model.blocks:
                 y = block(y)
             y.sum().backward()
             steps.append((y.detach(), x.grad, x.detach()))
             torch_xla.sync()
-        found[remat] = [[t.cpu() for t in each] for each in steps]
+        found[name] = [[t.cpu() for t in each] for each in steps]
     return found
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
-def test_masks_differ_between_blocks_and_steps_and_are_the_same_in_backward(remat: str) -> None:
-    steps = result("masks")[remat]
+@pytest.mark.parametrize("name", ["full", "none", "two kinds"])
+def test_masks_differ_between_blocks_and_steps_and_are_the_same_in_backward(name: str) -> None:
+    steps = result("masks")[name]
+    most = 0.1 if name == "two kinds" else 0.45  # six masks, or two
     for output, grad, x in steps:
-        torch.testing.assert_close(grad, output / x)  # 0, or 4 where both blocks let it through
-        assert 0.05 < (output != 0).float().mean() < 0.45  # a quarter, not the half of equal masks
+        torch.testing.assert_close(grad, output / x)  # 0, or what all blocks multiply it with
+        assert (output != 0).float().mean() < most  # not the half of equal masks
+        assert output.count_nonzero()
     assert not torch.equal(steps[0][0], steps[1][0])
+
+
+class DropPath(nn.Module):
+    """Leaves rows out, as in timm, and then numbers; nothing else changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        if self.rate == 0.0 or not self.training:
+            return x
+        kept = x.new_empty(len(x), 1).bernoulli_(1 - self.rate)
+        return F.dropout(x * kept.div_(1 - self.rate), self.rate)
+
+
+@scenarios.add
+def drop_paths(rank: int) -> dict[str, Any]:
+    """What blocks with rates of 0, 0.2, 0.4 and 0.6 let through, and its gradient."""
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    blocks = [fsdp(make(DropPath)) for _ in range(4)]
+    for number, block in enumerate(blocks):
+        block.module.rate = number / 5
+    scan_blocks(blocks)
+    x: Any = torch.ones(4000, WIDTH).to(torch_xla.device()).requires_grad_()
+    y, kept = x, []
+    for block in blocks:
+        kept.append(y := block(y))
+    y.sum().backward()
+    found = {"kept": [each.detach().cpu() for each in kept], "grad": x.grad.cpu()}
+    for block in blocks:
+        block.eval()
+    for block in blocks:
+        y = block(y)
+    return {**found, "evaluated": torch.equal(y.cpu(), found["kept"][-1])}
+
+
+def test_rates_of_blocks_are_inputs_of_the_loop() -> None:
+    found = result("drop_paths")
+    assert found["evaluated"]
+    torch.testing.assert_close(found["grad"], found["kept"][-1])
+    through = 1.0
+    for number, kept in enumerate(found["kept"]):
+        through *= (1 - number / 5) ** 2
+        values = kept.unique()
+        assert values[-1].item() == pytest.approx(1 / through)
+        assert len(values) == (1 if number == 0 else 2)
+        assert (kept != 0).float().mean().item() == pytest.approx(through, abs=0.02)
 
 
 # ---------------------------------------------------------------- what may change from step to step
@@ -668,6 +791,58 @@ def test_gradients_are_those_of_blocks_that_run_one_by_one(kind: str) -> None:
         torch.testing.assert_close(looped[name], grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
+# ---------------------------------------------------------------- outputs that are kept
+
+
+@scenarios.add
+def kept(rank: int) -> list[dict[str, Any]]:
+    """What a caller, and hooks on blocks, keep of the outputs of blocks, and gradients through
+    them: block by block and as a loop."""
+    import torch_xla
+
+    found = []
+    for build in (wrapped, scanned):
+        model, hooked = build(take_turns, Turning, 5), list[Tensor]()
+        for block in model.blocks:
+            block.module.register_forward_hook(partial(_keep, hooked))
+        outputs = [batch()]
+        for block in model.blocks:
+            outputs.append(block(outputs[-1]))
+        sum(each.square().mean() for each in (*outputs[2:], *hooked[:2])).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        model.eval()
+        with torch.no_grad():
+            evaluated = [batch()]
+            for block in model.blocks:
+                evaluated.append(block(evaluated[-1]))
+        torch_xla.sync()
+        values = {"outputs": outputs, "hooked": hooked, "evaluated": evaluated}
+        found.append(
+            {
+                **{name: [each.detach().cpu() for each in own] for name, own in values.items()},
+                "grads": {name: grad.cpu() for name, grad in grads.items()},
+                "types": {type(each) for each in outputs},
+            }
+        )
+    return found
+
+
+def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output)
+
+
+def test_outputs_of_blocks_can_be_kept() -> None:
+    single, looped = result("kept")
+    assert looped["types"] == {Tensor}
+    for name in ("outputs", "hooked", "evaluated"):
+        assert len(single[name]) == len(looped[name])
+        for plain, found in zip(single[name], looped[name], strict=True):
+            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    assert single["grads"].keys() == looped["grads"].keys()
+    for name, grad in looped["grads"].items():
+        torch.testing.assert_close(grad, single["grads"][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 # ---------------------------------------------------------------- states and copies
 
 
@@ -691,8 +866,8 @@ def states(rank: int) -> dict[str, Any]:
 
 
 def make_kind(kind: int, seed: int = 3) -> tuple[Any, Any]:
-    """Block by block, or as a loop."""
-    model = scanned() if kind else wrapped()
+    """Block by block, or as a loop over two kinds of blocks in stacks."""
+    model = (partial(scanned, stacked=True) if kind else wrapped)(take_turns, Turning, 5)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 

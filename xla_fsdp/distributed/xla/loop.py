@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,20 +46,20 @@ class TensorSpec:
 class Body:
     """A traced function as one XLA computation.
 
-    Its parameters are the inputs that it uses, the seed and the captured values, in the order of
+    Its parameters are the inputs that it uses, the seeds and the captured values, in the order of
     their parameter numbers.
     """
 
     computation: Any
     text: bytes  # serialized; equal for functions that compute the same
     numbers: tuple[int, ...]  # parameter number of each input; -1 if it is not used
-    seed: int  # parameter number of the seed; -1 if it is not used
+    seeds: dict[int, int]  # parameter number of each seed that it uses, by number of the seed
     captured: dict[int, Tensor]  # other device tensors that the function uses, by parameter number
     outputs: tuple[TensorSpec, ...]
 
     @property
     def draws_random_numbers(self) -> bool:
-        return self.seed != -1
+        return bool(self.seeds)
 
 
 class ChangedInPlaceError(Exception):
@@ -79,7 +80,7 @@ def trace_body(
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
-    with _separate_graph() as seed, torch.no_grad():
+    with _separate_graph() as seeds, torch.no_grad():
         results = list(function(list(given)))
         if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)
@@ -89,14 +90,15 @@ def trace_body(
         module = context.hlo()
         captured = dict(context.device_parameter_id_tensor_mapping())
         numbers = tuple(context.tensor_parameter_id(each) for each in given)
-        seed_number = context.tensor_parameter_id(seed)
-        for number in (*numbers, seed_number):
+        found = {at: context.tensor_parameter_id(seed) for at, seed in seeds.items()}
+        used = {at: number for at, number in found.items() if number != -1}
+        for number in (*numbers, *used.values()):
             captured.pop(number, None)
         return Body(
             xb.computation_from_module_proto(name, module),
             bytes(module),
             numbers,
-            seed_number,
+            used,
             captured,
             tuple(TensorSpec.of(each) for each in results),
         )
@@ -142,17 +144,36 @@ def new_seeds(length: int, device: torch.device) -> Tensor:
     return torch.randint(2**31 - 1, (length,), dtype=torch.int64, device=device)
 
 
+_BETWEEN_SEEDS = 0x9E3779B97F4A7C  # odd, and unlike the integers that programs compute with
+_seeds: ContextVar[tuple[int, dict[int, Tensor]]] = ContextVar("_seeds")
+
+
+def use_seed(number: int) -> None:
+    """In a traced function: draw random numbers from seed ``number`` from here on.
+
+    Parts of a function with seeds of their own draw the same numbers in another order of the parts.
+    The function begins with seed 0.
+    """
+    device, (state, seeds) = ops.device(), _seeds.get()
+    # torch_xla tells scalars apart by their value, so no other integer may have that of a seed.
+    ops.set_rng_state((state + number * _BETWEEN_SEEDS) % 2**63, device)
+    seeds[number] = torch_xla._XLAC._get_base_seed_as_tensor(str(device))
+
+
 @contextlib.contextmanager
-def _separate_graph() -> Iterator[Tensor]:
-    """Order collectives inside only among each other; yield the seed of all random numbers."""
+def _separate_graph() -> Iterator[dict[int, Tensor]]:
+    """Order collectives inside only among each other; yield the seeds of all random numbers."""
     device = ops.device()
     token = torch_xla._XLAC._get_all_reduce_token(str(device))
     state = ops.get_rng_state(device)
     ops.forget_token()
+    ops.set_rng_state(state, device)
+    seeds = {0: torch_xla._XLAC._get_base_seed_as_tensor(str(device))}
+    outside = _seeds.set((state, seeds))
     try:
-        ops.set_rng_state(state, device)
-        yield torch_xla._XLAC._get_base_seed_as_tensor(str(device))
+        yield seeds
     finally:
+        _seeds.reset(outside)
         torch_xla._XLAC._set_all_reduce_token(str(device), token)
         ops.set_rng_state(state, device)
 
@@ -318,10 +339,18 @@ def _call(
 ) -> list[Any]:
     by_number = dict(zip(body.numbers, inputs, strict=True))
     by_number.update(zip(body.captured, captured, strict=True))
-    by_number[body.seed] = seed
     by_number.pop(-1, None)
+    for each, number in body.seeds.items():
+        by_number[number] = _derived(seed, each)
     results = xb.Op.call(body.computation, [by_number[at] for at in range(len(by_number))])
     return [results.get_tuple_element(k) for k in range(len(body.outputs))]
+
+
+def _derived(seed: Any, number: int) -> Any:
+    """Return seed ``number`` of an iteration whose seed 0 is given."""
+    if number == 0:
+        return seed
+    return seed + xb.Op.scalar(seed.builder(), number * _BETWEEN_SEEDS, dtype=xb.Type.S64)
 
 
 class LoopCache:

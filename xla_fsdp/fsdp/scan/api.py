@@ -1,4 +1,4 @@
-"""``scan_blocks``: run identical blocks as one loop."""
+"""``scan_blocks``: run blocks as one loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.fsdp.engine.stacked_params import stack_params
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
-from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems
+from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems, plan_of
 
 
 def scan_blocks(
@@ -24,20 +24,24 @@ def scan_blocks(
     stacked: bool = False,
     offload_activations: bool = False,
 ) -> BlockScan:
-    """Run identical blocks, each sharded as a unit of its own, as one While loop. The size of the
-    program and its compile time then do not depend on the number of blocks.
+    """Run blocks, each sharded as a unit of its own, as one While loop. The size of the program and
+    its compile time then do not depend on the number of blocks.
 
     The forward of the model stays as it is, if it calls the blocks in order: ``for block in blocks:
-    x = block(x, ...)``. Parameters, their names, optimizers and checkpoints do not change.
+    x = block(x, ...)``; it may keep what they return. Parameters, their names, optimizers and
+    checkpoints do not change.
+
+    Blocks compute the same, but for numbers in arithmetic, which become inputs of the loop. If
+    several kinds of blocks take turns, an iteration runs one of each. Blocks that differ at either
+    end run beside the loop, as units by themselves.
 
     With ``stacked``, parameters of the same name in all blocks become one parameter, [number of
     blocks, *shape of the shard], under its name in the first block. Make the optimizer afterwards.
     State dicts and checkpoints do not change.
 
     Args:
-        blocks: a container or a list of the blocks, in the order in which they are called. All are
-            of one class, with parameters of the same shapes, and compute the same; each returns one
-            tensor of the shape and dtype of its first tensor argument.
+        blocks: a container or a list of the blocks, in the order in which they are called; each
+            returns one tensor of the shape and dtype of its first tensor argument.
         remat: "full" recomputes a block in backward from its input, "none" saves all activations, a
             list of names saves the outputs of these submodules of a block, and activations named by
             ``checkpoint_name``.
@@ -56,22 +60,26 @@ def scan_blocks(
 
     Raises:
         TypeError: if a block is not a module, or ``offload_activations`` not a bool.
-        ValueError: if blocks are not units, not identical or cannot be stacked, or if an option is
+        ValueError: if blocks are not units, none are alike, some cannot be stacked, or an option is
             invalid.
     """
     if not isinstance(offload_activations, bool):
         raise TypeError(f"offload_activations is {offload_activations!r}; give True or False")
     found: list[Any] = list(blocks)
-    if problems := find_problems(found, stacked=stacked):
+    plan = plan_of(found)
+    problems = find_problems(found, plan, stacked=stacked)
+    if plan is None or problems:
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
         raise ValueError("; ".join(problems[:3]) + others)
     names = remat if isinstance(remat, str) else tuple(remat)
-    scan = BlockScan(found, Options(names, gather_once_below, offload_activations))
-    units = [block._fsdp_unit for block in found]
-    _warn_about_ignored(units)
-    if stacked and not are_stacked(units):
-        _stack(units)
-    for block in found:
+    in_loop = [found[number] for number in plan.numbers]
+    scan = BlockScan(in_loop, Options(names, gather_once_below, offload_activations), plan.period)
+    _warn_about_ignored([block._fsdp_unit for block in in_loop])
+    for position in range(plan.period):
+        units = [found[number]._fsdp_unit for number in plan.numbers_at(position)]
+        if stacked and not are_stacked(units):
+            _stack(units)
+    for block in in_loop:
         block._fsdp_module_state.forward_override = scan
     return scan
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,9 +145,10 @@ class BlockState:
         hooked: list[str] = []
         objects: list[Any] = []
         holders: list[tuple[str, dict[str, Any]]] = []
+        own = getattr(block, "_fsdp_wrapped_module", block)
         for prefix, module in block.named_modules():
             fields = vars(module)
-            if any(fields[kind] for kind in _HOOKS):
+            if _has_hooks(module, is_block=module in (block, own)):
                 hooked.append(prefix or type(module).__name__)
             for holder in (module._buffers, fields):
                 holders.append((prefix, holder))
@@ -202,6 +205,53 @@ class BlockState:
                 then, now = items.get(key), holder.get(key)
                 if then is not now and (isinstance(then, Tensor) or isinstance(now, Tensor)):
                     yield prefix, holder, key, at
+
+
+def _has_hooks(module: nn.Module, *, is_block: bool) -> bool:
+    """Return whether a module has hooks that would run inside a loop."""
+    fields = vars(module)
+    if not any(fields[kind] for kind in _HOOKS):
+        return False
+    hooks = [hook for kind in _HOOKS[1:] for hook in fields[kind].values()]
+    if not is_block:  # forward hooks of a block run outside, see ``forward_hooks_apart``
+        hooks += fields["_forward_hooks"].values()
+    return not all(map(_is_idle, hooks))
+
+
+def _is_idle(hook: Any) -> bool:
+    """Return whether ``hook`` is a recorder of transformers that does nothing in this forward.
+    Models install those for all that they can record as soon as anything is recorded."""
+    if getattr(hook, "__qualname__", "").rpartition(".")[2] != "output_capturing_hook":
+        return False
+    values = inspect.getclosurevars(hook)
+    collector = values.globals.get("_active_collector")
+    recorded = None if collector is None else collector.get()
+    return recorded is None or values.nonlocals.get("key") not in recorded
+
+
+@contextlib.contextmanager
+def forward_hooks_apart(module: nn.Module) -> Iterator[None]:
+    """Do not run the forward hooks of ``module`` itself inside; ``run_forward_hooks`` runs them."""
+    hooks, module._forward_hooks = module._forward_hooks, OrderedDict()
+    try:
+        yield
+    finally:
+        module._forward_hooks = hooks
+
+
+def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Run the forward hooks of a block.
+
+    Raises:
+        ValueError: if one returns another output.
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        options = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+        if hook(module, args, *options, output) is not None:
+            raise ValueError(
+                "a forward hook of a scanned block returned another output, which a loop would "
+                "not use; let hooks return None, or do not scan these blocks"
+            )
 
 
 def settings_of(states: Sequence[BlockState]) -> Any:

@@ -1,8 +1,9 @@
-"""Run the calls of identical blocks as one loop.
+"""Run the calls of blocks as one loop.
 
-All calls but the last return placeholders; the call of the last block runs the loop. A forward must
-call the blocks in order, each with the output of the previous block and otherwise the same
-arguments; anything else raises.
+All calls but the last return placeholders; the call of the last block runs the loop, and those
+that differ at either end before and after it. A forward must call the blocks in order, each with
+the output of the previous block; it may keep the outputs, for use after the last call. Anything
+else raises.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +21,28 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.engine.autograd import on_device
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
-from xla_fsdp.fsdp.scan.autograd import ForwardCounter, ScanCall
-from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, SharedTensors, settings_of
+from xla_fsdp.fsdp.scan.autograd import ForwardCounter, PositionCall, ScanCall
+from xla_fsdp.fsdp.scan.block_inputs import (
+    Arguments,
+    BlockState,
+    SharedTensors,
+    forward_hooks_apart,
+    run_forward_hooks,
+    settings_of,
+)
 from xla_fsdp.fsdp.scan.checks import refuse_hooks, refuse_host_tensors
-from xla_fsdp.fsdp.scan.program import Blocks
+from xla_fsdp.fsdp.scan.plan import Plan, find_plan
+from xla_fsdp.fsdp.scan.program import Blocks, Position
 from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, policy_of
-from xla_fsdp.fsdp.scan.tracing import BlockComparison, Template
+from xla_fsdp.fsdp.scan.tracing import (
+    BlockTrace,
+    Returned,
+    Template,
+    difference_problem,
+    kinds_of,
+    trace_block,
+    with_numbers_as_inputs,
+)
 from xla_fsdp.fsdp.scan.weights import BlockWeights, shards_of
 
 # ---------------------------------------------------------------- placeholders
@@ -46,18 +63,26 @@ class Placeholder(Tensor):
     """The output of block ``block`` of ``length``, before it is computed.
 
     It has a shape, a dtype and other metadata. Any other use raises, as a forward may only pass it
-    to the next block.
+    to the next block, and keep it until ``become`` makes it the output.
     """
 
     block: int
     length: int
+    is_late: bool  # the loop has run, without returning this output
 
     @classmethod
     def after(cls, block: int, length: int, like: Tensor, dtype: torch.dtype) -> Placeholder:
         # Without requires_grad: torch's module hooks would pass it through an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.block, made.length = block, length
+        made.block, made.length, made.is_late = block, length, False
         return made
+
+    def become(self, output: Tensor) -> None:
+        """Turn this object into the output, an ordinary tensor."""
+        own = output.view(output.shape)  # a tensor of which nothing else holds the implementation
+        vars(self).clear()
+        self.__class__ = Tensor  # type: ignore[assignment]
+        torch._C._swap_tensor_impl(self, own)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Placeholder(output of block {self.block} of {self.length})"
@@ -88,15 +113,24 @@ def _name(func: Any) -> str:
 def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
     flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
     used = next(each for each in flat if isinstance(each, Placeholder))
+    if used.is_late:
+        return RuntimeError(
+            f"the output of block {used.block} of {used.length} was used (by {name}) after the "
+            f"last block, and is the only one that was kept, which a loop cannot know in time. "
+            f"Keep the outputs of all blocks (in a list), or do not scan these"
+        )
     return RuntimeError(
         f"the output of block {used.block} of {used.length} was used (by {name}) before block "
         f"{used.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
         f"do nothing but hand each block's output to the next, as in `for block in blocks: x = "
-        f"block(x, ...)`, for all of them. Move the rest into the blocks, or do not scan these"
+        f"block(x, ...)`, for all of them, and keep outputs for later. Move the rest into the "
+        f"blocks, or do not scan these"
     )
 
 
 # ---------------------------------------------------------------- the scan
+
+_NOTHING = Returned(Arguments.of(()), ())
 
 GATHER_ONCE_BELOW = 2**14
 """Elements. Biases and norms of blocks up to a width of 4096 are gathered once for all blocks and
@@ -112,18 +146,81 @@ class Options:
     offload_activations: bool = False
 
 
+@dataclass(frozen=True)
+class _Call:
+    """The call of one block."""
+
+    arguments: Arguments  # without tensors
+    forward: Callable[..., Any]
+    specs: tuple[TensorSpec, ...]  # of its tensors, in the compute dtype
+    others: tuple[int, ...]  # which of all other tensor arguments it takes
+    key: int  # equal for calls that only differ in tensors
+    returned: Returned
+    trace: BlockTrace | None  # None if the block was traced in an earlier pass
+
+
+@dataclass(frozen=True)
+class _BlockList:
+    """The blocks at the beginning of a pass."""
+
+    units: list[FSDPState]
+    modules: list[nn.Module]  # without FSDP wrappers
+    states: list[BlockState]
+    shared: list[frozenset[int]]  # by block: indices of the tensors that are equal in all
+    trained: list[tuple[bool, ...]]  # by block
+    key: int  # equal for blocks with the same settings
+
+    def template(
+        self, number: int, call: _Call, numbers: tuple[tuple[int, torch.dtype], ...] = ()
+    ) -> Template:
+        """Return block ``number`` with its call, to be traced."""
+        return Template(
+            self.units[number],
+            self.modules[number],
+            call.forward,
+            self.states[number],
+            self.shared[number],
+            call.arguments,
+            call.specs,
+            self.trained[number],
+            numbers,
+        )
+
+
 @dataclass
 class _Pass:
-    """A forward in which some, but not yet all, blocks have been called."""
+    """A forward in which some, but not yet all, blocks have been called.
 
-    template: Template  # of block 0
+    Has no references to placeholders but the last: the caller would seem to keep the others.
+    """
+
+    blocks: _BlockList
     given: Arguments  # of block 0
-    cast: list[Tensor]  # tensors of ``given`` in the compute dtype
-    returned: Arguments  # structure of a block's output, without the tensor
-    states: list[BlockState]  # by block
-    key: Any  # equal for passes that can run the same loops
+    others: list[Tensor]  # the tensor arguments of all blocks but the first of each
+    cast: list[Tensor]  # the input of block 0 and the others, in the compute dtype
+    calls: list[_Call] = field(default_factory=list)
+    outputs: list[weakref.ref[Placeholder]] = field(default_factory=list)
     last: Placeholder | None = None  # output of the block that was called last
-    done: int = 0  # index of that block
+
+    @property
+    def key(self) -> Any:
+        """Equal for passes that can run the same loop."""
+        return self.blocks.key, tuple((call.key, call.others) for call in self.calls)
+
+
+@dataclass(frozen=True)
+class _LoopPlan:
+    """How the calls of a pass run.
+
+    Args:
+        plan: which blocks run in the loop.
+        numbers: by position, (index, dtype) of the numbers that are inputs of the loop.
+        values: by position, these numbers of all blocks, [iterations] each.
+    """
+
+    plan: Plan
+    numbers: list[tuple[tuple[int, torch.dtype], ...]]
+    values: list[list[Tensor]]
 
 
 class BlockScan:
@@ -132,24 +229,27 @@ class BlockScan:
     Args:
         blocks: FSDP modules; referenced weakly, as each of them holds this object.
         options: options of the loop.
+        period: block n has parameters and buffers like block n + period.
     """
 
-    def __init__(self, blocks: Sequence[Any], options: Options) -> None:
-        self.__setstate__(([_BlockRef(block) for block in blocks], options))
+    def __init__(self, blocks: Sequence[Any], options: Options, period: int = 1) -> None:
+        self.__setstate__(([_BlockRef(block) for block in blocks], options, period))
 
-    def __getstate__(self) -> tuple[list[_BlockRef], Options]:
+    def __getstate__(self) -> tuple[list[_BlockRef], Options, int]:
         # A copy runs the copied blocks and traces its own loops, so those are not copied.
-        return self._blocks, self._options
+        return self._blocks, self._options, self._period
 
-    def __setstate__(self, state: tuple[list[_BlockRef], Options]) -> None:
-        self._blocks, self._options = state
+    def __setstate__(self, state: tuple[list[_BlockRef], Options, int]) -> None:
+        self._blocks, self._options, self._period = state
         self._policy = policy_of(self._options.remat)
         self._store = ActivationStore(self._options.offload_activations)
         self._pass: _Pass | None = None
         self._without_loop = False
-        self._comparison = BlockComparison()
+        self._keys: dict[Any, int] = {}  # numbers keys, as large ones are slow to hash
+        self._returned: dict[Any, Returned] = {}
+        self._plans: dict[Any, _LoopPlan] = {}
         self._loops = LoopCache()
-        self._shared = SharedTensors()
+        self._shared = [SharedTensors() for _ in range(self._period)]
         self._counter = ForwardCounter()
 
     def remove(self) -> None:
@@ -164,7 +264,8 @@ class BlockScan:
         Raises:
             RuntimeError: if another block should be called now.
             TypeError: for arguments that a loop cannot take.
-            ValueError: if blocks are not identical, or are called with different arguments.
+            ValueError: if blocks differ in what no loop can run, or are called with arguments that
+                follow no pattern.
         """
         given = Arguments.of((args, kwargs))
         blocks = [reference() for reference in self._blocks]
@@ -179,19 +280,22 @@ class BlockScan:
         number = next(at for at, each in enumerate(blocks) if each._fsdp_unit is unit)
         current, self._pass = self._pass, None  # an error below ends the pass
         _check_arguments(number, given)
-        if number == 0:
-            current = self._begin(blocks, forward, given)
-        else:
-            current = self._go_on(current, number, blocks, forward, given)
+        current = self._begin(blocks, given) if number == 0 else _continued(current, number, given)
+        call = self._call(current, number, forward, given)
+        current.calls.append(call)
         if number == len(blocks) - 1:
-            result = self._run_loop(current, [block._fsdp_unit for block in blocks])
+            result = self._run_all(current)
         else:
-            dtype = unit.config.output_dtype or current.cast[0].dtype
-            result = Placeholder.after(number, len(blocks), current.cast[0], dtype)
+            result = Placeholder.after(number, len(blocks), current.cast[0], _output_dtype(current))
+            current.outputs.append(weakref.ref(result))
             current.last, self._pass = result, current
-        return current.returned.put_together([result])
+        output = call.returned.put_together(result, given.tensors)
+        module = current.blocks.modules[number]
+        if module._forward_hooks:
+            run_forward_hooks(module, args, kwargs, output)
+        return output
 
-    def _begin(self, blocks: list[Any], forward: Callable[..., Any], given: Arguments) -> _Pass:
+    def _begin(self, blocks: list[Any], given: Arguments) -> _Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
         units[0].context.abandon()
         for unit in units:
@@ -200,69 +304,210 @@ class BlockScan:
         for state in states:
             refuse_hooks(state)
             refuse_host_tensors(state)
-        cast = [units[0].cast_input(tensor) for tensor in given.tensors]
-        template = Template(
-            units[0],
-            _module(blocks[0]),
-            forward,
-            states[0],
-            self._shared.of(states),
-            given.without_tensors(),
-            tuple(map(TensorSpec.of, cast)),
-            _trained(units),
+        period = range(self._period)
+        shared = [self._shared[at].of(states[at :: self._period]) for at in period]
+        trained = [_trained(units[at :: self._period]) for at in period]
+        key = (
+            [TensorSpec.of(each) for state in states[: self._period] for each in state.tensors],
+            settings_of(states),
+            shared,
+            trained,
+            (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
         )
-        key = _key(template, states)
-        returned = self._comparison.compare(0, template, key)
-        return _Pass(template, given, cast, returned, states, key)
-
-    def _go_on(
-        self,
-        current: _Pass | None,
-        number: int,
-        blocks: list[Any],
-        forward: Callable[..., Any],
-        given: Arguments,
-    ) -> _Pass:
-        if current is None or current.done + 1 != number:
-            found = "block 0" if current is None else f"block {current.done + 1}"
-            raise RuntimeError(
-                f"block {number} of {len(blocks)} scanned blocks was called where {found} was "
-                f"expected. Scanned blocks run as one loop, so a forward calls each of them once, "
-                f"in order. Call them so, or run them one by one: remove() of what scan_blocks "
-                f"returned"
-            )
-        _check_handed_on(current, number, given)
-        current.done = number
-        if not self._comparison.is_done(number, current.key):
-            template = replace(
-                current.template,
-                unit=blocks[number]._fsdp_unit,
-                module=_module(blocks[number]),
-                forward=forward,
-                state=current.states[number],
-            )
-            self._comparison.compare(number, template, current.key)
-        return current
-
-    def _run_loop(self, current: _Pass, units: list[FSDPState]) -> Tensor:
-        template = current.template
-        weights = BlockWeights(units[0].group, self._options.gather_once_below)
-        numbers = range(len(template.state.tensors))
-        own = [at for at in numbers if at not in template.shared]
-        call = ScanCall(
+        times = len(blocks) // self._period
+        held = _BlockList(
             units,
-            shards_of([unit.group for unit in units]),
-            Blocks(template, weights, len(units), self._policy, self._store),
-            [torch.stack([s.tensors[at].detach() for s in current.states]) for at in own],
-            [template.state.tensors[at].detach() for at in sorted(template.shared)],
+            list(map(_module, blocks)),
+            states,
+            shared * times,
+            trained * times,
+            self._number(tuple(map(tuple, key))),
+        )
+        return _Pass(held, given, [], [units[0].cast_input(given.tensors[0])])
+
+    def _number(self, key: Any) -> int:
+        return self._keys.setdefault(key, len(self._keys))
+
+    def _call(
+        self, current: _Pass, number: int, forward: Callable[..., Any], given: Arguments
+    ) -> _Call:
+        """Describe the call of a block; trace the block if that is new.
+
+        Raises:
+            ValueError: if the block cannot run in a loop.
+        """
+        if current.calls and not current.given.first_difference(given):
+            call = replace(current.calls[0], forward=forward)
+        else:
+            others = _indices_of(given.tensors[1:], current)
+            cast = (current.cast[0], *(current.cast[1 + at] for at in others))
+            specs = tuple(map(TensorSpec.of, cast))
+            key = self._number((given.key, specs))
+            call = _Call(given.without_tensors(), forward, specs, others, key, _NOTHING, None)
+        known = (number, current.blocks.key, call.key)
+        if known in self._returned:
+            return replace(call, returned=self._returned[known], trace=None)
+        trace = trace_block(current.blocks.template(number, call))
+        self._returned[known] = trace.returned
+        return replace(call, returned=trace.returned, trace=trace)
+
+    def _plan(self, current: _Pass) -> _LoopPlan:
+        key = current.key
+        if key not in self._plans:
+            self._plans[key] = _make_plan(current, self._period)
+        return self._plans[key]
+
+    def _run_all(self, current: _Pass) -> Tensor:
+        """Run all blocks; let the outputs that the caller has kept become tensors."""
+        found = self._plan(current)
+        plan, x = found.plan, current.given.tensors[0]
+        kept = [at for at, output in enumerate(current.outputs) if output() is not None]
+        # The caller always holds the output of the block before the last, as an argument. Whether
+        # it will use that once more, nobody knows.
+        collects = len(kept) > 1 or plan.length == 2
+        outputs: dict[int, Tensor] = {}
+        for number in range(plan.first):
+            outputs[number] = x = _run_alone(current, number, x)
+        x, inner = self._run_loop(current, found, x, collects=collects)
+        outputs.update(inner)
+        outputs[plan.stop - 1] = x
+        for number in range(plan.stop, plan.length):
+            outputs[number] = x = _run_alone(current, number, x)
+        if current.last is not None:
+            current.last.is_late = not collects
+        for number in kept if collects else []:
+            if (output := current.outputs[number]()) is not None:
+                output.become(outputs[number])
+        return x
+
+    def _run_loop(
+        self, current: _Pass, found: _LoopPlan, x: Tensor, *, collects: bool
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the blocks of the loop.
+
+        Returns:
+            The output of the last one; if the caller ``collects`` them, the outputs of the others,
+            by number of the block.
+        """
+        plan, blocks, calls = found.plan, current.blocks, current.calls
+        first = blocks.units[plan.first]
+
+        def template_of(position: int, iteration: int) -> Template:
+            number = plan.numbers_at(position)[iteration]
+            return blocks.template(number, calls[number], found.numbers[position])
+
+        positions, inputs = [], []
+        for at in range(plan.period):
+            numbers = plan.numbers_at(at)
+            template = template_of(at, 0)
+            weights = BlockWeights(template.unit.group, self._options.gather_once_below)
+            positions.append(Position(template, weights, calls[numbers[0]].others))
+            inputs.append(_position_call(blocks, template, numbers, found.values[at]))
+        call = ScanCall(
+            inputs,
+            Blocks(positions, plan.times, self._policy, self._store, template_of),
+            collects,
             self._loops,
             current.key,
             self._counter,
         )
-        output = call.run(current.cast[0], current.cast[1:])
+        output, inner = call.run(first.cast_input(x), current.cast[1:])
         if not running_units():
-            units[0].context.forward_gate.clear()
-        return units[0].cast_output(output)
+            first.context.forward_gate.clear()
+        collected = {
+            number - 1: first.cast_output(inner[at][iteration])
+            for at in range(plan.period if inner else 0)
+            for iteration, number in enumerate(plan.numbers_at(at))
+            if number > plan.first
+        }
+        return first.cast_output(output), collected
+
+
+def _make_plan(current: _Pass, period: int) -> _LoopPlan:
+    """Find out which blocks run in the loop, and with which numbers as its inputs. Only blocks
+    whose numbers differ by a multiple of ``period`` have like parameters.
+
+    Raises:
+        ValueError: if nothing repeats.
+    """
+    calls = current.calls
+    templates = [current.blocks.template(number, call) for number, call in enumerate(calls)]
+    traces = [
+        call.trace or trace_block(template) for call, template in zip(calls, templates, strict=True)
+    ]
+    places = [(number % period, call.specs, call.others) for number, call in enumerate(calls)]
+    kinds = kinds_of(traces, places)
+    if any(kinds):
+        templates, traces = with_numbers_as_inputs(templates, traces, places)
+        kinds = kinds_of(traces, places)
+    plan = find_plan(kinds)
+    if plan is None:
+        raise ValueError(_difference_problem(current, traces, kinds.index(1)))
+    differing: list[tuple[tuple[int, torch.dtype], ...]] = []
+    stacks: list[list[Tensor]] = []
+    with torch.inference_mode(False):  # later passes may need gradients
+        for blocks in map(plan.numbers_at, range(plan.period)):
+            differing.append(templates[blocks[0]].numbers)
+            values = [[traces[at].numbers[n].value for at in blocks] for n, _ in differing[-1]]
+            pairs = zip(values, differing[-1], strict=True)
+            stacks.append([torch.tensor(own, dtype=dtype) for own, (_, dtype) in pairs])
+    device = current.cast[0].device
+    return _LoopPlan(plan, differing, [[each.to(device) for each in own] for own in stacks])
+
+
+def _difference_problem(current: _Pass, traces: Sequence[BlockTrace], number: int) -> str:
+    first, call = current.calls[0], current.calls[number]
+    if call.others == first.others:
+        return difference_problem(traces, number)
+    before = len(current.given.tensors) - 1
+    names = zip(call.arguments.names[1:], call.others, strict=True)
+    new = [name for name, at in names if at >= before]
+    return (
+        f"block {number} was called with other arguments than block 0: its "
+        f"{', '.join(new) or 'arguments'} is another tensor. Make what all blocks share once, "
+        f"before the loop, and give all of them the same, or the same to every second one, say"
+    )
+
+
+def _position_call(
+    blocks: _BlockList, template: Template, numbers: Sequence[int], values: Sequence[Tensor]
+) -> PositionCall:
+    units = [blocks.units[number] for number in numbers]
+    states = [blocks.states[number] for number in numbers]
+    own = [at for at in range(len(template.state.tensors)) if at not in template.shared]
+    return PositionCall(
+        units,
+        shards_of([unit.group for unit in units]),
+        [*(torch.stack([s.tensors[at].detach() for s in states]) for at in own), *values],
+        [template.state.tensors[at].detach() for at in sorted(template.shared)],
+    )
+
+
+def _run_alone(current: _Pass, number: int, x: Tensor) -> Tensor:
+    """Run one block as a unit by itself; return its new tensor."""
+    call = current.calls[number]
+    others = [current.others[at] for at in call.others]
+    args, kwargs = call.arguments.put_together([x, *others])
+    blocks = current.blocks
+    with forward_hooks_apart(blocks.modules[number]):
+        output = Arguments.of(blocks.units[number].run(call.forward, args, kwargs))
+    return output.tensors[call.returned.sources.index(0)]
+
+
+def _indices_of(others: Sequence[Tensor], current: _Pass) -> tuple[int, ...]:
+    """Return the index of each tensor argument among those of all blocks; add new ones to these."""
+    before = {id(each): at for at, each in enumerate(current.others)}
+    found = []
+    for each in others:
+        found.append(before.get(id(each), len(current.others)))
+        if id(each) not in before:
+            current.others.append(each)
+            current.cast.append(current.blocks.units[0].cast_input(each))
+    return tuple(found)
+
+
+def _output_dtype(current: _Pass) -> torch.dtype:
+    return current.blocks.units[0].config.output_dtype or current.cast[0].dtype
 
 
 _without_loop: ContextVar[bool] = ContextVar("_without_loop", default=False)
@@ -301,17 +546,6 @@ def _trained(units: Sequence[FSDPState]) -> tuple[bool, ...]:
     return tuple(any(leaf.requires_grad for leaf in leaves) for leaves in by_param)
 
 
-def _key(template: Template, states: Sequence[BlockState]) -> Any:
-    return (
-        template.arguments.key,
-        (*template.specs, *map(TensorSpec.of, template.state.tensors)),
-        settings_of(states),
-        template.shared,
-        template.trained,
-        (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
-    )
-
-
 def _check_arguments(number: int, given: Arguments) -> None:
     if given.opaque:
         raise TypeError(
@@ -330,8 +564,21 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
 
 
-def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
-    x = given.tensors[0]
+def _continued(current: _Pass | None, number: int, given: Arguments) -> _Pass:
+    """Return the pass if block ``number`` is next, and called with the output of the one before.
+
+    Raises:
+        RuntimeError: if it is not next.
+        ValueError: if it is called with something else.
+    """
+    if current is None or len(current.calls) != number:
+        found = "block 0" if current is None else f"block {len(current.calls)}"
+        raise RuntimeError(
+            f"block {number} of the scanned blocks was called where {found} was expected. Scanned "
+            f"blocks run as one loop, so a forward calls each of them once, in order. Call them "
+            f"so, or run them one by one: remove() of what scan_blocks returned"
+        )
+    x, *others = given.tensors
     if x is not current.last:
         what = repr(x) if isinstance(x, Placeholder) else "another tensor"
         raise ValueError(
@@ -339,8 +586,10 @@ def _check_handed_on(current: _Pass, number: int, given: Arguments) -> None:
             f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
             f"the next, and does nothing else between them"
         )
-    if difference := current.given.first_difference(given):
+    if early := [each for each in others if isinstance(each, Placeholder)]:
         raise ValueError(
-            f"block {number} was called with other arguments than block 0: {difference}. Make what "
-            f"all blocks share once, before the loop, and give all of them the same"
+            f"block {number} was called with {early[0]!r} besides the output of block "
+            f"{number - 1}. Scanned blocks run as one loop, in which each gets the output of the "
+            f"one before, and arguments that are known before the loop"
         )
+    return current

@@ -11,12 +11,17 @@ from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_inputs import BlockState
+from xla_fsdp.fsdp.scan.plan import Plan, find_plan
 
-ADVICE = "Only identical blocks can run as one loop; scan these apart, or not at all"
+ADVICE = (
+    "Blocks run as one loop if they compute the same but for numbers in arithmetic, or repeat a "
+    "pattern of blocks; a few at either end may differ. Scan these apart, or not at all"
+)
 
 
-def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
-    """Return why these modules cannot run as a loop, or with ``stacked`` cannot be stacked."""
+def find_problems(blocks: Sequence[Any], plan: Plan | None, *, stacked: bool) -> list[str]:
+    """Return why these modules cannot run as a loop with this ``plan``, or with ``stacked`` cannot
+    be stacked."""
     if not blocks:
         return ["there are no blocks to scan"]
     not_sharded = [
@@ -27,13 +32,27 @@ def find_problems(blocks: Sequence[Any], *, stacked: bool) -> list[str]:
     ]
     if not_sharded:
         return not_sharded
-    units = [block._fsdp_unit for block in blocks]
-    return (
-        _own_problems(blocks)
-        or _difference_problems(blocks)
-        or _stack_order_problems(units)
-        or (_stacking_problems(units) if stacked and not are_stacked(units) else [])
-    )
+    if len({id(block) for block in blocks}) < len(blocks):
+        return ["a block appears twice; a loop wants each once"]
+    if plan is None:
+        problems = [each for at, block in enumerate(blocks) for each in _problems_of(at, block)]
+        return problems or _difference_problems(blocks)
+    problems = [each for at in plan.numbers for each in _problems_of(at, blocks[at])]
+    problems += _option_problems(blocks, plan.numbers)
+    for position in range(plan.period):
+        units = [blocks[at]._fsdp_unit for at in plan.numbers_at(position)]
+        problems += _stack_order_problems(units)
+        problems += _stacking_problems(units) if stacked and not are_stacked(units) else []
+    return problems
+
+
+def plan_of(blocks: Sequence[Any]) -> Plan | None:
+    """Return which blocks can run in a loop by their parameters, buffers and options; None if none
+    can, or some are no units."""
+    if not all(is_fsdp_module(each) for each in blocks):
+        return None
+    described = [_described(block) for block in blocks]
+    return find_plan([described.index(each) for each in described])
 
 
 def are_stacked(units: Sequence[FSDPState]) -> bool:
@@ -42,13 +61,6 @@ def are_stacked(units: Sequence[FSDPState]) -> bool:
 
 
 # ---------------------------------------------------------------- single blocks
-
-
-def _own_problems(blocks: Sequence[Any]) -> list[str]:
-    problems = [each for at, block in enumerate(blocks) for each in _problems_of(at, block)]
-    if len({id(block) for block in blocks}) < len(blocks):
-        problems.append("a block appears twice; a loop wants each once")
-    return problems
 
 
 def _problems_of(at: int, block: Any) -> Iterator[str]:
@@ -91,6 +103,23 @@ def _difference(first: Any, other: Any) -> str | None:
     return None if len(ours) == len(theirs) else "it has other parameters or buffers"
 
 
+def _option_problems(blocks: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
+    """Yield which blocks of a loop have other options or ranks than the first of them."""
+    first = _options_of(blocks[numbers[0]])
+    for number in numbers:
+        for (what, mine), (_, its) in zip(first, _options_of(blocks[number]), strict=True):
+            if mine != its:
+                yield f"block {number} differs from block {numbers[0]}: {what} {its}, not {mine}"
+
+
+def _options_of(block: Any) -> list[tuple[str, Any]]:
+    unit: FSDPState = block._fsdp_unit
+    return [
+        ("its options are", unit.config),
+        ("its ranks are", unit.group.collectives.key),
+    ]
+
+
 def _described(block: Any) -> list[tuple[str, Any]]:
     unit: FSDPState = block._fsdp_unit
     module = getattr(block, "_fsdp_wrapped_module", block)
@@ -100,8 +129,7 @@ def _described(block: Any) -> list[tuple[str, Any]]:
         described.append(("its parameter is", ", ".join(originals)))
         described.append((f"{param.key} is of dtype", param.leaf.dtype))
         described.append((f"{param.key} is cut as", (param.packing.layout, param.packing.dim)))
-    described.append(("its options are", unit.config))
-    described.append(("its ranks are", unit.group.collectives.key))
+    described += _options_of(block)
     state = BlockState.of(block)
     for name, tensor in zip(state.names, state.tensors, strict=True):
         described.append(("its buffer is", f"{name} {list(tensor.shape)} {tensor.dtype}"))

@@ -43,7 +43,7 @@ def loop_steps(
     """Return the optimizer steps for the parameters whose gradients the loop reduces; None if the
     optimizer steps after the loop, or not in backward at all. The caller makes sure that no other
     loop of this backward computes gradients of the same blocks."""
-    group, numbers = units[0].group, program.reduced
+    group, numbers = units[0].group, [number for _, number in program.reduced]
     is_last = all(unit.settings.is_last_backward and unit.context.is_last for unit in units)
     stacks = shards.of(numbers)
     if group.stepper is None or not numbers or not all(map(is_stack, stacks)):
@@ -53,7 +53,7 @@ def loop_steps(
     if not all(map(_gets_gradient, stacks)):  # as in backward(inputs=...) of other tensors
         return None
     steps = group.stepper.slice_steps(stacks)
-    return None if steps is None else _trace(steps, shards, weights, program)
+    return None if steps is None else _trace(steps, shards, weights, program, numbers)
 
 
 def _gets_gradient(leaf: Tensor) -> bool:
@@ -65,11 +65,14 @@ def _gets_gradient(leaf: Tensor) -> bool:
 
 
 def _trace(
-    steps: SliceSteps, shards: BlockShards, weights: BlockWeights, program: BackwardProgram
+    steps: SliceSteps,
+    shards: BlockShards,
+    weights: BlockWeights,
+    program: BackwardProgram,
+    numbers: Sequence[int],
 ) -> LoopSteps | None:
     # Traced in every backward, as an optimizer's hyperparameters may change. The loop is compiled
     # again only if the traced step differs.
-    numbers = program.reduced
     counts = [len(kept) for kept in steps.kept]
 
     def step(values: list[Tensor]) -> list[Tensor]:

@@ -175,6 +175,11 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
+def is_replaced(node: Any) -> bool:
+    """Return whether a node of autograd is that of an activation that was saved by its name."""
+    return isinstance(node, _Replaced._backward_cls)
+
+
 Intercept = Callable[[str, Tensor], Tensor]
 
 _intercept: ContextVar[Intercept | None] = ContextVar("_intercept", default=None)
@@ -232,6 +237,10 @@ class ActivationStore:
     def put(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the ys of a forward iteration that saves these values."""
         return [offload(each) for each in values] if self.on_host else list(values)
+
+    def get(self, stack: Tensor) -> Tensor:
+        """Return one of these ys, in the device's memory."""
+        return fetch(stack) if self.on_host else stack
 
     def carry_specs(self, ys: Sequence[Tensor]) -> list[TensorSpec]:
         """Return the specs of the fetched slices that the backward loop carries."""

@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -24,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState
+from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, forward_hooks_apart
+from xla_fsdp.fsdp.scan.block_numbers import Number, Numbers
 from xla_fsdp.fsdp.scan.checks import ADVICE
 
 T = TypeVar("T")
@@ -42,30 +44,45 @@ class Template:
     arguments: Arguments  # of the call, without tensors
     specs: tuple[TensorSpec, ...]  # of the arguments' tensors
     trained: tuple[bool, ...]  # by parameter: whether it needs a gradient in any block
+    # (index, dtype) of the numbers that are inputs of the loop
+    numbers: tuple[tuple[int, torch.dtype], ...] = ()
 
     def run(
-        self, params: list[Tensor], tensors: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> Arguments:
-        """Run the forward of the block, and return its output.
+        self,
+        params: list[Tensor],
+        tensors: Sequence[Tensor],
+        given: Sequence[Tensor],
+        numbers: Sequence[Tensor] = (),
+    ) -> tuple[Returned, Tensor, list[Number]]:
+        """Run the forward of the block.
 
         Args:
             params: unsharded parameters, by original.
             tensors: replace the tensors in ``state``.
             given: tensors of the arguments.
+            numbers: tensors without dims that replace ``self.numbers``.
+
+        Returns:
+            The form of the output, its only new tensor, and the numbers that the block used.
 
         Raises:
-            ValueError: if the forward changes a container among the arguments.
+            ValueError: if the output is not one tensor like the first argument, besides other
+                arguments and plain values; or if the forward changes a container among the
+                arguments.
         """
         args, kwargs = self.arguments.put_together(given)
+        indices = [at for at, _ in self.numbers]
+        used = Numbers(dict(zip(indices, numbers, strict=True)))
         with (
             regions_run_once(),  # the loop recomputes, so checkpoint_module must not
-            TraceGuard(),
+            TraceGuard(used),
+            forward_hooks_apart(self.module),
             self.unit.computing_with(params),
             self.state.replaced(tensors),
         ):
-            returned = Arguments.of(self.forward(*args, **kwargs))
+            output = Arguments.of(self.forward(*args, **kwargs))
         _refuse_changed(replace(self.arguments, tensors=tuple(given)), Arguments.of((args, kwargs)))
-        return returned
+        return *Returned.of(output, given), used.found
 
 
 def _refuse_changed(given: Arguments, now: Arguments) -> None:
@@ -80,102 +97,94 @@ def _refuse_changed(given: Arguments, now: Arguments) -> None:
         )
 
 
-def only_tensor(returned: Arguments, x: Tensor) -> Tensor:
-    """Return the tensor that a block returned for its input ``x``.
+@dataclass(frozen=True)
+class Returned:
+    """The form of a block's output: one new tensor, and other arguments that it hands back."""
 
-    Raises:
-        ValueError: if there is not exactly one, or it has another shape or dtype than ``x``.
-    """
-    if len(returned.tensors) != 1 or returned.opaque:
-        what = [*(name or "a tensor" for name in returned.names), *returned.opaque]
-        raise ValueError(
-            f"a scanned block must return one tensor (and plain values), which is the next one's "
-            f"input; this one returned {', '.join(what) or 'no tensor'}"
-        )
-    [y] = returned.tensors
-    if TensorSpec.of(y) != TensorSpec.of(x):
-        raise ValueError(
-            f"a scanned block must return what it is given, {list(x.shape)} {x.dtype}; "
-            f"this one returned {list(y.shape)} {y.dtype}. Convert the input before the loop, or "
-            f"do not scan these blocks"
-        )
-    return y
+    output: Arguments  # without tensors
+    sources: tuple[int, ...]  # for each tensor: which argument it is, or 0 for the new tensor
+
+    @classmethod
+    def of(cls, output: Arguments, given: Sequence[Tensor]) -> tuple[Returned, Tensor]:
+        """Return the form of ``output``, and its new tensor.
+
+        Args:
+            output: of a block.
+            given: tensors of the arguments; the new tensor is like the first.
+
+        Raises:
+            ValueError: if there is not exactly one new tensor, or it has another shape or dtype.
+        """
+        others = {id(each): at for at, each in enumerate(given) if at > 0}
+        sources = tuple(others.get(id(each), 0) for each in output.tensors)
+        if sources.count(0) != 1 or output.opaque:
+            what = [*(name or "a tensor" for name in output.names), *output.opaque]
+            raise ValueError(
+                f"a scanned block must return one tensor (and arguments that it was given, and "
+                f"plain values), which is the next one's input; this one returned "
+                f"{', '.join(what) or 'no tensor'}"
+            )
+        x, y = given[0], output.tensors[sources.index(0)]
+        if TensorSpec.of(y) != TensorSpec.of(x):
+            raise ValueError(
+                f"a scanned block must return what it is given, {list(x.shape)} {x.dtype}; "
+                f"this one returned {list(y.shape)} {y.dtype}. Convert the input before the loop, "
+                f"or do not scan these blocks"
+            )
+        return cls(output.without_tensors(), sources), y
+
+    def put_together(self, result: Tensor, given: Sequence[Tensor]) -> Any:
+        """Return the output with ``result`` as the new tensor."""
+        return self.output.put_together([given[at] if at else result for at in self.sources])
 
 
 # ---------------------------------------------------------------- comparing blocks
 
 
-class BlockComparison:
-    """Compares the trace of every block with that of block 0, once for each key of a call."""
+@dataclass(frozen=True)
+class BlockTrace:
+    """What a block computes."""
 
-    def __init__(self) -> None:
-        self._first: dict[Hashable, tuple[Body, Arguments, BlockState]] = {}
-        self._done: set[Hashable] = set()
-
-    def is_done(self, number: int, key: Hashable) -> bool:
-        """Return whether block ``number`` was compared for this key."""
-        return (number, key) in self._done
-
-    def compare(self, number: int, template: Template, key: Hashable) -> Arguments:
-        """Compare block ``number`` with block 0, unless that was done; return the output of block 0
-        without the tensor.
-
-        Raises:
-            ValueError: if it computes something else than block 0, or cannot run in a loop.
-        """
-        if not self.is_done(number, key):
-            body, returned = refusing_host_draws(lambda: trace_block(template))
-            own = (body, returned, template.state.without_tensors())
-            first, _, state = self._first.setdefault(key, own)
-            problem = _captured_problem(body)
-            difference = _difference(first, body)
-            if not problem and difference:
-                hint = _different_setting(state, template.state, number)
-                because = f" ({hint})" if hint else ""
-                problem = f"block {number} differs from block 0: {difference}{because}. {ADVICE}"
-            if problem:
-                if number == 0:
-                    del self._first[key]
-                raise ValueError(problem)
-            self._done.add((number, key))
-        return self._first[key][1]
+    body: Body  # maps (arguments, unsharded parameters, buffers, numbers) to the output
+    returned: Returned
+    numbers: tuple[Number, ...]  # that it hands to operations
+    state: BlockState  # without tensors
 
 
-def trace_block(template: Template) -> tuple[Body, Arguments]:
-    """Trace the function from (arguments, unsharded parameters, buffers) to the block's output.
-
-    Returns:
-        The traced function, and the block's output without the tensor.
+def trace_block(template: Template) -> BlockTrace:
+    """Trace a block's forward.
 
     Raises:
-        ValueError: if it changes an input in place, or does not return one tensor like its input.
+        ValueError: if it changes an input in place, does not return one tensor like its input, or
+            computes with values that a loop would keep.
     """
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
-    specs = [
-        *template.specs,
-        *(
+    parts = [
+        list(template.specs),
+        [
             TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
             for param, original in params
-        ),
-        *map(TensorSpec.of, template.state.tensors),
+        ],
+        list(map(TensorSpec.of, template.state.tensors)),
+        [TensorSpec((), dtype) for _, dtype in template.numbers],
     ]
     names = [
         *template.arguments.names,
         *(f"parameter {original.names[0]}" for _, original in params),
         *(f"buffer {name}" for name in template.state.names),
     ]
-    count = len(template.specs)
-    result: list[Arguments] = []
+    result: list[tuple[Returned, list[Number]]] = []
 
     def body(values: list[Tensor]) -> list[Tensor]:
-        given, unsharded = values[:count], values[count : count + len(params)]
-        returned = template.run(unsharded, values[count + len(params) :], given)
-        result.append(returned.without_tensors())
-        return [only_tensor(returned, given[0])]
+        given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
+        returned, output, used = template.run(unsharded, tensors, given, numbers)
+        result.append((returned, used))
+        return [output]
 
+    specs = [spec for part in parts for spec in part]
     try:
-        return trace_body(body, specs, "fsdp_block"), result[-1]
+        traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block"))
     except ChangedInPlaceError as error:
         changed = ", ".join(names[number] for number in error.numbers)
         raise ValueError(
@@ -183,15 +192,69 @@ def trace_block(template: Template) -> tuple[Body, Arguments]:
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
+    if problem := _captured_problem(traced):
+        raise ValueError(problem)
+    returned, used = result[-1]
+    return BlockTrace(traced, returned, tuple(used), template.state.without_tensors())
 
 
-def _difference(first: Body, other: Body) -> str | None:
-    if first.text != other.text or first.numbers != other.numbers:
+def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[int]:
+    """Number blocks by what they compute: from 0, in order, equal blocks alike.
+
+    Args:
+        traces: of the blocks.
+        calls: by block, what else is equal for equal blocks.
+    """
+    firsts: list[int] = []  # the first block of each kind
+    kinds: list[int] = []
+    for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
+        alike = (
+            call == calls[n] and not body_difference(traces[n].body, trace.body) for n in firsts
+        )
+        kind = next((kind for kind, found in enumerate(alike) if found), len(firsts))
+        firsts += [at] if kind == len(firsts) else []
+        kinds.append(kind)
+    return kinds
+
+
+def with_numbers_as_inputs(
+    templates: Sequence[Template], traces: Sequence[BlockTrace], calls: Sequence[Hashable]
+) -> tuple[list[Template], list[BlockTrace]]:
+    """Let numbers be inputs that differ among blocks which hand them to the same operations.
+
+    Returns:
+        The templates with these numbers, and their traces.
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
+        alike[call, tuple((n.operation, n.dtype) for n in trace.numbers)].append(at)
+    found, traced = list(templates), list(traces)
+    for group in alike.values():
+        by_index = enumerate(zip(*(traces[at].numbers for at in group), strict=True))
+        differ = tuple((n, each[0].dtype) for n, each in by_index if len(set(each)) > 1)
+        for at in group if differ else []:
+            found[at] = replace(templates[at], numbers=differ)
+            traced[at] = trace_block(found[at])
+    return found, traced
+
+
+def difference_problem(traces: Sequence[BlockTrace], number: int) -> str:
+    """Say how block ``number`` differs from block 0."""
+    first, other = traces[0], traces[number]
+    hint = _different_setting(first.state, other.state, number)
+    because = f" ({hint})" if hint else ""
+    difference = body_difference(first.body, other.body) or "it computes something else"
+    return f"block {number} differs from block 0: {difference}{because}. {ADVICE}"
+
+
+def body_difference(mine: Body, its: Body) -> str | None:
+    """Say how the second of two traced functions differs from the first; None if it does not."""
+    if mine.text != its.text or mine.numbers != its.numbers:
         return "it computes something else"
-    for number, mine in first.captured.items():
-        its = other.captured[number]
-        if mine.shape != its.shape or not torch.equal(mine.cpu(), its.cpu()):
-            return f"it computes with {_value(its)}, where block 0 has {_value(mine)}"
+    for number, value in mine.captured.items():
+        found = its.captured[number]
+        if value.shape != found.shape or not torch.equal(value.cpu(), found.cpu()):
+            return f"it computes with {_value(found)}, where block 0 has {_value(value)}"
     return None
 
 
@@ -221,6 +284,15 @@ def _captured_problem(body: Body) -> str | None:
     )
 
 
+def split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """Split ``values`` into lists of these sizes, and a last one with the rest."""
+    rest, parts = list(values), []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return [*parts, rest]
+
+
 # ---------------------------------------------------------------- values read or drawn on the host
 
 _READS = frozenset(
@@ -246,7 +318,12 @@ _DRAWS = frozenset(
 
 
 class TraceGuard(TorchFunctionMode):
-    """Inside, reading a value of a tensor or drawing on the host raises ValueError."""
+    """Inside, reading a value of a tensor or drawing on the host raises ValueError; ``numbers``
+    records and replaces the numbers of operations."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        self._numbers = numbers
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -259,7 +336,7 @@ class TraceGuard(TorchFunctionMode):
                 f"its loop is traced: one program runs for all values. Decide with torch.where, or "
                 f"before the loop, and hand the result to the blocks"
             )
-        result = func(*args, **kwargs)
+        result = self._numbers.call(func, name, args, kwargs)
         if name in _DRAWS and isinstance(result, Tensor) and result.device.type == "cpu":
             raise _drawn_on_host(name)
         return result

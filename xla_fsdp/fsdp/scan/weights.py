@@ -154,14 +154,14 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
 def shards_of(groups: Sequence[FSDPParamGroup]) -> BlockShards:
     """Return the shards of blocks with these parameter groups."""
     stacked = any(param.slots.part is not None for param in groups[0].params)
-    return StackedShards(groups[:1]) if stacked else SeparateShards(groups)
+    return StackedShards(groups) if stacked else SeparateShards(groups)
 
 
 class BlockShards(ABC):
     """The shards of all blocks, which are the leaves of autograd.
 
     Args:
-        groups: parameter groups of all blocks; of the first block only if all share stacks.
+        groups: parameter groups of all blocks.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
@@ -252,13 +252,39 @@ class SeparateShards(BlockShards):
         return [grad for of_block in grads for grad in of_block]
 
 
+def _number_in_stack(group: FSDPParamGroup) -> int:
+    parts = (param.slots.part for param in group.params)
+    return next(part.number for part in parts if part is not None)
+
+
 class StackedShards(BlockShards):
-    """Shards of blocks whose parameters are stacked for good. Nothing is stacked or sliced outside
-    the loop, so the number of operations does not depend on the number of blocks."""
+    """Shards of blocks whose parameters are stacked for good. No block's shards are stacked or
+    sliced outside the loop, so the number of operations does not depend on the number of blocks.
+
+    The leaves are the stacks; or slices of them, if other blocks of the stacks run at another
+    position of an iteration, or beside the loop.
+    """
+
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
+        super().__init__(groups[:1])
+        numbers = [_number_in_stack(group) for group in (groups[0], groups[-1])]
+        self._first, self._stop = numbers[0], numbers[1] + 1
+        self._step = max(1, (numbers[1] - numbers[0]) // max(1, len(groups) - 1))
 
     @property
     def _group(self) -> FSDPParamGroup:
         return self._groups[0]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self._part(leaf) for leaf in self._group.leaves]
+
+    def of(self, numbers: Sequence[int]) -> list[Tensor]:
+        return [self._part(self._group.leaves[at]) for at in numbers]
+
+    def _part(self, stack: Tensor) -> Tensor:
+        whole = (self._first, self._stop, self._step) == (0, len(stack), 1)
+        return stack if whole else stack[self._first : self._stop : self._step]
 
     def sent(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()

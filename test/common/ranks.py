@@ -23,7 +23,11 @@ from test.common.warm_python import WarmPython
 P = ParamSpec("P")
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-FAST_COMPILE = "--xla_backend_optimization_level=0"  # halves compile time on CPU
+# Programs of a scanned step compile in a fifth of the time that the first flag alone leaves.
+FAST_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 STDERR_LINES = 60
 
 

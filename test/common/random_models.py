@@ -336,8 +336,8 @@ class View(Leaf):
 
     def forward(self, x: Tensor) -> Tensor:
         view = list(VIEWS.values())[self.number % len(VIEWS)](self.weight)
-        scaled = x.to(view.dtype).mean() * view
-        return x + torch.tanh(scaled.cos().sum()).to(x.dtype)
+        scaled = (x.to(view.dtype).mean() + 0.5) * view
+        return x + torch.sin(scaled + 0.5).mean().to(x.dtype)
 
 
 class Products(Leaf):
@@ -801,7 +801,7 @@ class Pairs(Branch):
             lambda: None,
             lambda: y.detach(),
             lambda: torch.linspace(0, 1, 3, dtype=torch.float64, device=y.device),
-            lambda: y.detach().to(torch.bfloat16).mean(0),
+            lambda: torch.tensor([0.5, -1.25], dtype=torch.bfloat16, device=y.device),
             lambda: [y, y[0]],
         ]
         other = others[self.number % len(others)]()

@@ -13,10 +13,12 @@ import inspect
 import math
 import pickle
 import random
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,13 @@ class Verdict:
     def is_failure(self) -> bool:
         return self.kind not in ("right", "refused")
 
+    @property
+    def sort(self) -> str:
+        """Equal for failures that probably have one cause."""
+        if self.kind != "raises":
+            return self.kind
+        return re.sub(r"\d+", "0", self.what.strip().splitlines()[-1])[:50]
+
 
 def judge(recipe: Recipe, outcome: Any) -> Verdict:
     """Compare with the plain model, or look at the error."""
@@ -300,8 +309,6 @@ def judge(recipe: Recipe, outcome: Any) -> Verdict:
 
 def refusal(error: str) -> str:
     """Which of ``REFUSALS`` this traceback ends in; "" if in none."""
-    import re
-
     last = error.strip().splitlines()[-1]
     return next((pattern for pattern in REFUSALS if re.search(pattern, last)), "")
 
@@ -315,6 +322,7 @@ def verdicts(recipes: Sequence[Recipe], timeout: float = 900) -> list[Verdict]:
 # ---------------------------------------------------------------- shrinking
 
 SIMPLEST = Plan("Linear")
+TRIES = 20
 
 
 def smaller(recipe: Recipe) -> Iterator[Recipe]:
@@ -354,24 +362,29 @@ def _default(cls: Any, name: str) -> Any:
 
 
 def shrink(
-    recipe: Recipe,
-    kind: str,
+    failures: Sequence[tuple[Recipe, Verdict]],
     judge_all: Callable[[Sequence[Recipe]], list[Verdict]] = verdicts,
     rounds: int = 12,
-) -> Recipe:
-    """The smallest recipe found that still fails as ``kind``. A round tries all that are one part
-    smaller, in one launch."""
+) -> list[tuple[Recipe, Verdict]]:
+    """The smallest recipes found that still fail in the same way. A round tries what is one part
+    smaller, ``TRIES`` of each, in one launch."""
+    found = list(failures)
+    waiting = list(range(len(found)))
     for _ in range(rounds):
-        tried = [each for each in smaller(recipe) if is_trainable(each)]
-        found = [
-            each
-            for each, verdict in zip(tried, judge_all(tried), strict=True)
-            if verdict.kind == kind
+        tried = [
+            (at, each)
+            for at in waiting
+            for each in islice(filter(is_trainable, smaller(found[at][0])), TRIES)
         ]
-        if not found:
-            return recipe
-        recipe = min(found, key=size)
-    return recipe
+        waiting = []
+        for (at, recipe), verdict in zip(tried, judge_all([each for _, each in tried]), strict=True):
+            if verdict.sort == found[at][1].sort and size(recipe) < size(found[at][0]):
+                found[at] = recipe, verdict
+                waiting.append(at)
+        waiting = sorted({*waiting})
+        if not waiting:
+            break
+    return found
 
 
 def size(recipe: Recipe) -> int:

@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import gc
 import inspect
-import math
 import pickle
 import random
 import re
@@ -28,12 +27,9 @@ from test.common import random_models
 from test.common.random_models import (
     REPEATS,
     VIEWS,
-    Branch,
-    Leaf,
     Plan,
     Recipe,
     difference,
-    has_gradients_by_name,
     train_plain,
     train_sharded,
 )
@@ -41,8 +37,26 @@ from test.common.ranks import ChildError, run_on_ranks
 
 LOW = ("bfloat16", "float16")
 
-REFUSALS: dict[str, str] = {}
-"""Patterns of the messages with which the package may refuse a recipe, and for what."""
+REFUSALS = {
+    "a full parameter used where its unit is sharded": r"was used \(by .*\) while its FSDP unit",
+    "a shard used in a forward": r"the shard of .* was used \(by .*\) in a forward",
+    "a shard as argument or output": r"the shard of .* as an (output|argument)",
+    "a view and its detached twin, one changed": r"shares memory with it in a way that the unit",
+    "a transform where saved tensors need hooks": r"a transform of torch.func .* was called in",
+    "gradients with a graph that are not reduced": r"gradients of parameters were to have a graph",
+    "a gradient of a gradient through a loop": r"a gradient was differentiated again\.",
+    "an input changed where it is recomputed": r"checkpointed forward .* was recomputed, in backward",
+    "blocks of a loop that differ": r"differs? from block 0",
+    "the forward of a loop does more": r"was used \(by .*\) (before|after) ",
+    "blocks rematerialized around their units": r"leave that to the loop",
+    "blocks with parameters of their own": r"parameters that its unit ignores",
+    "units inside blocks": r"holds units of its own",
+    "a block changes what a loop cannot": r"a scanned block (changes|assigns|must return)",
+    "hooks in a loop": r"in a scanned block has hooks|a forward hook of a scanned block",
+    "blocks given other arguments": r"was called with other arguments",
+    "a loop that does not reach its end": r"backward reaches outputs of inner blocks",
+}
+"""Why the package may refuse a recipe, and a pattern of the message, the last line of the error."""
 
 # ---------------------------------------------------------------- drawing
 
@@ -53,15 +67,52 @@ ANY_DTYPE = (
 SLOW_TO_COMPILE = ("Attention", "Encoder", "Conv")
 SIMPLE = ("Linear", "UpDown", "LayerNorm")
 OLD = tuple(
-    "BatchNorm Conv Embedding Shapes Integers Buffers Lists Attention Encoder InPlace Parametrized "
-    "Products Reaching".split()
+    [
+        "BatchNorm",
+        "Conv",
+        "Embedding",
+        "Shapes",
+        "Integers",
+        "Buffers",
+        "Lists",
+        "Attention",
+        "Encoder",
+        "InPlace",
+        "Parametrized",
+        "Products",
+        "Reaching",
+    ]
 )
 AWKWARD = tuple(
-    "View View Keeps Keeps TensorHook TensorHook ModuleHooks SideLoss Leaves Takes Force "
-    "Functional Numbered".split()
+    [
+        "View",
+        "View",
+        "Keeps",
+        "Keeps",
+        "TensorHook",
+        "TensorHook",
+        "ModuleHooks",
+        "SideLoss",
+        "Leaves",
+        "Takes",
+        "Force",
+        "Functional",
+        "Numbered",
+    ]
 )
 PLAIN_BRANCHES = tuple(
-    "Chain Chain Residual Parallel Twice NoGrad Detached Unused Dropped Method".split()
+    [
+        "Chain",
+        "Chain",
+        "Residual",
+        "Parallel",
+        "Twice",
+        "NoGrad",
+        "Detached",
+        "Unused",
+        "Dropped",
+        "Method",
+    ]
 )
 WRAPPER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True, True, False),
@@ -308,9 +359,9 @@ def judge(recipe: Recipe, outcome: Any) -> Verdict:
 
 
 def refusal(error: str) -> str:
-    """Which of ``REFUSALS`` this traceback ends in; "" if in none."""
+    """Why the package refused, if this traceback ends in one of ``REFUSALS``; else ""."""
     last = error.strip().splitlines()[-1]
-    return next((pattern for pattern in REFUSALS if re.search(pattern, last)), "")
+    return next((why for why, pattern in REFUSALS.items() if re.search(pattern, last)), "")
 
 
 def verdicts(recipes: Sequence[Recipe], timeout: float = 900) -> list[Verdict]:
@@ -377,7 +428,9 @@ def shrink(
             for each in islice(filter(is_trainable, smaller(found[at][0])), TRIES)
         ]
         waiting = []
-        for (at, recipe), verdict in zip(tried, judge_all([each for _, each in tried]), strict=True):
+        for (at, recipe), verdict in zip(
+            tried, judge_all([each for _, each in tried]), strict=True
+        ):
             if verdict.sort == found[at][1].sort and size(recipe) < size(found[at][0]):
                 found[at] = recipe, verdict
                 waiting.append(at)

@@ -105,7 +105,7 @@ def mamba() -> nn.Module:
 def mixtral(experts: str = "batched_mm") -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    routing = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "output_router_logits": True}
+    routing = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
     config = MixtralConfig(num_hidden_layers=3, **SIZES, **HEADS, **IDS, **routing)
     return _with_experts(MixtralForCausalLM, config, experts)
 
@@ -375,7 +375,7 @@ def _perturbed(build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     with torch.no_grad():
         for param in model.parameters():
-            param.add_(0.1 * torch.randn(param.shape).to(param.dtype))
+            param.add_(0.05 * torch.randn(param.shape).to(param.dtype))
     return model
 
 
@@ -410,7 +410,9 @@ class RealTask:
         family, options = FAMILIES[self.family], dict(self.options)
         policy: Callable[..., bool] = partial(size_based_auto_wrap_policy, min_num_params=self.size)
         if not self.size:
-            layers = {type(each) for each in model.modules() if type(each).__name__ in family.layers}
+            layers = {
+                type(each) for each in model.modules() if type(each).__name__ in family.layers
+            }
             policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
         if self.scan:
             options["scan_layers"] = list(family.containers)

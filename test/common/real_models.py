@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision, in small and without weights, and how to train them.
+"""Small models of transformers, timm and torchvision, without weights, and how to train them.
 
 ``FAMILIES`` are those of ``docs/models.md``. Sizes are odd, so that no number of ranks divides
 them; dropout is off.

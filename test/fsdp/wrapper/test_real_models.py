@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision, in small: training, generating, grouping parameters.
+"""Small models of transformers, timm and torchvision: training, generating, grouping parameters.
 
 They are wrapped the way users do it, with a policy, and compared with the plain model on the joined
 batch. ``docs/models.md`` says which can be sharded in which ways, and is held to what is found.
@@ -103,11 +103,11 @@ def _train_all(rank: int, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _compare(num_ranks: int, name: str, names: tuple[str, ...]) -> None:
     task = TASKS[name]
-    found = join([rank[name] for rank in trained(num_ranks, names)])
+    own = join([rank[name] for rank in trained(num_ranks, names)])
     expected = train_plain(task, num_ranks)
     if task.options.get("flatten_parameters"):
-        found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
-    assert_same(found, expected, task.tolerance)
+        own.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
+    assert_same(own, expected, task.tolerance)
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import gc
 import inspect
 import pickle
 import random
 import re
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,26 +39,77 @@ from test.common.ranks import ChildError, run_on_ranks
 
 LOW = ("bfloat16", "float16")
 
-REFUSALS = {
-    "a full parameter used where its unit is sharded": r"was used \(by .*\) while its FSDP unit",
-    "a shard used in a forward": r"the shard of .* was used \(by .*\) in a forward",
-    "a shard as argument or output": r"the shard of .* as an (output|argument)",
-    "a view and its detached twin, one changed": r"shares memory with it in a way that the unit",
-    "a transform where saved tensors need hooks": r"a transform of torch.func .* was called in",
-    "gradients with a graph that are not reduced": r"gradients of parameters were to have a graph",
-    "a gradient of a gradient through a loop": r"a gradient was differentiated again\.",
-    "an input changed where it is recomputed": r"checkpointed forward of .* was recomputed, in",
-    "blocks of a loop that differ": r"differs? from block 0",
-    "the forward of a loop does more": r"was used \(by .*\) (before|after) ",
-    "blocks rematerialized around their units": r"leave that to the loop",
-    "blocks with parameters of their own": r"parameters that its unit ignores",
-    "units inside blocks": r"holds units of its own",
-    "a block changes what a loop cannot": r"a scanned block (changes|assigns|must return)",
-    "hooks in a loop": r"in a scanned block has hooks|a forward hook of a scanned block",
-    "blocks given other arguments": r"was called with other arguments",
-    "a loop that does not reach its end": r"backward reaches outputs of inner blocks",
-}
-"""Why the package may refuse a recipe, and a pattern of the message, the last line of the error."""
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the package may refuse.
+
+    Args:
+        why: in a few words.
+        pattern: of the message, the last line of the error.
+        features: a recipe has one of these, see ``features``.
+    """
+
+    why: str
+    pattern: str
+    features: tuple[str, ...]
+
+
+REFUSALS = (
+    Refusal(
+        "a full parameter used where its unit is sharded",
+        r"was used \(by .*\) while its FSDP unit is sharded",
+        ("Leaves", "TensorHook", "Keeps"),
+    ),
+    Refusal(
+        "a shard used in a forward", r"the shard of .* was used \(by .*\) in a forward", ("Peeks",)
+    ),
+    Refusal(
+        "a view and its detached twin, one changed",
+        r"shares memory with it in a way that the unit",
+        ("Pairs",),
+    ),
+    Refusal(
+        "a transform where saved tensors need hooks",
+        r"a transform of torch.func .* was called in",
+        ("Force",),
+    ),
+    Refusal(
+        "a gradient of a gradient through a loop",
+        r"a gradient was differentiated again\.",
+        ("scan",),
+    ),
+    Refusal(
+        "an input changed where it is recomputed",
+        r"checkpointed forward of .* was recomputed, in",
+        ("Boxes", "Pairs"),
+    ),
+    Refusal(
+        "another state where it is recomputed",
+        r"saved \d+ tensors for backward, and \d+ \(or others\) when",
+        ("Takes",),
+    ),
+    Refusal("blocks of a loop that differ", r"differs? from block 0", ("scan",)),
+    Refusal("the forward of a loop does more", r"was used \(by .*\) (before|after) ", ("scan",)),
+    Refusal("a block called elsewhere", r"was called where .* was expected", ("scan",)),
+    Refusal("blocks rematerialized around their units", "leave that to the loop", ("scan",)),
+    Refusal("blocks with other parameters", "parameters that its unit ignores", ("scan",)),
+    Refusal(
+        "a block changes what a loop cannot",
+        "a scanned block (changes|assigns|must return)",
+        ("scan",),
+    ),
+    Refusal("hooks in a loop", "in a scanned block has hooks|hook of a scanned block", ("scan",)),
+    Refusal("blocks given other arguments", "was called with other arguments", ("scan",)),
+    Refusal("a loop that does not reach its end", "reaches outputs of inner blocks", ("scan",)),
+)
+
+
+def features(recipe: Recipe) -> set[str]:
+    """Kinds of nodes, and "scan"."""
+    found = {plan.kind for plan in recipe.plans()}
+    return found | ({"scan"} if any(plan.scan for plan in recipe.plans()) else set())
+
 
 # ---------------------------------------------------------------- drawing
 
@@ -236,12 +289,15 @@ ABORTED = "aborts: "
 
 def outcomes(recipes: Sequence[Recipe], timeout: float = 900) -> list[Any]:
     """What each recipe's ranks hold, or the text of what ended it; all recipes of one number of
-    ranks share a launch, which starts again behind a recipe that ends the process."""
+    ranks share a launch; where one ends the process, another launch goes on."""
     found: dict[int, Any] = {}
     for num_ranks in sorted({recipe.ranks for recipe in recipes}):
         numbers = [at for at, recipe in enumerate(recipes) if recipe.ranks == num_ranks]
         while numbers:
             done = _launch(num_ranks, {at: recipes[at] for at in numbers}, timeout)
+            last = list(done)[-1]
+            if str(done[last]).startswith(ABORTED) and len(done) > 1:
+                del done[last]  # perhaps by what another left: it comes first in the next launch
             found.update(done)
             numbers = [at for at in numbers if at not in done]
     return [found[at] for at in range(len(recipes))]
@@ -268,8 +324,16 @@ def _joined(ranks: list[Any]) -> Any:
     return errors[0] if errors else ranks
 
 
+@functools.cache
+def _meeting(folder: str, num_ranks: int) -> threading.Barrier:
+    """Where the ranks of a launch, threads of one process, wait for each other; what a recipe that
+    failed has left is then gone on all of them."""
+    return threading.Barrier(num_ranks, action=gc.collect)
+
+
 def _run_all(rank: int, recipes: dict[int, Recipe], folder: str) -> None:
     for at, recipe in recipes.items():
+        _meeting(folder, recipe.ranks).wait()
         outcome = attempt(rank, recipe)
         path = Path(folder, f"{at}-{rank}")
         path.with_suffix(".part").write_bytes(pickle.dumps(outcome))
@@ -283,8 +347,6 @@ def attempt(rank: int, recipe: Recipe) -> Any:
         return train_sharded(rank, recipe)
     except Exception:
         return f"raises: {traceback.format_exc()}"
-    finally:
-        gc.collect()
 
 
 @dataclass(frozen=True)
@@ -317,15 +379,17 @@ def judge(recipe: Recipe, outcome: Any) -> Verdict:
         different = difference(recipe, outcome, train_plain(recipe))
         return Verdict("wrong", different) if different else Verdict("right")
     kind, _, text = outcome.partition(": ")
-    if kind == "raises" and (reason := refusal(text)):
+    if kind == "raises" and (reason := refusal(recipe, text)):
         return Verdict("refused", reason)
     return Verdict(kind, text)
 
 
-def refusal(error: str) -> str:
+def refusal(recipe: Recipe, error: str) -> str:
     """Why the package refused, if this traceback ends in one of ``REFUSALS``; else ""."""
     last = error.strip().splitlines()[-1]
-    return next((why for why, pattern in REFUSALS.items() if re.search(pattern, last)), "")
+    own = features(recipe)
+    known = (each for each in REFUSALS if own & {*each.features})
+    return next((each.why for each in known if re.search(each.pattern, last)), "")
 
 
 def verdicts(recipes: Sequence[Recipe], timeout: float = 900) -> list[Verdict]:

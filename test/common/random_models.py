@@ -1,27 +1,25 @@
-"""Random modules for parity tests: a plan describes a tree of modules, a recipe how it is sharded.
+"""Random modules: a plan describes a tree of modules, a recipe how it is sharded and trained.
 
-``recipes`` is the hypothesis strategy. Every node takes and returns [ROWS, width], and every plan
-is allowed, so an error or a difference from the plain model is a bug of the package.
+Every node of a tree takes and returns [ROWS, width]. ``test.common.random_recipes`` draws recipes;
+each trains as the plain model does, or is refused by a message of the package, and anything else is
+a bug. It writes a recipe that fails as a script, from the definitions here that it needs: so this
+file imports torch and the package alone, and nodes are found by the names of their classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from test.common.scenarios import fsdp, make
-from test.common.training import Batch
-
-ROWS = 5
+ROWS = 4
 FEATURES = 3
-LOW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,14 @@ class Plan:
     """One node.
 
     Args:
-        kind: a key of ``LEAVES`` or ``BRANCHES``.
+        kind: name of a class below, or one of ``REPEATS``.
         children: plans of what a branch holds.
-        number: a size, or which of the modules made before is meant.
+        number: a size, which variant of the class, or which of the modules made before is meant.
         dtype: of a leaf's parameters, where the leaf does not care; "" is the tree's own.
         frozen: "", "all" or "first" (parameter of the leaf).
         unit: whether the node is an FSDP unit.
         remat: "", "inside" or "outside" of the unit.
+        scan: of ``Blocks``: "", or "full", "none" (remat) or "stacked".
     """
 
     kind: str
@@ -45,24 +44,34 @@ class Plan:
     frozen: str = ""
     unit: bool = False
     remat: str = ""
+    scan: str = ""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tree and how it is wrapped; see ``test.common.training.Task``."""
+    """A tree, how it is sharded and how it is trained.
+
+    Args:
+        plan: of the node between the two linear layers of the root.
+        width: of the nodes.
+        ranks: number of ranks.
+        door: "wrapper" or "fully_shard".
+        options: of all units.
+        penalty: add the squared gradient of the outputs by the inputs to the loss.
+        forwards: forward passes before each backward.
+        steps: of the optimizer.
+    """
 
     plan: Plan
     width: int = 5
+    ranks: int = 2
+    door: str = "wrapper"
     options: dict[str, Any] = field(default_factory=dict)
+    penalty: bool = False
+    forwards: int = 1
     steps: int = 2
 
-    @property
-    def tolerance(self) -> float:
-        """Largest error allowed, relative to the largest value of a tensor."""
-        low = {p.dtype for p in self.plans()} | {str(self.options.get("compute_dtype"))[6:]}
-        return 0.2 if "bfloat16" in low else 0.05 if "float16" in low else 1e-4
-
-    def plans(self) -> Iterable[Plan]:
+    def plans(self) -> Iterator[Plan]:
         """All nodes."""
         waiting = [self.plan]
         while waiting:
@@ -73,24 +82,13 @@ class Recipe:
     @property
     def dtype(self) -> torch.dtype:
         """BatchNorm over a few rows makes of rounding errors what cannot be compared."""
-        return torch.float64 if any(p.kind == "batch_norm" for p in self.plans()) else torch.float32
+        return torch.float64 if any(p.kind == "BatchNorm" for p in self.plans()) else torch.float32
 
-    def build(self) -> nn.Module:
-        return make(lambda: Tree(self))
-
-    def shard(self, model: Any) -> Any:
-        return _Wrapping(self.options).root(model)
-
-    def batch(self, step: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        return {"x": torch.randn(ROWS, FEATURES, generator=generator).to(self.dtype)}
-
-    def loss(self, output: Tensor) -> Tensor:
-        target = torch.tensor([-1.0, 1.0], dtype=self.dtype, device=output.device)
-        return (output.to(self.dtype) - target).square().mean()
-
-    def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.02, momentum=0.9)
+    @property
+    def tolerance(self) -> float:
+        """Largest error allowed, relative to the largest value of a tensor."""
+        low = {p.dtype for p in self.plans()} | {str(self.options.get("compute_dtype"))[6:]}
+        return 0.2 if "bfloat16" in low else 0.05 if "float16" in low else 5e-5
 
 
 # ---------------------------------------------------------------- leaves
@@ -98,6 +96,8 @@ class Recipe:
 
 class Leaf(nn.Module):
     """Something with parameters."""
+
+    side: dict[Any, Any]  # which all modules of a tree share
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -176,17 +176,6 @@ class Shapes(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         shift = self.odd.sum() + self.empty.sum()
         return x * self.scalar.to(x.dtype) + torch.tanh(shift).to(x.dtype)
-
-
-class Views(Leaf):
-    """Saves views of its parameters for backward."""
-
-    def fill(self) -> None:
-        self.pair = nn.Parameter(torch.randn(2 * self.width, self.width) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.pair.to(x.dtype).chunk(2)
-        return torch.sigmoid(F.linear(x, first)) * (x @ second.t()) + x * self.pair[0].to(x.dtype)
 
 
 class Integers(Leaf):
@@ -274,26 +263,310 @@ class Reaching(Leaf):
         return F.linear(x, self.lin.weight.t().to(x.dtype)) * self.lin.bias.exp().to(x.dtype)
 
 
+class Numbered(Leaf):
+    """Computes with a Python number that no other layer has."""
+
+    layer = 0
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = 0.1 * (self.layer + 1)
+        return x + rate * torch.tanh(self.lin(x.to(self.lin.weight.dtype))).to(x.dtype)
+
+
+# Views of a weight [4, 6]; each number of a ``View`` leaf is one of them. Without as_strided, whose
+# gradient torch_xla computes wrongly, also without shards.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "T": lambda w: w.T,
+    "H": lambda w: w.H,
+    "adjoint": lambda w: w.adjoint(),
+    "atleast_3d": lambda w: torch.atleast_3d(w),
+    "broadcast_to": lambda w: w[:1].broadcast_to(3, 6),
+    "chunk": lambda w: w.chunk(2)[1],
+    "detach": lambda w: w.detach(),
+    "diagonal": lambda w: w.diagonal(1),
+    "dsplit": lambda w: w.view(2, 2, 6).dsplit(3)[1],
+    "expand": lambda w: w[:, None].expand(4, 2, 6),
+    "expand_as": lambda w: w[0].expand_as(w),
+    "flatten": lambda w: w.flatten(),
+    "hsplit": lambda w: w.hsplit(2)[0],
+    "index_ellipsis": lambda w: w[..., None, 2],
+    "mT": lambda w: w.mT,
+    "mH": lambda w: w.mH,
+    "moveaxis": lambda w: w.moveaxis(0, 1),
+    "movedim": lambda w: w.view(2, 2, 6).movedim(2, 0),
+    "narrow": lambda w: w.narrow(1, 2, 3),
+    "numpy_T": lambda w: w.view(2, 2, 6).permute(2, 1, 0),
+    "permute": lambda w: w.permute(1, 0),
+    "ravel": lambda w: w.ravel(),
+    "real": lambda w: w.real,
+    "reshape": lambda w: w.reshape(3, 8),
+    "reshape_as": lambda w: w.reshape_as(w.t()),
+    "select": lambda w: w.select(1, 2),
+    "slice": lambda w: w[1:3],
+    "slice_step": lambda w: w[:, ::2],
+    "split": lambda w: w.split(3)[1],
+    "split_sizes": lambda w: w.split([1, 3])[1],
+    "squeeze": lambda w: w[:1].squeeze(),
+    "squeeze_dim": lambda w: w[:, :1].squeeze(1),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "swapdims": lambda w: w.swapdims(0, 1),
+    "t": lambda w: w.t(),
+    "tensor_split": lambda w: w.tensor_split(3)[1],
+    "transpose": lambda w: w.transpose(0, 1),
+    "unbind": lambda w: w.unbind(1)[2],
+    "unflatten": lambda w: w.unflatten(1, (2, 3)),
+    "unfold": lambda w: w.unfold(1, 3, 2),
+    "unsqueeze": lambda w: w.unsqueeze(1),
+    "view": lambda w: w.view(2, 12),
+    "view_as": lambda w: w.view_as(w),
+    "vsplit": lambda w: w.vsplit(2)[1],
+    "view_of_view": lambda w: w.t()[1:4].unsqueeze(0).transpose(1, 2)[:, 1:],
+    "unbind_of_view": lambda w: w.view(2, 2, 6).unbind(1)[1].t(),
+}  # fmt: skip
+
+
+class View(Leaf):
+    """Saves a view of its parameter for backward."""
+
+    def fill(self) -> None:
+        self.weight = nn.Parameter(torch.randn(4, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = list(VIEWS.values())[self.number % len(VIEWS)](self.weight)
+        scaled = (x.to(view.dtype).mean() + 0.5) * view
+        return x + torch.sin(scaled + 0.5).mean().to(x.dtype)
+
+
+class Products(Leaf):
+    """Saves views of its parameter for products of matrices."""
+
+    def fill(self) -> None:
+        self.pair = nn.Parameter(torch.randn(2 * self.width, self.width) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.pair.to(x.dtype).chunk(2)
+        return torch.sigmoid(F.linear(x, first)) * (x @ second.t()) + x * self.pair[0].to(x.dtype)
+
+
+class KeptByFunction(torch.autograd.Function):
+    """``x @ weight.t()``, which keeps the weight for backward in one of several ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: int) -> Tensor:
+        ctx.way = way % 5
+        if ctx.way == 0:
+            ctx.x, ctx.weight = x, weight
+        elif ctx.way == 1:
+            ctx.save_for_backward(x, weight)
+        elif ctx.way == 2:
+            ctx.x, ctx.kept = x, {"view": weight.t()}
+        elif ctx.way == 3:
+            ctx.x, ctx.times = x, lambda grad: grad @ weight
+        else:
+            ctx.save_for_backward(x, weight.t())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        if ctx.way == 0:
+            return grad @ ctx.weight, grad.t() @ ctx.x, None
+        if ctx.way == 1:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x, None
+        if ctx.way == 2:
+            return grad @ ctx.kept["view"].t(), grad.t() @ ctx.x, None
+        if ctx.way == 3:
+            return ctx.times(grad), grad.t() @ ctx.x, None
+        x, turned = ctx.saved_tensors
+        return grad @ turned.t(), grad.t() @ x, None
+
+
+class ScaledByFunction(torch.autograd.Function):
+    """``x * scale``, which keeps the scale as an attribute; zeros would broadcast into it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.x, ctx.scale = x, scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * ctx.scale, (grad * ctx.x).sum(0)
+
+
+class Keeps(Leaf):
+    """Calls custom functions that keep its parameters."""
+
+    def fill(self) -> None:
+        self.weight = nn.Parameter(torch.randn(self.width, self.width) / 3)
+        self.scale = nn.Parameter(torch.rand(self.width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.scale.dtype)
+        if self.number % 6 == 5:
+            return ScaledByFunction.apply(x, self.scale) + (x @ self.weight).tanh()
+        return x * self.scale + KeptByFunction.apply(x, self.weight, self.number).tanh()
+
+
+class TensorHook(Leaf):
+    """A hook on an activation multiplies its gradient by a parameter."""
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+        self.scale = nn.Parameter(torch.rand(self.width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x.to(self.scale.dtype)))
+        scale, weight, row = self.scale, self.lin.weight, self.lin.weight[0]
+        hooks: list[Callable[[Tensor], Tensor]] = [
+            lambda grad: grad * self.scale,
+            lambda grad: grad * scale,
+            lambda grad: grad @ weight,
+            lambda grad: grad + row,
+            lambda grad: grad @ self.lin.weight.t(),
+        ]
+        if y.requires_grad:
+            y.register_hook(hooks[self.number % len(hooks)])
+        return (x + y * scale).to(x.dtype)
+
+
+class ModuleHooks(Leaf):
+    """Hooks on a layer, or on the leaf itself, which may be a unit."""
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+        module = self if self.number % 2 else self.lin
+        way = self.number // 2 % 4
+        if way == 0:
+            module.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        elif way == 1:
+            module.register_forward_hook(self._scale)
+        elif way == 2:
+            module.register_full_backward_hook(
+                lambda module, inputs, outputs: tuple(g if g is None else 2 * g for g in inputs)
+            )
+        else:
+            module.register_full_backward_pre_hook(
+                lambda module, outputs: tuple(g if g is None else 2 * g for g in outputs)
+            )
+
+    def _scale(self, module: Any, args: Any, output: Tensor) -> Tensor:
+        if module is self:
+            return output * 1.5
+        return output * (1 + module.weight.mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(x.to(self.lin.weight.dtype))).to(x.dtype)
+
+
+class SideLoss(Leaf):
+    """Leaves a loss beside what it returns."""
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x.to(self.lin.weight.dtype)))
+        self.side["loss", id(self)] = y.square().mean()
+        return x + y.to(x.dtype)
+
+
+class Leaves(Leaf):
+    """Leaves an activation, or a parameter, for whoever takes it."""
+
+    def fill(self) -> None:
+        self.weight = nn.Parameter(torch.rand(self.width, self.width) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight.to(x.dtype))
+        left = [y, self.weight, self.weight[0], self.weight.t()][self.number % 4]
+        if self.number % 5 == 4:
+            self.side.setdefault("of the first step", left.detach() if left is y else left)
+        else:
+            self.side["left"] = left
+        return y
+
+
+class Takes(Leaf):
+    """Computes with what was left."""
+
+    def fill(self) -> None:
+        self.scale = nn.Parameter(torch.rand(self.width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale.to(x.dtype)
+        for key in ("left", "of the first step"):
+            if (taken := self.side.get(key)) is not None:
+                y = y + y.mean() * taken.to(x.dtype).sum().tanh()
+                y = y * taken[..., :1].to(x.dtype).mean(0).exp()
+        return y
+
+
+class Force(Leaf):
+    """Computes a gradient in its forward."""
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.lin.weight.dtype)
+        return x - 0.3 * self.force(z).to(x.dtype)
+
+    def energy(self, z: Tensor) -> Tensor:
+        return torch.tanh(self.lin(z)).square().sum()
+
+    def force(self, x: Tensor) -> Tensor:
+        way = self.number % 4
+        if way == 2:
+            return torch.func.grad(self.energy)(x)
+        if way == 3:
+            return torch.func.vmap(lambda row: torch.tanh(self.lin(row)))(x)
+        with torch.enable_grad():
+            z = x if way == 0 and x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(z), z, create_graph=way == 0)
+        return force
+
+
+class Functional(Leaf):
+    """Calls a layer with other parameters, computed from its own."""
+
+    def fill(self) -> None:
+        self.lin = nn.Linear(self.width, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = {"weight": self.lin.weight.cos(), "bias": self.lin.bias + self.lin.weight.mean()}
+        z = x.to(self.lin.weight.dtype)
+        return torch.tanh(torch.func.functional_call(self.lin, other, (z,))).to(x.dtype)
+
+
 # ---------------------------------------------------------------- branches
 
 
 class Branch(nn.Module):
     """Something that calls other nodes."""
 
-    def __init__(self, children: Iterable[nn.Module]) -> None:
+    def __init__(self, children: Iterable[nn.Module], number: int = 0) -> None:
         super().__init__()
         self.parts = nn.ModuleList(children)
+        self.number = number
 
     def encode(self, x: Tensor) -> Tensor:
         """The forward by another name."""
         return self(x)
 
-
-class Chain(Branch):
-    def forward(self, x: Tensor) -> Tensor:
+    def in_turn(self, x: Tensor) -> Tensor:
+        """What all parts make of ``x``, one after the other."""
         for part in self.parts:
             x = part(x)
         return x
+
+
+class Chain(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.in_turn(x)
 
 
 class Residual(Branch):
@@ -357,44 +630,232 @@ class Method(Branch):
         return x
 
 
-LEAVES: dict[str, type[Leaf]] = {
-    "linear": Linear,
-    "up_down": UpDown,
-    "layer_norm": LayerNorm,
-    "batch_norm": BatchNorm,
-    "conv": Conv,
-    "embedding": Embedding,
-    "shapes": Shapes,
-    "views": Views,
-    "integers": Integers,
-    "buffers": Buffers,
-    "lists": Lists,
-    "attention": Attention,
-    "encoder": Encoder,
-    "in_place": InPlace,
-    "parametrized": Parametrized,
-    "reaching": Reaching,
-}
-ANY_DTYPE = (
-    "linear", "up_down", "embedding", "shapes", "views", "integers", "lists", "in_place",
-    "reaching",
-)  # fmt: skip
-BRANCHES: dict[str, type[Branch]] = {
-    "chain": Chain,
-    "residual": Residual,
-    "parallel": Parallel,
-    "twice": Twice,
-    "no_grad": NoGrad,
-    "detached": Detached,
-    "unused": Unused,
-    "dropped": Dropped,
-    "method": Method,
-}
+class Peeks(Branch):
+    """Computes with parameters of its parts, outside of their forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            before = self._peek(part) if self.number % 2 else 1
+            x = part(x) * before
+            x = x if self.number % 2 else x * self._peek(part).to(x.dtype)
+        return x
+
+    def _peek(self, part: nn.Module) -> Tensor:
+        own = next(p for p in part.parameters() if p.is_floating_point())
+        return 1 + torch.tanh(own.float().sum()).to(own.dtype)
+
+
+class Blocks(Branch):
+    """A loop over blocks of one structure; ``Plan.scan`` runs it as one loop of the program.
+
+    ``number`` says how many, whether two structures alternate or the first block differs, and
+    whether all blocks' inputs are collected.
+    """
+
+    @staticmethod
+    def repeat(plan: Plan) -> list[Plan]:
+        """The plans of the blocks."""
+        length = 2 + plan.number % 3
+        if plan.number // 3 % 2:
+            return [plan.children[0]] + [plan.children[-1]] * length
+        return [plan.children[at % len(plan.children)] for at in range(length * len(plan.children))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        collected = []
+        for part in self.parts:
+            if self.number // 6 % 2:
+                collected.append(x)
+            x = part(x)
+        return sum((0.1 * each for each in collected), start=x)
+
+
+# ---------------------------------------------------------------- arguments of several kinds
+
+
+@dataclass
+class State:
+    """A container of tensors."""
+
+    x: Any
+    total: Any
+
+
+def get(box: Any, name: str) -> Any:
+    """Entry ``name`` of a dict, a list or a ``State``."""
+    if isinstance(box, State):
+        return getattr(box, name)
+    return box[("x", "total").index(name)] if isinstance(box, list) else box[name]
+
+
+def put(box: Any, name: str, value: Any) -> None:
+    """Set it."""
+    if isinstance(box, State):
+        setattr(box, name, value)
+    else:
+        box[("x", "total").index(name) if isinstance(box, list) else name] = value
+
+
+def tensors_of(box: Any) -> list[Tensor]:
+    """All floating-point tensors in it."""
+    if isinstance(box, Tensor):
+        return [box] if box.is_floating_point() else []
+    if isinstance(box, State):
+        box = vars(box)
+    values = box.values() if isinstance(box, dict) else box if isinstance(box, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+class Boxes(Branch):
+    """Hands its parts, which are ``FromBox``, one container, and adds up what is then in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros((), device=x.device)
+        boxes: list[Callable[[], Any]] = [
+            lambda: {"x": x + 0, "total": total},
+            lambda: [x + 0, total],
+            lambda: State(x + 0, total),
+            lambda: {"x": x + 0, "total": total, "ids": [torch.arange(3, device=x.device), None]},
+        ]
+        box = first = boxes[self.number % len(boxes)]()
+        for part in self.parts:
+            returned = part(box)
+            box = box if returned is None else returned
+        found = tensors_of([box, first] if box is not first else box)
+        return sum((each.to(x.dtype).reshape(-1, self.sizes(each)).mean(0) for each in found), x)
+
+    @staticmethod
+    def sizes(each: Tensor) -> int:
+        return each.shape[-1] if each.dim() else 1
+
+
+class FromBox(Branch):
+    """Takes a container, and changes what is in it."""
+
+    def forward(self, box: Any) -> Any:
+        x = get(box, "x")
+        ways = (
+            self.replace, self.add, self.remove, self.change, self.sum, self.copied, self.tied
+        )  # fmt: skip
+        return ways[self.number % len(ways)](box, x)
+
+    def replace(self, box: Any, x: Tensor) -> Any:
+        put(box, "x", torch.relu_(x + 0.1) + self.in_turn(x))
+
+    def add(self, box: Any, x: Tensor) -> Any:
+        y = self.in_turn(x)
+        if isinstance(box, list):
+            box.append(y)
+        elif isinstance(box, State):
+            put(box, "added", y)
+        else:
+            box["added"] = y
+        return box
+
+    def remove(self, box: Any, x: Tensor) -> Any:
+        put(box, "x", self.in_turn(x))
+        if isinstance(box, dict):
+            box.pop("ids", None)
+        elif isinstance(box, list):
+            del box[2:]
+        return box
+
+    def change(self, box: Any, x: Tensor) -> Any:
+        x.add_(self.in_turn(x.clone()).to(x.dtype))
+
+    def sum(self, box: Any, x: Tensor) -> Any:
+        y = self.in_turn(x)
+        get(box, "total").add_(y.float().square().mean())
+        put(box, "x", y)
+        return box
+
+    def copied(self, box: Any, x: Tensor) -> Any:
+        new = copy.copy(box)
+        put(new, "x", self.in_turn(x))
+        return new
+
+    def tied(self, box: Any, x: Tensor) -> Any:
+        y = self.in_turn(x)
+        put(box, "x", y)
+        return {"x": y, "total": get(box, "total"), "again": [y, x]}
+
+
+class Pairs(Branch):
+    """Calls its parts, which are ``OfPair``, with ``x`` and a second argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = self.call(part, x)
+        return x
+
+    def call(self, part: nn.Module, x: Tensor) -> Tensor:
+        y = x * 1.5
+        number = torch.arange(y.shape[0], device=y.device)
+        others: list[Callable[[], Any]] = [
+            lambda: y,
+            lambda: y.view(-1),
+            lambda: y.t(),
+            lambda: y[1:],
+            lambda: torch.zeros((), device=y.device),
+            lambda: number.flip(0),
+            lambda: (number % 2 == 0)[:, None],
+            lambda: None,
+            lambda: y.detach(),
+            lambda: torch.linspace(0, 1, 3, dtype=torch.float64, device=y.device),
+            lambda: torch.tensor([0.5, -1.25], dtype=torch.bfloat16, device=y.device),
+            lambda: [y, y[0]],
+        ]
+        other = others[self.number % len(others)]()
+        out = part(y, other) if self.number % 3 else part(y, other=other, scale=2.0)
+        found = tensors_of([out, y, other])
+        return sum(mixed(x, each) for each in found) / len(found)
+
+
+class OfPair(Branch):
+    """Computes with two arguments that may share memory, and may change them in place."""
+
+    def forward(self, x: Tensor, other: Any = None, *, scale: float = 1.0) -> Any:
+        way = self.number % 6
+        if way == 0:
+            x.add_(self.in_turn(x.clone()).to(x.dtype))
+            return mixed(x, other)
+        if way == 1:
+            y = self.in_turn(mixed(x, other))
+            for each in tensors_of(other):
+                each.add_(y.mean().to(each.dtype))
+            return y
+        if way == 2:
+            x.mul_(scale + 1)
+            return x
+        if way == 3:
+            return self.in_turn(mixed(x, other)), other
+        if way == 4:
+            y = self.in_turn(mixed(x, other)) * scale
+            return {"once": y, "twice": (y, [y.t()]), "number": 3, "none": None}
+        return mixed(self.in_turn(x), other)
+
+
+def mixed(x: Tensor, other: Any) -> Tensor:
+    """``x`` changed by the other argument, of any kind."""
+    if isinstance(other, list):
+        for each in other:
+            x = mixed(x, each)
+        return x
+    if other is None:
+        return x
+    if other.dtype == torch.bool:
+        return x.masked_fill(~other, 0.5)
+    if not other.is_floating_point():
+        return x[other]
+    if other.shape == x.shape:
+        return x + other.to(x.dtype)
+    return x + torch.tanh(other.to(x.dtype).sum())
+
+
 # A linear layer or embedding with the weight of one made before; a module made before.
-REPEATS = ("tied", "tied_embedding", "shared")
+REPEATS = ("Tied", "TiedEmbedding", "Shared")
 
 
-# ---------------------------------------------------------------- building and wrapping
+# ---------------------------------------------------------------- building and sharding
 
 
 class Tree(nn.Module):
@@ -402,37 +863,49 @@ class Tree(nn.Module):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
+        self.side: dict[Any, Any] = {}
         self.inp = nn.Linear(FEATURES, recipe.width).to(recipe.dtype)
-        self.body = _Builder(recipe).node(recipe.plan)
+        self.body = Builder(recipe, self.side).node(recipe.plan)
         self.head = nn.Linear(recipe.width, 2).to(recipe.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.inp(x)))
+        for key in [key for key in self.side if key != "of the first step"]:
+            del self.side[key]
+        y = self.head(self.body(self.inp(x)))
+        losses = [each for key, each in self.side.items() if key[0] == "loss"]
+        return sum((each.to(y.dtype) for each in losses), start=y)
 
 
-class _Builder:
+class Builder:
     """Makes modules of plans; each module keeps its plan as ``plan``."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, side: dict[Any, Any]) -> None:
         self._recipe = recipe
+        self._side = side
         self._made: list[nn.Module] = []
         self._squares: list[nn.Parameter] = []  # what a layer can be tied to
 
     def node(self, plan: Plan) -> nn.Module:
-        if plan.kind == "shared" and self._made:
+        if plan.kind == "Shared" and self._made:
             return self._made[plan.number % len(self._made)]
-        module: Any = self._branch(plan) if plan.kind in BRANCHES else self._leaf(plan)
+        module: Any = self._branch(plan) if plan.children else self._leaf(plan)
         module.plan = plan
-        self._made.append(module)
+        if plan.kind not in ("FromBox", "OfPair"):  # which want other arguments
+            self._made.append(module)
         return module
 
     def _branch(self, plan: Plan) -> nn.Module:
-        return BRANCHES[plan.kind]([self.node(child) for child in plan.children])
+        plans = Blocks.repeat(plan) if plan.kind == "Blocks" else plan.children
+        return globals()[plan.kind]([self.node(child) for child in plans], plan.number)
 
     def _leaf(self, plan: Plan) -> nn.Module:
-        kind = {"tied": "linear", "shared": "linear", "tied_embedding": "embedding"}.get(plan.kind)
-        leaf = LEAVES[kind or plan.kind](self._recipe.width, plan.number)
+        kind = {"Tied": "Linear", "Shared": "Linear", "TiedEmbedding": "Embedding"}.get(plan.kind)
+        leaf = globals()[kind or plan.kind](self._recipe.width, plan.number)
         leaf.to(getattr(torch, plan.dtype) if plan.dtype else self._recipe.dtype)
+        if plan.kind in ("SideLoss", "Leaves", "Takes"):
+            leaf.side = self._side
+        if plan.kind == "Numbered":
+            leaf.layer = len(self._made)
         params = list(leaf.parameters())
         for param in params[:1] if plan.frozen == "first" else params if plan.frozen else []:
             param.requires_grad_(False)
@@ -448,28 +921,36 @@ class _Builder:
             for p in self._squares
             if (p.shape, p.dtype) == (layer.weight.shape, layer.weight.dtype)
         ]
-        if plan.kind.startswith("tied") and others:
+        if plan.kind.startswith("Tied") and others:
             layer.weight = others[plan.number % len(others)]
         self._squares.append(layer.weight)
 
 
-class _Wrapping:
-    """Wraps a tree from the leaves up, as its plans say."""
+class Sharding:
+    """Shards a tree from the leaves up, as its plans say."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
         self._done: dict[int, nn.Module] = {}
 
     def root(self, model: Tree) -> Any:
-        model.body = self.node(model.body)
-        return fsdp(model, **self._options)
+        model.body = self._node(model.body)
+        return self._unit(model)
 
-    def node(self, module: Any) -> nn.Module:
+    def _node(self, module: Any) -> nn.Module:
         if id(module) not in self._done:
             for index, part in enumerate(getattr(module, "parts", ())):
-                module.parts[index] = self.node(part)
+                module.parts[index] = self._node(part)
+            self._scan(module)
             self._done[id(module)] = self._wrapped(module, module.plan)
         return self._done[id(module)]
+
+    def _scan(self, module: Any) -> None:
+        from xla_fsdp import scan_blocks
+
+        if how := module.plan.scan:
+            stacked = how == "stacked"
+            scan_blocks(module.parts, remat="full" if stacked else how, stacked=stacked)
 
     def _wrapped(self, module: nn.Module, plan: Plan) -> nn.Module:
         from xla_fsdp import checkpoint_module, register_fsdp_forward_method
@@ -477,71 +958,177 @@ class _Wrapping:
         if plan.remat == "inside":
             checkpoint_module(module)
         if plan.unit:
-            module = fsdp(module, **self._options)
+            module = self._unit(module)
             register_fsdp_forward_method(module, "encode")
         return checkpoint_module(module) if plan.remat == "outside" else module
 
+    def _unit(self, module: nn.Module) -> Any:
+        from xla_fsdp import MixedPrecisionPolicy, XlaFullyShardedDataParallel, fully_shard
 
-# ---------------------------------------------------------------- the strategy
-
-OPTIONS: dict[str, tuple[Any, ...]] = {
-    "reshard_after_forward": (True, True, False),
-    "flatten_parameters": (False, False, True),
-    "disable_reshard_on_root": (True, False),
-    "compute_dtype": (None, None, None, torch.bfloat16, torch.float16, torch.float32),
-    "fp32_reduce_scatter": (False, True),
-    "shard_param_on_dim_0": (False, False, True),
-    "coalesce_all_gather_ops": (True, True, False),
-    "reduce_scatter_bucket_size_mb": (None, None, 0, 0.0001),
-    "optimization_barrier_in_forward": (True, True, False),
-    "optimization_barrier_in_backward": (True, True, False),
-}
-
-
-@st.composite
-def _leaf(draw: Callable[..., Any]) -> Plan:
-    kind = draw(st.sampled_from([*LEAVES, *REPEATS]))
-    dtype = draw(st.sampled_from(["", "", "", *LOW])) if kind in (*ANY_DTYPE, *REPEATS) else ""
-    return Plan(
-        kind,
-        number=draw(st.integers(0, 5)),
-        dtype=dtype,
-        frozen=draw(st.sampled_from(["", "", "", "all", "first"])),
-        unit=draw(st.booleans()),
-        remat=draw(st.sampled_from(["", "", "inside", "outside"])),
-    )
-
-
-@st.composite
-def _branch(draw: Callable[..., Any], children: st.SearchStrategy[Plan], fewest: int) -> Plan:
-    return Plan(
-        draw(st.sampled_from(list(BRANCHES))),
-        tuple(draw(st.lists(children, min_size=fewest, max_size=3))),
-        unit=draw(st.booleans()),
-        remat=draw(st.sampled_from(["", "", "", "inside", "outside"])),
-    )
-
-
-_SMALL = _branch(_leaf(), 1)
-_TREE = _branch(st.one_of(_leaf(), _SMALL, _branch(st.one_of(_leaf(), _SMALL), 1)), 2)
-
-
-@st.composite
-def recipes(draw: Callable[..., Any]) -> Recipe:
-    """Any tree with any options."""
-    plan = draw(_TREE)
-    options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items()}
-    recipe = Recipe(plan, draw(st.integers(4, 9)), options)
-    if options["flatten_parameters"]:
-        # Which is refused for parameters that units share.
-        options["flatten_parameters"] = not any(p.kind in REPEATS for p in recipe.plans())
-        options["shard_param_on_dim_0"] &= not options["flatten_parameters"]
-    if recipe.dtype is torch.float64:
-        return replace(
-            recipe, plan=_in_full_precision(plan), options={**options, "compute_dtype": None}
+        options = dict(self._recipe.options)
+        if self._recipe.door == "wrapper":
+            return XlaFullyShardedDataParallel(module, **options)
+        policy = MixedPrecisionPolicy(
+            param_dtype=options.pop("compute_dtype", None),
+            reduce_dtype=options.pop("reduce_dtype", None),
         )
-    return recipe
+        return fully_shard(module, mp_policy=policy, **options)
 
 
-def _in_full_precision(plan: Plan) -> Plan:
-    return replace(plan, dtype="", children=tuple(map(_in_full_precision, plan.children)))
+# ---------------------------------------------------------------- training
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """The plain model, with the same values on every rank."""
+    from xla_fsdp import one_rank_at_a_time
+
+    with one_rank_at_a_time(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Tree(recipe)
+
+
+def inputs(recipe: Recipe, step: int, rank: int) -> list[Tensor]:
+    """A rank's part of a batch, for each forward of a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shape = (recipe.forwards, ROWS, FEATURES)
+    return list(torch.randn(shape, generator=generator).to(recipe.dtype).unbind())
+
+
+def passes(recipe: Recipe, call: Callable[[Tensor], Tensor], xs: list[Tensor]) -> list[Tensor]:
+    """The loss of a step, and the outputs."""
+    for x in xs:
+        x.requires_grad_()
+    outputs = [call(x) for x in xs]
+    target = torch.tensor([-1.0, 1.0], dtype=recipe.dtype, device=xs[0].device)
+    losses = [(each.to(recipe.dtype) - target).square().mean() for each in outputs]
+    if recipe.penalty:
+        total = sum(each.to(recipe.dtype).square().sum() for each in outputs)
+        grads = torch.autograd.grad(total, xs, create_graph=True)
+        losses += [0.1 * grad.square().sum() for grad in grads]
+    return [torch.stack(losses).sum(), *outputs]
+
+
+def train_sharded(rank: int, recipe: Recipe) -> dict[str, Any]:
+    """Train on this rank; what it saw, and the shards that it holds."""
+    import torch_xla
+
+    model = Sharding(recipe).root(build(recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    seen, grads = [], {}
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        xs = [x.to(torch_xla.device()) for x in inputs(recipe, step, rank)]
+        loss, *outputs = passes(recipe, model, xs)
+        loss.backward()
+        named = model.named_parameters(remove_duplicate=False)
+        grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        seen.append([loss.detach(), *[y.detach() for y in outputs], *[x.grad for x in xs]])
+        optimizer.step()
+        torch_xla.sync()
+    return {
+        "seen": [[tensor.cpu() for tensor in of_step] for of_step in seen],
+        "grads": {name: grad.cpu() for name, grad in grads.items()},
+        "state": {name: value.cpu() for name, value in model.state_dict().items()},
+        "metadata": model.get_shard_metadata(),
+    }
+
+
+def train_plain(recipe: Recipe) -> dict[str, Any]:
+    """Train the plain model on the joined batch, where the loss is the mean over the ranks' parts;
+    buffers are those of rank 0, and what each rank sees comes first."""
+    model = build(recipe)
+    buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(recipe.ranks)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    seen: list[list[list[Tensor]]] = [[] for _ in range(recipe.ranks)]
+    grads: dict[str, Tensor] = {}
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        for rank in range(recipe.ranks):
+            xs = inputs(recipe, step, rank)
+            own = buffers[rank]
+            call = lambda x: torch.func.functional_call(model, own, (x,))  # noqa: B023, E731
+            loss, *outputs = passes(recipe, call, xs)
+            (loss / recipe.ranks).backward()
+            x_grads = [x.grad * recipe.ranks for x in xs if x.grad is not None]
+            seen[rank].append([loss.detach(), *[y.detach() for y in outputs], *x_grads])
+        named = model.named_parameters(remove_duplicate=False)
+        grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        optimizer.step()
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    state = model.state_dict()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in state:
+            state[name] = buffers[0][first[id(buffer)]]
+    return {"seen": seen, "grads": grads, "state": state}
+
+
+def difference(recipe: Recipe, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> str:
+    """How what the ranks hold differs from the plain model's; "" if it does not."""
+    from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
+
+    metadata = ranks[0]["metadata"]
+    shards = [rank["state"] for rank in ranks]
+    found = {
+        f"state of {name}": value
+        for name, value in consolidate_sharded_state_dicts(shards, metadata).items()
+    }
+    wanted = {f"state of {name}": value for name, value in expected["state"].items()}
+    if has_gradients_by_name(recipe):
+        grads = joined_grads([rank["grads"] for rank in ranks], metadata)
+        found.update({f"gradient of {name}": value for name, value in grads.items()})
+        wanted.update({f"gradient of {name}": v for name, v in expected["grads"].items()})
+    for into, source in ((found, [rank["seen"] for rank in ranks]), (wanted, expected["seen"])):
+        for rank, of_rank in enumerate(source):
+            for step, of_step in enumerate(of_rank):
+                for at, value in enumerate(of_step):
+                    what = "loss" if at == 0 else "output" if at <= recipe.forwards else "x.grad"
+                    into[f"{what} {at} of step {step} on rank {rank}"] = value
+    return first_difference(recipe, found, wanted)
+
+
+def has_gradients_by_name(recipe: Recipe) -> bool:
+    """Flat parameters and stacks have no gradient for each name."""
+    stacked = any(plan.scan == "stacked" for plan in recipe.plans())
+    return not (stacked or recipe.options.get("flatten_parameters"))
+
+
+def joined_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Full gradients; they are cut like their parameters."""
+    from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
+
+    params = [record for record in metadata["params"] if record["key"] in grads[0]]
+    names = {member["name"] for record in params for member in record["members"]}
+    ties = {alias: name for alias, name in metadata["ties"].items() if name in names}
+    own = {**metadata, "params": params, "ties": ties, "buffers": {}}
+    return consolidate_sharded_state_dicts(grads, own)
+
+
+def first_difference(recipe: Recipe, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """A line about the first tensor that differs, by more than rounding explains."""
+    if found.keys() != wanted.keys():
+        missing, more = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+        return f"missing: {sorted(missing)}, not in the plain model: {sorted(more)}"
+    # A small sum of large 16-bit terms is as wrong as the terms are.
+    smallest = 0.2 if recipe.tolerance > 0.01 else 0.01
+    order = sorted(wanted, key=lambda name: ("step 0" not in name, name))
+    for name in order:
+        own, value = found[name].double(), wanted[name].double()
+        if "running_var" in name or not value.numel():  # torch_xla's is of the biased variance
+            continue
+        if own.shape != value.shape:
+            return f"{name} has shape {list(own.shape)}, plain {list(value.shape)}"
+        error = (own - value).abs().max().item()
+        allowed = 2e-6 + recipe.tolerance * max(value.abs().max().item(), smallest)
+        if not error <= allowed:
+            at = (own - value).abs().argmax()
+            return f"{name}: {own.flatten()[at]:.6g}, plain {value.flatten()[at]:.6g}"
+    return ""
+
+
+def check(recipe: Recipe) -> str:
+    """Train on CPU ranks; how that differs from the plain model, "" if it does not."""
+    from xla_fsdp import launch
+
+    ranks = launch(train_sharded, (recipe,), num_ranks=recipe.ranks)
+    assert ranks is not None
+    return difference(recipe, ranks, train_plain(recipe))

@@ -1,0 +1,438 @@
+"""Small models of transformers, timm and torchvision, without weights, and how to train them.
+
+``FAMILIES`` are those of ``docs/models.md``. Sizes are odd, so that no number of ranks divides
+them; dropout is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from test.common.parity import remat_inside
+from test.common.scenarios import fsdp, make
+from test.common.training import Batch
+from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+ROWS = 3  # of a rank's part of a batch
+VOCABULARY = 37
+LABELS = 7
+EXPERTS = 8
+IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 25, "intermediate_size": 27}
+HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
+
+# ---------------------------------------------------------------- language models
+
+
+def gpt2() -> nn.Module:
+    """Its head is tied to its embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_positions=13, n_embd=22, n_layer=2, n_head=2, **no_dropout, **IDS)
+    )
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, **HEADS, **ids))
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 24, "intermediate_size": 27}
+    return Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **sizes, **heads, **IDS))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SIZES, **HEADS, **IDS))
+
+
+def gemma2() -> nn.Module:
+    """Every second layer attends to a window."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    window = {"sliding_window": 4, "query_pre_attn_scalar": 6}
+    return Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=4, **SIZES, **HEADS, **IDS, **window))
+
+
+def gemma3() -> nn.Module:
+    """Two of three layers attend to a window, with other positions."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    window = {"sliding_window": 4, "query_pre_attn_scalar": 6}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, **SIZES, **HEADS, **IDS, **window)
+    )
+
+
+def gpt_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 27, "num_attention_heads": 3}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=3, **sizes, **IDS))
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 24, "intermediate_size": 27}
+    return Phi3ForCausalLM(Phi3Config(num_hidden_layers=3, **sizes, **heads, **IDS))
+
+
+def mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 14, "state_size": 3, "time_step_rank": 2, "conv_kernel": 3}
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=3, **sizes, **IDS))
+
+
+def mixtral(experts: str = "batched_mm") -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    routing = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    config = MixtralConfig(num_hidden_layers=3, **SIZES, **HEADS, **IDS, **routing)
+    return _with_experts(MixtralForCausalLM, config, experts)
+
+
+def qwen3_moe(experts: str = "batched_mm") -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    routing = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+    config = Qwen3MoeConfig(num_hidden_layers=3, **SIZES, **HEADS, **IDS, **routing)
+    return _with_experts(Qwen3MoeForCausalLM, config, experts)
+
+
+def deepseek_v3(experts: str = "batched_mm") -> nn.Module:
+    """Its first layer has no experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10}
+    sizes = {"kv_lora_rank": 9, "qk_rope_head_dim": 4, "v_head_dim": 6, "qk_nope_head_dim": 6}
+    routing = {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV3Config(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        moe_intermediate_size=11,
+        **SIZES,
+        **heads,
+        **sizes,
+        **routing,
+        **IDS,
+    )
+    return _with_experts(DeepseekV3ForCausalLM, config, experts)
+
+
+def _with_experts(model_class: Any, config: Any, experts: str) -> nn.Module:
+    config._experts_implementation = experts
+    return model_class(config)
+
+
+def text(generator: torch.Generator) -> Batch:
+    """The model shifts the labels itself."""
+    ids = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def few_words(generator: torch.Generator) -> Batch:
+    """So few that some experts have none of a rank's."""
+    ids = torch.randint(3, VOCABULARY, (1, 4), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---------------------------------------------------------------- from sequences to sequences
+
+
+def t5() -> nn.Module:
+    """Encoder, decoder and head share one embedding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 14, "d_kv": 5, "d_ff": 19, "num_layers": 2, "num_heads": 3}
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            **sizes,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,  # a cache would grow when a layer is recomputed
+        )
+    )
+
+
+def t5_of_four() -> nn.Module:
+    """With more layers than the first, which alone has relative positions."""
+    model: Any = t5()
+    config = model.config
+    config.num_layers = config.num_decoder_layers = 4
+    return type(model)(config)
+
+
+def translation(generator: torch.Generator) -> Batch:
+    """Of other lengths, and with padding."""
+    source = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
+    mask = torch.ones_like(source)
+    mask[0, 6:] = 0
+    labels = torch.randint(3, VOCABULARY, (ROWS, 5), generator=generator)
+    return {"input_ids": source, "attention_mask": mask, "labels": labels}
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    layers = {f"{part}_layers": 3 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 3 for part in ("encoder", "decoder")}
+    widths = {f"{part}_ffn_dim": 23 for part in ("encoder", "decoder")}
+    sizes = {"d_model": 18, "num_mel_bins": 7, "max_source_positions": 11}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            max_target_positions=9,
+            decoder_start_token_id=1,
+            **sizes,
+            **layers,
+            **heads,
+            **widths,
+            **IDS,
+        )
+    )
+
+
+def speech(generator: torch.Generator) -> Batch:
+    features = torch.randn(ROWS, 7, 22, generator=generator)
+    labels = torch.randint(3, VOCABULARY, (ROWS, 5), generator=generator)
+    return {"input_features": features, "labels": labels}
+
+
+# ---------------------------------------------------------------- images
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 21, "intermediate_size": 23, "image_size": 10, "patch_size": 5}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTForImageClassification(
+        ViTConfig(
+            num_hidden_layers=2, num_attention_heads=3, num_labels=LABELS, **sizes, **no_dropout
+        )
+    )
+
+
+def convnext() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    sizes = {"num_stages": 2, "hidden_sizes": [10, 14], "depths": [3, 2], "image_size": 10}
+    return ConvNextForImageClassification(
+        ConvNextConfig(patch_size=1, layer_scale_init_value=0.5, num_labels=LABELS, **sizes)
+    )
+
+
+def clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 5}
+    return CLIPModel(
+        CLIPConfig(
+            text_config={**sizes, **IDS, "max_position_embeddings": 9},
+            vision_config={**sizes, "image_size": 10, "patch_size": 5},
+            projection_dim=13,
+        )
+    )
+
+
+def swin() -> nn.Module:
+    """Windows of every second block are shifted."""
+    from timm.models.swin_transformer import SwinTransformer
+
+    sizes = {"img_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 9, "num_heads": (3, 3)}
+    return SwinTransformer(depths=(4, 2), drop_path_rate=0.0, num_classes=LABELS, **sizes)
+
+
+def resnet18() -> nn.Module:
+    """Without the two widest stages, which hold 95% of its parameters. In fp64, as BatchNorm over a
+    few small images makes of rounding errors what cannot be compared."""
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=LABELS)
+    model.layer3 = model.layer4 = nn.Identity()
+    model.fc = nn.Linear(128, LABELS)
+    return model.double()
+
+
+def images(generator: torch.Generator) -> Batch:
+    pixels = torch.randn(ROWS, 3, 10, 10, generator=generator)
+    return {"pixel_values": pixels, "labels": _labels(generator)}
+
+
+def bare_images(generator: torch.Generator, size: int = 17) -> Batch:
+    return {"x": torch.randn(ROWS, 3, size, size, generator=generator).double()}
+
+
+def small_images(generator: torch.Generator) -> Batch:
+    return {"x": torch.randn(ROWS, 3, 16, 16, generator=generator)}
+
+
+def captions(generator: torch.Generator) -> Batch:
+    ids = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
+    ids[:, -1] = IDS["eos_token_id"]
+    return {"input_ids": ids, "pixel_values": torch.randn(ROWS, 3, 10, 10, generator=generator)}
+
+
+def _labels(generator: torch.Generator) -> Tensor:
+    return torch.randint(0, LABELS, (ROWS,), generator=generator)
+
+
+# ---------------------------------------------------------------- families
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of the table.
+
+    Args:
+        name: as in the table.
+        build: makes it.
+        inputs: makes a rank's part of a batch.
+        layers: names of the classes whose modules are units.
+        containers: of the layers, to be run as loops.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], Batch]
+    layers: tuple[str, ...]
+    containers: tuple[str, ...] = ("model.layers",)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("GPT-2", gpt2, text, ("GPT2Block",), ("transformer.h",)),
+        Family("Llama", llama, text, ("LlamaDecoderLayer",)),
+        Family("Qwen2", qwen2, text, ("Qwen2DecoderLayer",)),
+        Family("Qwen3", qwen3, text, ("Qwen3DecoderLayer",)),
+        Family("Gemma2", gemma2, text, ("Gemma2DecoderLayer",)),
+        Family("Gemma3", gemma3, text, ("Gemma3DecoderLayer",)),
+        Family("GPT-NeoX", gpt_neox, text, ("GPTNeoXLayer",), ("gpt_neox.layers",)),
+        Family("Phi3", phi3, text, ("Phi3DecoderLayer",)),
+        Family("Mamba", mamba, text, ("MambaBlock",), ("backbone.layers",)),
+        Family("Mixtral", mixtral, few_words, ("MixtralDecoderLayer",)),
+        Family("Qwen3-MoE", qwen3_moe, few_words, ("Qwen3MoeDecoderLayer",)),
+        Family("DeepSeek-V3", deepseek_v3, few_words, ("DeepseekV3DecoderLayer",)),
+        Family("T5", t5_of_four, translation, ("T5Block",), ("encoder.block", "decoder.block")),
+        Family(
+            "Whisper",
+            whisper,
+            speech,
+            ("WhisperEncoderLayer", "WhisperDecoderLayer"),
+            ("model.encoder.layers", "model.decoder.layers"),
+        ),
+        Family(
+            "CLIP",
+            clip,
+            captions,
+            ("CLIPEncoderLayer",),
+            ("text_model.encoder.layers", "vision_model.encoder.layers"),
+        ),
+        Family("ViT", vit, images, ("ViTLayer",), ("vit.layers",)),
+        Family(
+            "ConvNeXt",
+            convnext,
+            images,
+            ("ConvNextLayer",),
+            ("convnext.encoder.stages.0.layers", "convnext.encoder.stages.1.layers"),
+        ),
+        Family(
+            "Swin (timm)",
+            swin,
+            small_images,
+            ("SwinTransformerBlock",),
+            ("layers.0.blocks", "layers.1.blocks"),
+        ),
+        Family("ResNet (torchvision)", resnet18, bare_images, ("BasicBlock",), ("layer1",)),
+    )
+}
+
+# ---------------------------------------------------------------- training
+
+
+def _perturbed(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model without zeros and ones in place of biases and scales, which hide what is wrong."""
+    model = build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.05 * torch.randn(param.shape).to(param.dtype))
+    return model
+
+
+@dataclass(frozen=True)
+class RealTask:
+    """See ``test.common.training.Task``.
+
+    Args:
+        family: name of the model.
+        size: wrap by size, from so many elements on, instead of layer by layer.
+        remat: rematerialize what the policy selects.
+        scan: run the containers of layers as loops.
+        options: of every unit.
+        tolerance: largest error allowed, relative to the largest value of a tensor.
+    """
+
+    family: str
+    size: int = 0
+    remat: bool = False
+    scan: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 2e-5
+    steps: int = 3
+
+    def build(self) -> nn.Module:
+        model: Any = make(partial(_perturbed, FAMILIES[self.family].build))
+        if (self.remat or self.scan) and hasattr(model, "config"):
+            model.config.use_cache = False  # as transformers does for gradient checkpointing
+        return model
+
+    def shard(self, model: nn.Module) -> Any:
+        family, options = FAMILIES[self.family], dict(self.options)
+        policy: Callable[..., bool] = partial(size_based_auto_wrap_policy, min_num_params=self.size)
+        if not self.size:
+            layers = {
+                type(each) for each in model.modules() if type(each).__name__ in family.layers
+            }
+            policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+        if self.scan:
+            options["scan_layers"] = list(family.containers)
+        wrapper = remat_inside if self.remat else None
+        return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **options)
+
+    def batch(self, step: int, rank: int) -> Batch:
+        return FAMILIES[self.family].inputs(torch.Generator().manual_seed(100 * step + rank))
+
+    def loss(self, output: Any) -> Tensor:
+        if isinstance(output, Tensor):
+            target = torch.arange(ROWS, device=output.device) % LABELS
+            return nn.functional.cross_entropy(output, target)
+        if output.loss is None:  # of CLIP, which pairs a batch's texts with its images
+            logits = output.logits_per_text
+            target = torch.arange(ROWS, device=logits.device)
+            return nn.functional.cross_entropy(logits, target)
+        return output.loss
+
+    def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        # Where a gradient is zero but for rounding (a bias of attention's keys), the usual eps
+        # would make steps of full size out of nothing.
+        return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1, eps=1e-3)

@@ -192,11 +192,12 @@ class FSDPContext:
             unit.free_unused()
 
     def abandon(self) -> None:
-        """Clean up after backward passes that raised. Does nothing inside a backward pass."""
+        """Clean up after passes that raised. Does nothing inside a backward pass."""
         if current_pass() != -1:
             return
         if not running_units():
             self.free_unused()
+            self.forward_gate.clear()
         if not self._unsharded_in:
             return
         raised, self._unsharded_in = self._unsharded_in, {}

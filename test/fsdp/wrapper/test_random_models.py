@@ -44,6 +44,13 @@ FOUND = [
         options={"reshard_after_forward": remat != "inside"},
     )
     for remat in ("", "inside", "outside")
+] + [
+    # A registered method that calls its own module, in a region that is recomputed.
+    Recipe(
+        Plan("Chain", (Plan("Method", (Plan("Linear", unit=True),)),), remat="outside"),
+        door="fully_shard",
+        options={"reshard_after_forward": False},
+    ),
 ]
 QUICK = 300
 SLOW = 5000

@@ -336,6 +336,7 @@ class FSDPState:
         )
         self.context = FSDPContext(sync_on_end=config.sync_on_finalization)
         self._forward: ForwardPass | None = None
+        self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
         # The data of freed parameters. Code below torch functions could still read it: this shape
         # hardly broadcasts, and NaN is seen in any result.
@@ -413,7 +414,7 @@ class FSDPState:
                 ``Inputs.call`` refuses it.
             RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
         """
-        if self._forward is not None and part in self._forward.running:  # the module calls itself
+        if self._is_running(part):  # the module calls itself
             return forward(*args, **kwargs)
         self.refuse_run()
         if in_transform():
@@ -425,6 +426,11 @@ class FSDPState:
         result = compute(call, part, before, partial(inputs.call, forward, tied))
         self._end_call()
         return result
+
+    def _is_running(self, part: int) -> bool:
+        if part in self._recomputing:
+            return True
+        return self._forward is not None and part in self._forward.running
 
     def refuse_run(self) -> None:
         """Raise RuntimeError inside ``summoned``, or if a parameter is on the meta device."""
@@ -607,10 +613,12 @@ class FSDPState:
         unsharded = connect(call, group.copies())
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         group.to_unsharded(unsharded, ShardedState.BACKWARD, versions=versions)
+        self._recomputing.add(part)
         try:
             with in_forward(True), saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
+            self._recomputing.discard(part)
             group.to_unsharded(for_backward, ShardedState.BACKWARD, idle=True, versions=versions)
             saved.reshard(Reshard(group, versions, freed=False), None)
         return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)

@@ -197,6 +197,7 @@ class _Region:
         self._environment = _Environment(module)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[Tensor] = []
+        self._changed: list[int] = []  # inputs that the forward changed in place
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:

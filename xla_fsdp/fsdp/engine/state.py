@@ -34,6 +34,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     PreBackward,
     SavedParams,
     connect,
+    on_device,
     reduce_early,
     through,
 )
@@ -459,7 +460,7 @@ class FSDPState:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
         tensors that the next gather must wait for."""
-        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
+        lazy = [tensor for tensor in inputs if on_device(tensor)]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
         return through(partial(PostBackward.apply, call, ready), inputs), before
@@ -528,7 +529,7 @@ class FSDPState:
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
         """Return the result with the outputs in the output dtype, those on the device as outputs of
         a ``PreBackward`` node, which saves ``for_backward``."""
-        lazy = [tensor for tensor in outputs.tensors if tensor.device.type == "xla"]
+        lazy = [tensor for tensor in outputs.tensors if on_device(tensor)]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]

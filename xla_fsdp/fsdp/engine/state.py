@@ -379,8 +379,8 @@ class FSDPState:
 
     @contextlib.contextmanager
     def computing_with(self, unsharded: list[Tensor]) -> Iterator[None]:
-        """Let the modules hold these parameters inside the block, for a forward that is traced as
-        a program of its own (the body of a loop)."""
+        """Let the modules hold these parameters inside the block, for a forward or backward that is
+        traced as a program of its own (the body of a loop)."""
         self.refuse_run()
         self.reshard()
         self.group.to_unsharded(unsharded, ShardedState.FORWARD)
@@ -389,6 +389,8 @@ class FSDPState:
                 yield
         finally:
             self.group.to_sharded()
+            # Outside of its program a traced tensor has no value, and torch_xla aborts.
+            Reshard(self.group, self.group.versions, freed=True).take_all(unsharded)
 
     # ------------------------------------------------------------ forward
 
@@ -440,7 +442,7 @@ class FSDPState:
         Raises:
             RuntimeError: if it is a shard.
         """
-        refuse_shards([tensor], "as an argument")
+        refuse_shards([tensor], "passing it to a unit")
         return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
 
     def cast_output(self, tensor: Tensor) -> Tensor:
@@ -544,7 +546,7 @@ class FSDPState:
         """Return the outputs in the output dtype, those on the device as outputs of a
         ``PreBackward`` node, which saves ``for_backward``."""
         given = tensors_in(outputs)
-        refuse_shards(given, "as an output")
+        refuse_shards(given, "returning it")
         lazy = [tensor for tensor in given if tensor.device.type == "xla"]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward

@@ -193,6 +193,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "data": lambda lin, x: x + lin.bias.data * 2,
     "turned": lambda lin, x: x @ lin.weight.T,
     "list": lambda lin, x: torch.cat([lin.bias, lin.bias]),
+    "argument": lambda lin, x: lin.bias,
     "in_place": lambda lin, x: lin.weight.data.add_(x.sum()),
     "norm": lambda lin, x: torch.nn.utils.get_total_norm([lin.weight]),
 }
@@ -310,6 +311,44 @@ def averaged(rank: int) -> list[list[Tensor]]:
 def test_shards_may_be_averaged_in_a_forward() -> None:
     plain, found = result("averaged")
     torch.testing.assert_close(found, plain)
+
+
+class Stepping(nn.Module):
+    """Whose forward is a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(2)])
+        self.returned: list[Any] = []
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        optimizer = torch.optim.AdamW(self.blocks[0].parameters(), lr=0.1, weight_decay=0.1)
+        loss = self.blocks[1](self.blocks[0](x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), *self.returned
+
+
+@scenarios.add
+def stepped(rank: int) -> dict[str, Any]:
+    plain, model = make(Stepping), nested(make(Stepping))
+    plain(rows().cpu())
+    model(rows())
+    found: dict[str, Any] = {
+        "plain": [param.detach() for param in plain.blocks[0].parameters()],
+        "found": [param.full_tensor().cpu() for param in model.blocks[0].parameters()],
+    }
+    model.module.returned.append(model.blocks[0].weight)
+    return {**found, "output": message(lambda: model(rows()))}
+
+
+def test_an_optimizer_may_step_in_a_forward() -> None:
+    found = result("stepped")
+    torch.testing.assert_close(found["found"], found["plain"])
+
+
+def test_a_shard_is_no_output() -> None:
+    assert "the shard of weight was used (by returning it)" in result("stepped")["output"]
 
 
 @scenarios.add

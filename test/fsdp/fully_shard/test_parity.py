@@ -78,7 +78,7 @@ MESHES = {
     },
 }
 QUICK = {
-    3: ("nested", "parts_bf16", "dim_1", "ignored"),
+    3: ("nested", "parts_bf16", "dim_1", "ignored", "holding"),
     4: ("regather_2_wide",),
 }
 

@@ -272,8 +272,7 @@ class SavedParams:
             reshard: as which the modules let go of them.
             dummy: the data that these tensors get, so that their own is freed; None leaves it.
         """
-        for index, tensor in enumerate(self._unsharded):
-            reshard.take(tensor, index)
+        reshard.take_all(self._unsharded)
         for index, tensor in self._views:
             reshard.take(tensor, index, is_view=True)
         if dummy is not None:

@@ -909,7 +909,8 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
-    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard."""
+    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard;
+    ``use`` says what was done with it."""
     for tensor in tensors:
         param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
         if param is not None:

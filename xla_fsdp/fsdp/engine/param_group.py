@@ -221,9 +221,7 @@ class FSDPParamGroup:
         # Not after a forward, whose outputs are still to come and may be parameters, and not after
         # ``summoned``, whose leaves belong to the user.
         if self.sharded_state in (ShardedState.BACKWARD, ShardedState.UNSHARDED):
-            reshard = Reshard(self, self.unsharded_versions, freed=False)
-            for index, tensor in enumerate(self.unsharded):
-                reshard.take(tensor, index)
+            Reshard(self, self.unsharded_versions, freed=False).take_all(self.unsharded)
         self.unsharded, self.sharded_state = [], ShardedState.SHARDED
 
     def reshard(self) -> None:

@@ -163,6 +163,11 @@ class Reshard:
         handle._reshard, handle._index, handle._views = self, index, is_view
         handle.__class__ = ReshardedParam
 
+    def take_all(self, unsharded: Sequence[Tensor]) -> None:
+        """Turn all original parameters of the group into ``ReshardedParam``s."""
+        for index, tensor in enumerate(unsharded):
+            self.take(tensor, index)
+
     def base_of(self, handle: ReshardedParam, func: Any) -> Tensor | None:
         """Return the parameter that the modules hold now in the place of ``handle``; None if they
         hold shards, and the values of ``handle`` are still those of the shards.

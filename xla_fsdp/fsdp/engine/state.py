@@ -388,8 +388,8 @@ class FSDPState:
 
     @contextlib.contextmanager
     def computing_with(self, unsharded: list[Tensor]) -> Iterator[None]:
-        """Let the modules hold these parameters inside the block, for a forward that is traced as
-        a program of its own (the body of a loop)."""
+        """Let the modules hold these parameters inside the block, for a forward or backward that is
+        traced as a program of its own (the body of a loop)."""
         self.refuse_run()
         self.reshard()
         self.group.to_unsharded(unsharded, ShardedState.FORWARD)
@@ -398,6 +398,8 @@ class FSDPState:
                 yield
         finally:
             self.group.to_sharded()
+            # Outside of its program a traced tensor has no value, and torch_xla aborts.
+            Reshard(self.group, self.group.versions, freed=True).take_all(unsharded)
 
     # ------------------------------------------------------------ forward
 
@@ -454,7 +456,7 @@ class FSDPState:
         Raises:
             RuntimeError: if it is a shard.
         """
-        refuse_shards([tensor], "as an argument")
+        refuse_shards([tensor], "passing it to a unit")
         return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
 
     def cast_output(self, tensor: Tensor) -> Tensor:
@@ -590,7 +592,7 @@ class FSDPState:
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
         """Return the result with the outputs in the output dtype, those on the device as outputs of
         a ``PreBackward`` node, which saves ``for_backward``."""
-        refuse_shards(outputs.tensors, "as an output")
+        refuse_shards(outputs.tensors, "returning it")
         lazy = [tensor for tensor in outputs.tensors if on_device(tensor)]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from test.common.ranks import cached_outcome, run_python
-from test.common.scenarios import fsdp, make, message
 from xla_fsdp.distributed.launcher import launch
 
 RANKS = 2
@@ -118,6 +117,8 @@ class Block(nn.Module):
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
+    from test.common.scenarios import fsdp, make
+
     wrap = functools.partial(fsdp, execute_sharding_on_init=False)  # which collects garbage
     blocks = make(lambda: nn.ModuleList([Block() for _ in range(2)]))
     model = wrap(nn.Sequential(*map(wrap, blocks)))
@@ -212,6 +213,8 @@ def lost_tensors() -> list[str]:
 
     def use(rank: int) -> list[str]:
         import torch_xla
+
+        from test.common.scenarios import message
 
         ones = torch.ones(2, WIDTH, device=torch_xla.device())
         uses: list[Callable[[], Any]] = [

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.ranks import run_python
+from test.common.ranks import cached_outcome, run_python
 from xla_fsdp.distributed.launcher import launch
 
 RANKS = 2
@@ -76,6 +75,15 @@ QUICK = [
     Failing("after sync", error=ValueError),
 ]
 
+MANY = [
+    Failing(place, ranks, error, holders)
+    for place, ranks, (error, holders) in itertools.product(
+        PLACES,
+        [(0,), (1,), (0, 1)],
+        [(FaultError, (0,)), (ValueError, (0, 1)), (KeyboardInterrupt, ()), (SystemExit, (1,))],
+    )
+]
+
 
 class Doubled(torch.autograd.Function):
     @staticmethod
@@ -90,10 +98,11 @@ class Doubled(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, at: Callable[[str], None]) -> None:
+    at: Callable[[str], None]
+
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.at = at
 
     def _pieces(self, x: Tensor) -> Iterator[Tensor]:
         yield torch.tanh(x)
@@ -107,27 +116,47 @@ class Block(nn.Module):
         return Doubled.apply(self.at, x)
 
 
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    from test.common.scenarios import fsdp, make
+
+    wrap = functools.partial(fsdp, execute_sharding_on_init=False)  # which collects garbage
+    blocks = make(lambda: nn.ModuleList([Block() for _ in range(2)]))
+    model = wrap(nn.Sequential(*map(wrap, blocks)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def train(rank: int, failing: Failing) -> float:
+    failing.at("start", rank)
+    return step(rank, failing, *build())
+
+
+def train_further(rank: int, failing: Failing, kept: dict[int, Any]) -> float:
+    if rank not in kept:
+        kept[rank] = build()
+    return step(rank, failing, *kept[rank])
+
+
+def step(rank: int, failing: Failing, model: Any, optimizer: torch.optim.Optimizer) -> float:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from test.common.scenarios import fsdp, make
-
     at = functools.partial(failing.at, rank=rank)
-    at("start")
-    wrap = functools.partial(fsdp, execute_sharding_on_init=False)  # which collects garbage
-    blocks = make(lambda: nn.ModuleList([Block(at) for _ in range(2)]))
-    model = wrap(nn.Sequential(*map(wrap, blocks)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.register_step_pre_hook(lambda *_: at("optimizer"))
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.at = at
+    optimizer.zero_grad()
     x = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH).to(torch_xla.device())
     loss = model(x + rank).square().mean()
     if rank in failing.holders:
-        held.append((model, loss, optimizer))
+        held.append((rank, model, loss, optimizer))
     at("after forward")
     loss.backward()
     at("after backward")
-    optimizer.step()
+    hook = optimizer.register_step_pre_hook(lambda *_: at("optimizer"))
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
     if failing.place == "after a pending collective":
         held.append(xm.all_reduce("sum", torch.ones(3, device=x.device)) if rank else x + 1)
         at("after a pending collective")
@@ -137,27 +166,89 @@ def train(rank: int, failing: Failing) -> float:
     return model(x).sum().item() + loss.item()
 
 
-def outcome(failing: Failing) -> Any:
-    """Return what ``launch`` returns or raises."""
+def outcome(failing: Failing, *kept: Any) -> Any:
+    """Return what ``launch`` returns or raises; ``kept`` is of ``train_further``."""
     try:
-        return launch(train, (failing,), num_ranks=RANKS)
+        fn: Any = train_further if kept else train
+        return launch(fn, (failing, *kept), num_ranks=RANKS)
     except (RuntimeError, SystemExit) as error:
         held.append(error)  # with the frames of its traceback
         return f"{type(error).__name__}: {error}"
 
 
-def all_outcomes(failures: Sequence[Failing]) -> list[Any]:
+def after_each(failures: Sequence[Failing]) -> list[Any]:
     """Return the values of a first run, and then of each failing one and a right one after it."""
     return [outcome(each) for each in (RIGHT, *itertools.chain(*[(f, RIGHT) for f in failures]))]
 
 
-def check(name: str, timeout: float) -> None:
-    code = f"import json, {__name__} as t; print(json.dumps(t.all_outcomes(t.{name})))"
+# ---------------------------------------------------------------- models that outlive runs
+
+KEEPING = [
+    Failing("forward"),
+    Failing("backward", ranks=(1,)),
+    Failing("tensor hook", ranks=(0, 1)),
+    Failing("after backward"),
+]
+
+
+def kept_models() -> list[list[Any]]:
+    """Return the values of three steps in three runs, without and with failed runs between."""
+    alone: dict[int, Any] = {}
+    found = [[outcome(RIGHT, alone) for _ in range(3)]]
+    kept: dict[int, Any] = {}
+    for failures in ([], KEEPING, KEEPING[1:2]):
+        for failing in failures:
+            outcome(failing, kept)
+        found.append(outcome(RIGHT, kept))
+    return found
+
+
+def lost_tensors() -> list[str]:
+    """Return what becomes of uses of tensors that a failed run left, and the text of one."""
+    held.clear()
+    outcome(Failing("after optimizer", holders=(0, 1)))
+    [(model, loss, optimizer)] = [
+        each[1:] for each in held if isinstance(each, tuple) and not each[0]
+    ]
+
+    def use(rank: int) -> list[str]:
+        import torch_xla
+
+        from test.common.scenarios import message
+
+        ones = torch.ones(2, WIDTH, device=torch_xla.device())
+        uses: list[Callable[[], Any]] = [
+            loss.item,
+            loss.backward,
+            lambda: torch.add(ones, loss),
+            lambda: model(ones),
+            optimizer.step,
+        ]
+        found = [message(each) for each in uses] if rank == 0 else []
+        torch_xla.sync()
+        return found
+
+    [found, _] = launch(use, num_ranks=RANKS) or []
+    return [*found, repr(loss)]
+
+
+# ---------------------------------------------------------------- tests
+
+
+def in_child(call: str, timeout: float) -> Any:
+    code = f"import json, {__name__} as t; print(json.dumps({call}))"
     done = run_python("-c", code, timeout=timeout)
     assert done.returncode == 0, done.stderr
-    first, *others = json.loads(done.stdout.splitlines()[-1])
-    failures = getattr(sys.modules[__name__], name)
-    assert len(others) == 2 * len(failures)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@cached_outcome
+def quick_results() -> Any:
+    return in_child("[t.after_each(t.QUICK), t.kept_models(), t.lost_tensors()]", 120)
+
+
+def check(failures: Sequence[Failing], values: Sequence[Any]) -> None:
+    first, *others = values
     for failing, failed, right in zip(failures, others[::2], others[1::2], strict=True):
         assert re.match(_expected(failing), failed), failing
         assert right == first, failing
@@ -169,61 +260,23 @@ def _expected(failing: Failing) -> str:
     return rf"RankError: rank \d raised {failing.error.__name__}: {failing.place}"
 
 
-def test_a_right_run_after_each_kind_of_failure() -> None:
-    check("QUICK", 120)
-
-
-MANY = [
-    Failing(place, ranks, error, holders)
-    for place, ranks, (error, holders) in itertools.product(
-        PLACES,
-        [(0,), (1,), (0, 1)],
-        [(FaultError, (0,)), (ValueError, (0, 1)), (KeyboardInterrupt, ()), (SystemExit, (1,))],
-    )
-]
+def test_a_run_after_one_that_failed_is_right() -> None:
+    check(QUICK, quick_results()[0])
 
 
 @pytest.mark.slow
-def test_a_right_run_after_each_of_132_failures() -> None:
-    check("MANY", 600)
+def test_runs_after_132_that_failed_are_right() -> None:
+    check(MANY, in_child("t.after_each(t.MANY)", 600))
 
 
-def tensors_of_a_failed_run() -> list[str]:
-    """Return what becomes of uses of them, outside of ranks, and the number of ranks that use them
-    in a run without an error."""
-    outcome(Failing("after optimizer", holders=(0, 1)))
-    [(model, loss, optimizer), *_] = [each for each in held if isinstance(each, tuple)]
-
-    def use(rank: int) -> str:
-        import torch_xla
-
-        ones = torch.ones(2, device=torch_xla.device())
-        uses = [
-            lambda: loss.item(),
-            lambda: loss.backward(),
-            lambda: torch.add(ones, loss),
-            lambda: model(ones),
-            lambda: optimizer.step(),
-        ]
-        found = [_message(each) for each in uses] if rank == 0 else []
-        torch_xla.sync()
-        return found
-
-    return launch(use, num_ranks=RANKS)[0] + [repr(loss)]
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        return f"returned {call()}"
-    except RuntimeError as error:
-        return str(error)
+def test_a_model_trains_on_after_failed_runs() -> None:
+    alone, *kept = quick_results()[1]
+    assert kept == alone
+    assert all(isinstance(each, list) for each in alone)
 
 
 def test_what_was_never_computed_cannot_be_used() -> None:
-    code = f"import json, {__name__} as t; print(json.dumps(t.tensors_of_a_failed_run()))"
-    done = run_python("-c", code, timeout=60)
-    assert done.returncode == 0, done.stderr
-    *messages, text = json.loads(done.stdout.splitlines()[-1])
+    *messages, text = quick_results()[2]
     assert text.startswith("LostTensor(shape=[], dtype=torch.float32, device=xla:")
-    for message in messages:
-        assert "was called with a tensor that was never computed: launch failed" in message
+    for each in messages:
+        assert "was called with a tensor that was never computed: launch failed" in each

@@ -83,8 +83,8 @@ PUBLIC = {
     """,
     "xla_fsdp.optim": """
         DistributedOptimizer HierarchicalModelAverager HighPrecisionOptimizer ModelAverager
-        PeriodicModelAverager PostLocalSGDOptimizer StepInBackward ZeroRedundancyOptimizer
-        masters_of step_in_backward
+        PeriodicModelAverager PostLocalSGDOptimizer StepInBackward WholeParameterOptimizer
+        ZeroRedundancyOptimizer masters_of step_in_backward
     """,
     "xla_fsdp.tensor_parallel": """
         ColwiseParallel ParallelStyle Partial PrepareModuleInput PrepareModuleInputOutput

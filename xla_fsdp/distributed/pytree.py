@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Contents:
     """What a tree holds, each object once.
 
@@ -91,7 +92,7 @@ def replaced(tree: Any, by: Substitutes) -> Any:
     if isinstance(tree, Tensor) or (parts := _frozen_parts(tree)) is None:
         return tree
     changed = [replaced(part, by) for part in parts]
-    if all(new is old for new, old in zip(changed, parts, strict=True)):
+    if all(map(operator.is_, changed, parts)):
         return tree
     return _frozen_like(tree, changed)
 
@@ -123,11 +124,12 @@ def copied(tree: Any, containers: Sequence[Any], by: Substitutes) -> Any:
 # ---------------------------------------------------------------- kinds of containers
 
 
-def _frozen_parts(node: Any) -> list[Any] | None:
+def _frozen_parts(node: Any) -> Sequence[Any] | None:
     """Return what a tuple or a frozen dataclass instance holds; None for all others."""
+    if type(node) is tuple:
+        return node
     if isinstance(node, tuple):
-        # The first test is for speed; a torch.Size, say, is a leaf.
-        return list(node) if type(node) is tuple or not pytree.tree_is_leaf(node) else None
+        return None if pytree.tree_is_leaf(node) else node  # a torch.Size, say, is a leaf
     if _is_dataclass(node) and node.__dataclass_params__.frozen:
         return [value for _, value in _attributes(node)]
     return None
@@ -135,8 +137,8 @@ def _frozen_parts(node: Any) -> list[Any] | None:
 
 def _frozen_like(node: Any, parts: list[Any]) -> Any:
     """Return a copy of ``node`` that holds these parts."""
-    if isinstance(node, tuple):
-        kind = type(node)
+    kind = type(node)
+    if issubclass(kind, tuple):
         return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
     result = copy.copy(node)
     for (name, _), part in zip(_attributes(node), parts, strict=True):

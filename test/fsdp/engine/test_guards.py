@@ -162,8 +162,10 @@ def total_norms(rank: int) -> dict[str, Any]:
     bad.scale.grad.fill_(float("nan"))
     grads = [param.grad for param in bad.parameters()]
     found["not finite"] = message(lambda: utils.get_total_norm(grads, error_if_nonfinite=True))
-    found["parameters"] = utils.get_total_norm(kept.parameters()).item()
-    plain = after_backward(make().to(torch_xla.device()))
+    found["parameters"] = utils.get_total_norm(bad.parameters()).item()
+    plain = make().to(torch_xla.device())
+    plain.mid2.weight = plain.mid.weight  # which `to` unties on XLA
+    after_backward(plain)
     found["plain"] = utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     return found
 
@@ -182,7 +184,9 @@ def test_norms_count_all_ranks() -> None:
                 assert found[f"{name} {order}, gradients"], name
         norm = torch.nn.utils.get_total_norm(list(model.parameters())).item()
         assert found["parameters"] == pytest.approx(norm, rel=1e-5)
-        assert found["plain"] == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
+        assert found["plain"] == pytest.approx(
+            torch.nn.utils.get_total_norm(grads).item(), rel=1e-5
+        )
         assert "clip_grads_with_norm_ was called while gradients kept by no_sync()" in found["kept"]
         assert found["not finite"].startswith("RuntimeError: the gradients' norm of order 2.0 is")
 
@@ -227,7 +231,8 @@ def warned(rank: int) -> dict[str, list[str]]:
 
     sharded = nested(make(), collectives=LocalCollectives(0, 2))
     alone = nested(make(), collectives=LocalCollectives())
-    rows_alone = nested(make(), collectives=LocalCollectives(), shard_param_on_dim_0=True)
+    matrix = make(lambda: nn.Linear(FEATURES, WIDTH, bias=False))
+    rows_alone = fsdp(matrix, collectives=LocalCollectives(), shard_param_on_dim_0=True)
     plain = make()
     optim = torch.optim
     cases = {

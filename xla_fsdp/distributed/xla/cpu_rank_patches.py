@@ -144,18 +144,29 @@ def _wait_for(rank: int) -> None:
 
 
 class LostTensor(Tensor):
-    """A tensor that was never computed, as the run that traced it failed; any use raises."""
+    """A tensor that was never computed, as the run that traced it failed.
+
+    Any use raises RuntimeError, except for questions that its values do not answer.
+    """
 
     @classmethod
-    def __torch_function__(cls, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "is_inference"):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if isinstance(found, LostTensor) or not isinstance(found, Tensor):
+                return found
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} was called with a tensor that was never computed: "
-            "launch failed while it was pending, and its collectives cannot run any more. Make it "
-            "again in the new run, or restore it from a checkpoint."
+            f"{name} was called with a tensor that was never computed: launch failed while it was "
+            "pending, and its collectives cannot run any more. Make it again in the new run, or "
+            "restore it from a checkpoint."
         )
 
     def __repr__(self, **kwargs: Any) -> str:
-        return "LostTensor()"
+        return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 def drop_pending(num_ranks: int) -> None:
@@ -187,11 +198,8 @@ def _python_tensors() -> list[Tensor]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Free reference cycles now, and none inside the block.
-
-    It would free tensors that autograd alone holds, under whoever found them by the collector.
-    """
-    gc.collect()
+    """Let the garbage collector free nothing inside the block: it frees tensors that autograd alone
+    holds, even if ``gc.get_objects`` has returned them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

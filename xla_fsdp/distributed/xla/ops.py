@@ -235,18 +235,23 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 
 
-def num_changes(tensor: Tensor) -> int:
-    """Return how often the memory of ``tensor`` was changed in place, by whatever tensor."""
+def num_changes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
     # inference mode.
-    if tensor.device.type == "xla":
-        return torch._functionalize_mutation_counter(tensor)
+    return [
+        torch._functionalize_mutation_counter(tensor) if tensor.is_xla else _version(tensor)
+        for tensor in tensors
+    ]
+
+
+def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
-    if tensor.device.type == "xla":
+    if tensor.is_xla:
         return torch._functionalize_has_metadata_mutation(tensor)
     return tensor.shape != before.shape or tensor.stride() != before.stride()
 
@@ -254,7 +259,7 @@ def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a tensor without graph that keeps the present value of ``tensor``, which needs memory
     of its own only once ``tensor`` is changed in place."""
-    if tensor.device.type != "xla":
+    if not tensor.is_xla:
         return tensor.detach().clone()
     # A clone would need memory as soon as both are results of a program.
     torch._functionalize_sync(tensor)

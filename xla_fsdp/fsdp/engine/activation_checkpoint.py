@@ -243,6 +243,7 @@ class _Region:
         self._saved = _Saved()
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what the forward saved
         self._recomputed: list[Tensor] = []
+        self._changed: list[int] = []  # inputs that the forward changed in place
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:

@@ -325,7 +325,7 @@ def through(node: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) 
 
 def on_device(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is on an XLA device."""
-    return tensor.device.type == "xla"
+    return tensor.is_xla  # a fourth of the time of device.type
 
 
 def mark_constants(ctx: Any, outputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:

@@ -38,9 +38,8 @@ class Inputs:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._tree = (args, tuple(kwargs.values()))
-        self._names = tuple(kwargs)
-        self._contents = Contents.of(self._tree)
+        self._args, self._kwargs = args, kwargs
+        self._contents = Contents.of((*args, *kwargs.values()))
         self.sources, self._views = _find_views(self._contents.tensors)
 
     def call(self, forward: Callable[..., Any], copies: Sequence[Tensor]) -> Outputs:
@@ -52,50 +51,56 @@ class Inputs:
         """
         changes = Changes(self.sources, copies)
         own, lent = self._contents.tensors, _views_on(self._views, copies)
-        (args, values), back = self._lend(substitutes(own, lent))
+        by = substitutes(own, lent)
+        back = self._lend(by)
+        args = [replaced(value, by) for value in self._args]
+        kwargs = {name: replaced(value, by) for name, value in self._kwargs.items()}
         try:
-            result = forward(*args, **dict(zip(self._names, values, strict=True)))
+            result = forward(*args, **kwargs)
         finally:
-            containers = self._take_back({**back, **substitutes(lent, own)})
+            containers = self._take_back(back, own, lent)
             _refuse_reshaped(lent, own)
-            changes.write_back()
-        changes.refuse_lost()
+            changed = changes.write_back()
+        changes.refuse_lost(changed)
         return Outputs(result, containers, own)
 
     def call_on_own(self, forward: Callable[..., Any]) -> Outputs:
         """Run ``forward`` with the caller's tensors."""
-        args, values = self._tree
-        result = forward(*args, **dict(zip(self._names, values, strict=True)))
+        result = forward(*self._args, **self._kwargs)
         return Outputs(result, self._reached(), self._contents.tensors)
 
     def form(self) -> InputForm:
         """Return the arguments as they are now, without their tensors."""
         slots = [object() for _ in self._contents.tensors]
         by = substitutes(self._contents.tensors, slots)
-        tree = copied(self._tree, self._contents.containers, by)
-        return InputForm(tree, self._names, slots, self._views)
+        values = (*self._args, *self._kwargs.values())
+        tree = copied(values, self._contents.containers, by)
+        return InputForm(tree, tuple(self._kwargs), slots, self._views)
 
-    def _lend(self, by: Substitutes) -> tuple[Any, Substitutes]:
-        """Put other tensors into the caller's containers.
-
-        Returns:
-            The arguments with these tensors, and the table that puts the caller's entries back.
-        """
+    def _lend(self, by: Substitutes) -> Substitutes:
+        """Put other tensors into the caller's containers; return the table that puts the replaced
+        entries back."""
         back: dict[int, tuple[Any, Any]] = {}
         for container in self._contents.containers:
             back.update(replace_entries(container, by))
-        return replaced(self._tree, by), back
+        return back
 
-    def _take_back(self, back: Substitutes) -> list[Any]:
-        """Put the caller's entries back, wherever the forward has moved them; return all containers
-        that the caller reaches now."""
+    def _take_back(
+        self, back: Substitutes, own: Sequence[Tensor], lent: Sequence[Tensor]
+    ) -> list[Any]:
+        """Put the caller's entries back, wherever the forward has moved them, and the caller's own
+        tensors wherever it has put lent ones; return all containers that the caller reaches."""
         containers = self._reached()
+        if containers:
+            back = {**back, **substitutes(lent, own)}
         for container in containers:
             replace_entries(container, back)
         return containers
 
     def _reached(self) -> list[Any]:
-        return Contents.of(self._tree).containers if self._contents.containers else []
+        if not self._contents.containers:
+            return []
+        return Contents.of((*self._args, *self._kwargs.values())).containers
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,9 @@ class InputForm:
     def filled(self, copies: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with copies of the sources, in containers of their own."""
         by = substitutes(self._slots, _views_on(self._views, copies))
-        args, values = copied(self._tree, Contents.of(self._tree).containers, by)
-        return args, dict(zip(self._names, values, strict=True))
+        values = copied(self._tree, Contents.of(self._tree).containers, by)
+        num_args = len(values) - len(self._names)
+        return values[:num_args], dict(zip(self._names, values[num_args:], strict=True))
 
 
 class Outputs:
@@ -187,11 +193,11 @@ def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
     of all of ``x``). Views of separate parts (``q, k, v = x.chunk(3)``) are sources themselves.
     """
     bases = [_base(tensor) for tensor in tensors]
+    if len(set(map(id, bases))) == len(bases):
+        return tensors, None
     groups: dict[int, list[Tensor]] = {}
     for base, tensor in zip(bases, tensors, strict=True):
         groups.setdefault(id(base), []).append(tensor)
-    if len(groups) == len(tensors):
-        return tensors, None
     made = {id(view) for group in groups.values() if group[1:] for view in _shared_views(group)}
     origins = [
         base if id(tensor) in made else tensor for base, tensor in zip(bases, tensors, strict=True)
@@ -201,7 +207,7 @@ def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
     return sources, [
         View(number[id(origin)])
         if origin is tensor
-        else View(number[id(origin)], tensor, tensor.requires_grad or not origin.requires_grad)
+        else View(number[id(origin)], tensor, _is_connected(tensor, origin))
         for origin, tensor in zip(origins, tensors, strict=True)
     ]
 
@@ -216,7 +222,13 @@ def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def _is_connected(view: Tensor, base: Tensor) -> bool:
+    # A view made without grad mode has requires_grad like its base, but no graph.
+    return view.grad_fn is not None or not base.requires_grad
 
 
 def _can_be_made(view: Tensor) -> bool:
@@ -240,28 +252,30 @@ class Changes:
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._sources, self._copies = sources, copies
-        self._counts = [ops.num_changes(copy) for copy in copies]
+        self._counts = ops.num_changes(copies)
         self._graphs = [copy.grad_fn for copy in copies]
 
     def changed(self) -> list[int]:
         """Return the numbers of the changed tensors."""
-        pairs = enumerate(zip(self._copies, self._counts, strict=True))
-        return [at for at, (copy, count) in pairs if ops.num_changes(copy) > count]
+        now = ops.num_changes(self._copies)
+        return [at for at, before in enumerate(self._counts) if now[at] > before]
 
-    def write_back(self) -> None:
-        """Make the same changes to the caller's tensors."""
-        for at in self.changed():
+    def write_back(self) -> list[int]:
+        """Make the same changes to the caller's tensors; return the numbers of the changed ones."""
+        changed = self.changed()
+        for at in changed:
             source, copy = self._sources[at], self._copies[at]
             if copy is not source:
                 # Of a change without grad mode, which leaves allow too, autograd does not know.
                 known = copy.grad_fn is not self._graphs[at]
                 with nullcontext() if known else torch.no_grad():
                     source.copy_(copy)
+        return changed
 
-    def refuse_lost(self) -> None:
+    def refuse_lost(self, changed: Sequence[int]) -> None:
         """Raise ValueError if a tensor did not follow the change of one that it shares memory
         with."""
-        for at in self.changed():
+        for at in changed:
             for other in range(len(self._sources)):
                 if other != at and not self._follows(other, at):
                     shapes = [list(self._sources[each].shape) for each in (at, other)]

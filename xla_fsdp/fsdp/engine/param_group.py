@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.engine.param import (
     remember_group,
     remember_shown,
 )
-from xla_fsdp.fsdp.engine.param_guards import Reshard, reopen
+from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 
 
@@ -255,6 +255,7 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------ all-gather
 
+    @in_forward(False)  # a backward pass inside of a forward gathers, too
     def unshard(
         self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
@@ -271,6 +272,7 @@ class FSDPParamGroup:
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
+    @in_forward(False)
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:

@@ -42,6 +42,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     PreBackward,
     SavedParams,
     connect,
+    on_device,
     reduce_early,
     through,
 )
@@ -192,11 +193,12 @@ class FSDPContext:
             unit.free_unused()
 
     def abandon(self) -> None:
-        """Clean up after backward passes that raised. Does nothing inside a backward pass."""
+        """Clean up after passes that raised. Does nothing inside a backward pass."""
         if current_pass() != -1:
             return
         if not running_units():
             self.free_unused()
+            self.forward_gate.clear()
         if not self._unsharded_in:
             return
         raised, self._unsharded_in = self._unsharded_in, {}
@@ -488,7 +490,7 @@ class FSDPState:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
         tensors that the next gather must wait for."""
-        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
+        lazy = [tensor for tensor in inputs if on_device(tensor)]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
         return through(partial(PostBackward.apply, call, ready), inputs), before
@@ -589,7 +591,7 @@ class FSDPState:
         """Return the result with the outputs in the output dtype, those on the device as outputs of
         a ``PreBackward`` node, which saves ``for_backward``."""
         refuse_shards(outputs.tensors, "as an output")
-        lazy = [tensor for tensor in outputs.tensors if tensor.device.type == "xla"]
+        lazy = [tensor for tensor in outputs.tensors if on_device(tensor)]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]

@@ -89,6 +89,12 @@ REFUSALS = (
         r"saved \d+ tensors for backward, and \d+ \(or others\) when",
         ("Takes",),
     ),
+    Refusal(
+        "a gradient through a traced block",
+        "ran through a forward that was traced for a loop",
+        ("Force",),
+    ),
+    Refusal("frozen in one block of a stack", "is trained, but is frozen in block", ("scan",)),
     Refusal("blocks of a loop that differ", r"differs? from block 0", ("scan",)),
     Refusal("the forward of a loop does more", r"was used \(by .*\) (before|after) ", ("scan",)),
     Refusal("a block called elsewhere", r"was called where .* was expected", ("scan",)),
@@ -96,7 +102,7 @@ REFUSALS = (
     Refusal("blocks with other parameters", "parameters that its unit ignores", ("scan",)),
     Refusal(
         "a block changes what a loop cannot",
-        "a scanned block (changes|assigns|must return)",
+        "a scanned block (changes|assigns|leaves|must return)",
         ("scan",),
     ),
     Refusal("hooks in a loop", "in a scanned block has hooks|hook of a scanned block", ("scan",)),
@@ -198,6 +204,7 @@ class Drawing:
             options=options,
             penalty=rng.random() < 0.12,
             forwards=2 if rng.random() < 0.15 else 1,
+            steps=rng.choice((1, 2)),
         )
         return _allowed(recipe)
 

@@ -276,6 +276,15 @@ class Averaging(Block):
         return super().forward(x)
 
 
+class Leaving(Block):
+    """Puts a tensor where its loop cannot see it."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        self.factors["loss"] = [y.mean()]
+        return y
+
+
 class Noting(Block):
     """Leaves a tensor for whoever asks."""
 
@@ -437,7 +446,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting, Skipping, Noisy,
+        Noting, Leaving, Skipping, Noisy,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -483,6 +492,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
         ("Averaging", ["assigns a tensor to its shift;", "lost"]),
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),
         ("Reversing", ["blocks 1 to 1 of a loop have other gradients", "torch.autograd.Function"]),

@@ -7,12 +7,14 @@ Random numbers drawn on the host would be the same in all blocks and steps. Both
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import random
 import sys
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -175,10 +178,13 @@ def trace_block(template: Template) -> BlockTrace:
         *(f"buffer {name}" for name in template.state.names),
     ]
     result: list[tuple[Returned, list[Number]]] = []
+    made = MadeTensors()
 
     def body(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
-        returned, output, used = template.run(unsharded, tensors, given, numbers)
+        made.add(values)
+        with made:
+            returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
 
@@ -192,10 +198,45 @@ def trace_block(template: Template) -> BlockTrace:
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
-    if problem := _captured_problem(traced):
+    if problem := _captured_problem(traced) or made.problem():
         raise ValueError(problem)
     returned, used = result[-1]
     return BlockTrace(traced, returned, tuple(used), template.state.without_tensors())
+
+
+class MadeTensors(TorchFunctionMode):
+    """References to the tensors that functions return inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors that no function returned."""
+        self._made += map(weakref.ref, tensors)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        self.add(tensor for tensor in tensors_in(result) if id(tensor) not in given)
+        return result
+
+    def problem(self) -> str | None:
+        """Return what to tell the user if one of them is alive after the trace: to read it would
+        end the process, as it has no value outside of the loop."""
+        if any(each() is not None for each in self._made):
+            gc.collect()
+        for tensor in [each() for each in self._made]:
+            if tensor is not None:
+                return (
+                    f"a scanned block leaves a tensor of shape {list(tensor.shape)} in a dict, a "
+                    f"list or another object; blocks run as one loop, outside of which it has no "
+                    f"value. Return it as a part of what goes from block to block, or do not scan "
+                    f"these blocks"
+                )
+        return None
 
 
 def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[int]:

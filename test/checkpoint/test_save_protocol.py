@@ -16,6 +16,7 @@ import torch
 
 from test.common.ranks import run_python
 from test.common.saving import (
+    JOB,
     Picture,
     damage_of,
     differences,
@@ -47,7 +48,8 @@ def steps(directory: str | Path) -> list[int]:
 
 
 def folders(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """What is in a run's directory, beside the name of the job."""
+    return sorted(path.name for path in directory.iterdir() if path.name != "job.json")
 
 
 @pytest.fixture
@@ -140,10 +142,10 @@ def test_what_cannot_be_written_names_file_and_rank(tmp_path: Path) -> None:
 
 def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
-        save = Save(open_storage(tmp_path), ranks, ShardFile(0, 1, ranks.rank, "pth"), 1, None)
+        file = ShardFile(0, 1, ranks.rank, "pth")
+        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
-        content = picture(ranks.rank).content(1, 0, 1)
-        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.start(picture(ranks.rank).content(1, 0, 1))
         save.wait()
 
     first, second = on_threads(2, work)
@@ -159,11 +161,11 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
 
     def work(ranks: Ranks) -> None:
         place = ShardFile(0, 1, ranks.rank, "safetensors")
-        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None)
+        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None, JOB)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
         content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values"))
-        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.start(content)
         save.wait()
 
     assert on_threads(2, work) == [None, None]
@@ -218,15 +220,15 @@ def test_a_step_that_would_not_be_the_latest_is_refused(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step_00000007"]
 
 
-EMPTY_MARKER = Marker(step=1, world_size=2, files={}).to_bytes()
+EMPTY_MARKER = Marker(step=1, world_size=2, files={}, job="one").to_bytes()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "Expecting value"),
-        (b"[]", "marker is list, expected dict"),
-        (b'{"format": "xla_fsdp checkpoint", "version": 2}', "version 2, expected"),
+        (b"[]", "content is list, expected dict"),
+        (b'{"format": "xla_fsdp checkpoint", "version": 3}', "version 3, expected"),
         (b'{"format": "xla_fsdp checkpoint", "version": 1, "step": 1}', "files is missing"),
         (EMPTY_MARKER, "the marker lists no files; expected one for each of 2 ranks"),
     ],
@@ -342,17 +344,16 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
     slow, marked = threading.Event(), threading.Event()
 
     def work(ranks: Ranks) -> tuple[int | None, int | None]:
-        save = Save(
-            open_storage(tmp_path), ranks, ShardFile(ranks.rank, 2, 0, "safetensors"), 1, None
-        )
+        file = ShardFile(ranks.rank, 2, 0, "safetensors")
+        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
 
-        def write(sink: Any, name: str) -> Any:
+        def write(sink: Any, name: str, content: Any) -> Any:
             if ranks.rank == 1:
                 slow.wait(60)
-            return write_rank_file(sink, name, picture(1).content(1, ranks.rank, 2))
+            return write_rank_file(sink, name, content)
 
-        save.start(write)
+        save.start(picture(1).content(1, ranks.rank, 2), write)
         before = latest_step(tmp_path)
         ranks.all_gather_or_raise([])  # both have looked
         slow.set()

@@ -32,10 +32,15 @@ class Storage(Protocol):
 
     where: str
     """The directory, as the user named it."""
+    per_host: bool
+    """Whether other hosts may have another directory of this name."""
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names of files and folders in a folder, sorted, without hidden ones; [] if it
         does not exist."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size of every file in a folder by its name; {} if it does not exist."""
 
     def read(self, name: str) -> bytes:
         """Read a file."""
@@ -46,8 +51,11 @@ class Storage(Protocol):
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
 
-    def claim(self, name: str) -> bool:
-        """Create an empty file; return whether this caller did. Remote storage returns False."""
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of this name; return whether this caller did.
+
+        Of several callers one succeeds; on a remote file system, if that has such a request.
+        """
 
     def delete(self, name: str) -> None:
         """Delete a file, durably, if it exists."""
@@ -71,6 +79,8 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
 class LocalStorage:
     """A local directory, which may be on a network file system."""
 
+    per_host = True
+
     def __init__(self, where: str) -> None:
         self.where = where
         self._root = Path(where)
@@ -81,6 +91,12 @@ class LocalStorage:
         with failing(path, "cannot be listed"), suppress(FileNotFoundError):
             found = os.listdir(path)
         return sorted(name for name in found if not name.startswith("."))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = self._root / folder
+        with failing(path, "cannot be listed"), suppress(FileNotFoundError):
+            return {e.name: e.stat().st_size for e in os.scandir(path) if e.is_file()}
+        return {}
 
     def read(self, name: str) -> bytes:
         with failing(self._root / name, "cannot be read"):
@@ -100,11 +116,12 @@ class LocalStorage:
                         rest = rest[file.write(rest) :]
             files.commit()
 
-    def claim(self, name: str) -> bool:
+    def create(self, name: str, data: bytes) -> bool:
         path = self._root / name
         try:
             make_folder(path.parent)
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
+            with open(path, "xb", buffering=0) as file:
+                file.write(data)
         except FileExistsError:
             return False
         except OSError as error:
@@ -126,6 +143,8 @@ class LocalStorage:
 class RemoteStorage:
     """A directory at a URL; fsspec's own configuration has the options of the file system."""
 
+    per_host = False
+
     def __init__(self, where: str) -> None:
         import fsspec
 
@@ -143,6 +162,13 @@ class RemoteStorage:
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if name and not name.startswith("."))
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        self._fs.invalidate_cache()
+        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
+            listed = self._fs.ls(self._path(folder), detail=True)
+            return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+        return {}
+
     def read(self, name: str) -> bytes:
         with failing(self._url(name), "cannot be read", Exception):
             return self._fs.cat_file(self._path(name))
@@ -156,13 +182,20 @@ class RemoteStorage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             try:
                 self._write(path, chunks)
-            except Exception:
+            except BaseException:
                 with suppress(Exception):  # there may be a partial file
                     self._fs.rm_file(path)
                 raise
 
-    def claim(self, name: str) -> bool:
-        return False  # all ranks see the same files, so rank 0 leads and no claim is needed
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with failing(self._url(name), errors=Exception):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+        return True
 
     def delete(self, name: str) -> None:
         with (
@@ -179,9 +212,18 @@ class RemoteStorage:
             self._fs.rm(self._path(folder), recursive=True)
 
     def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
-        with self._fs.open(path, "wb") as file:
+        file = self._fs.open(path, "wb")
+        try:
             for chunk in chunks:
                 file.write(chunk)
+        except BaseException:
+            # Closing would complete the upload of what is there, and so would the destructor.
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):
+                file.closed = True
+            raise
+        file.close()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

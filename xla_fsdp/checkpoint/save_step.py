@@ -416,7 +416,7 @@ class Save:
             if owner is None or owner["job"] != record.job:
                 replaced = [] if owner is None else [*owner["replaced"], owner["job"]]
                 new = replace(record, replaced=replaced[-REMEMBERED:])
-                self._storage.write(JOB, [new.to_bytes()])
+                self._storage.put(JOB, new.to_bytes())
             self._storage.create(self._attempt.file(JOB), record.to_bytes())
 
         def found() -> int:

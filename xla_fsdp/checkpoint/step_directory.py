@@ -84,7 +84,7 @@ def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attem
 
 def write_marker(storage: Storage, attempt: Attempt, marker: Marker) -> None:
     """Mark an attempt as complete; all its files must be on disk."""
-    storage.write(attempt.file(MARKER), [marker.to_bytes()])
+    storage.put(attempt.file(MARKER), marker.to_bytes())
 
 
 def read_marker(storage: Storage, attempt: Attempt) -> Marker:

@@ -1,7 +1,8 @@
 """Read, write and list files below a directory, local or remote (fsspec); write files atomically.
 
-Invariants: a local file gets its name only when it is complete and on disk. An object store cannot
-rename, so a file there may be incomplete unless the step's marker, written in one request, exists.
+Invariants: a local file gets its name only when it is complete and on disk. A remote file may be
+incomplete unless it is announced, or was written by ``put``; what an exception interrupts is not
+uploaded.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Storage(Protocol):
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which nobody ever sees in part."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file if there is none of this name; return whether this caller did.
@@ -115,6 +119,9 @@ class LocalStorage:
                     while rest:
                         rest = rest[file.write(rest) :]
             files.commit()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.write(name, [data])
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._root / name
@@ -185,6 +192,20 @@ class RemoteStorage:
             except BaseException:
                 with suppress(Exception):  # there may be a partial file
                     self._fs.rm_file(path)
+                raise
+
+    def put(self, name: str, data: bytes) -> None:
+        folder, _, base = self._path(name).rpartition("/")
+        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
+        with failing(self._url(name), errors=Exception):
+            self._fs.makedirs(folder, exist_ok=True)
+            # A put is atomic in most object stores, and a move in most file systems.
+            try:
+                self._fs.pipe_file(temporary, data)
+                self._fs.mv(temporary, f"{folder}/{base}")
+            except BaseException:
+                with suppress(Exception):
+                    self._fs.rm_file(temporary)
                 raise
 
     def create(self, name: str, data: bytes) -> bool:

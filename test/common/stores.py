@@ -7,7 +7,7 @@ moment it is opened on.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -28,8 +28,8 @@ class Buffered(MemoryFileSystem):
     """An object store in memory, with a buffer before it."""
 
     protocol = "buffered"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:

@@ -5,8 +5,8 @@ counters, random number states), packed by ``json_values``. A ``.safetensors`` f
 in its header and in tensors of their own. A ``.pth`` file has torch_xla's keys, ``model`` and
 ``shard_metadata``, and the optimizer's state by parameter key.
 
-The *leader* of a directory is the one rank that writes the marker and deletes: the first on each
-host to make the attempt's folder, or the first of all if all see the same files. The *token* of a
+The *leader* of a directory is the one rank that writes the marker and deletes: rank 0 if all ranks
+see the same files, else the first on each host to make the attempt's folder. The *token* of a
 job names it in everything that it writes; a job that finds another's in a directory stops.
 
 Invariants: all ranks raise the same error or none, and agree on everything before anything is
@@ -407,37 +407,51 @@ class Save:
 
     def _make_folder(self, places: Sequence[_Place]) -> None:
         """Own the directory, make the attempt's folder, and find out who sees the same one."""
-        rank, owner = self._ranks.rank, places[self._ranks.rank].owner
+        made, problems = self._try(lambda: self._own(places[self._ranks.rank].owner))
+        try:
+            self._ranks.all_gather_or_raise(problems)
+            leader, problems = self._try(self._leader)
+            leaders = self._ranks.all_gather_or_raise(problems, leader)
+        except CheckpointError:
+            if made:
+                self._try(lambda: remove(self._storage, self._attempt))
+            raise
+        self._find_files(places, leaders)
+
+    def _own(self, owner: dict[str, Any] | None) -> bool:
+        """Make this job the owner of the directory, and the attempt's folder; return whether this
+        rank made it."""
+        rank = self._ranks.rank
         record = JobRecord(self._job.token, self._step, self._file.num_shards, rank)
+        if not self._storage.per_host and rank:
+            return False
+        if owner is None or owner["job"] != record.job:
+            replaced = [] if owner is None else [*owner["replaced"], owner["job"]]
+            new = replace(record, replaced=replaced[-REMEMBERED:])
+            self._storage.put(JOB, new.to_bytes())
+        return self._storage.create(self._attempt.file(JOB), record.to_bytes())
 
-        def make() -> None:
-            if not self._storage.per_host and rank:
-                return
-            if owner is None or owner["job"] != record.job:
-                replaced = [] if owner is None else [*owner["replaced"], owner["job"]]
-                new = replace(record, replaced=replaced[-REMEMBERED:])
-                self._storage.put(JOB, new.to_bytes())
-            self._storage.create(self._attempt.file(JOB), record.to_bytes())
+    def _leader(self) -> int:
+        """Return the rank that made the folder that this rank sees."""
+        made = read_job(self._storage, self._attempt.folder)
+        if made is None or made.job != self._job.token:
+            raise CheckpointError(
+                f"{self._storage.where}/{self._attempt.folder} was made at the same moment by job "
+                f"{made and made.job}: end one of the two jobs"
+            )
+        return made.rank
 
-        def found() -> int:
-            made = read_job(self._storage, self._attempt.folder)
-            if made is None or made.job != record.job:
-                raise CheckpointError(
-                    f"{self._storage.where}/{self._attempt.folder} was made at the same moment by "
-                    f"job {made and made.job}: end one of the two jobs"
-                )
-            return made.rank
-
-        self._ranks.all_gather_or_raise(self._try(make)[1])
-        leader, problems = self._try(found)
-        leaders = self._ranks.all_gather_or_raise(problems, leader)
-        self._leads, self._shared = leader == rank, len(set(leaders)) == 1
+    def _find_files(self, places: Sequence[_Place], leaders: Sequence[int]) -> None:
+        """Find out who marks, and which files are written into the directory of this rank."""
+        self._shared = len(set(leaders)) == 1
+        here = leaders[self._ranks.rank]
+        self._leads = self._ranks.rank == (0 if self._shared else here)
         # Of replicas that see the same directory, the first one is written.
         writers: dict[int, int] = {}
-        for other, place in enumerate(places):
-            if leaders[other] == leader:
-                writers.setdefault(place.shard, other)
-        self._writes = rank in writers.values()
+        for rank, place in enumerate(places):
+            if leaders[rank] == here:
+                writers.setdefault(place.shard, rank)
+        self._writes = self._ranks.rank in writers.values()
         self._expected = [replace(self._file, shard=shard) for shard in sorted(writers)]
 
     # ------------------------------------------------------------ the thread

@@ -127,12 +127,19 @@ class LocalStorage:
         path = self._root / name
         try:
             make_folder(path.parent)
-            with open(path, "xb", buffering=0) as file:
-                file.write(data)
+            file = open(path, "xb", buffering=0)  # noqa: SIM115
         except FileExistsError:
             return False
         except OSError as error:
             raise _failure(path, "could not be written", error) from error
+        try:
+            with failing(path), file:
+                file.write(data)
+        except CheckpointError:
+            _remove(str(path))
+            with suppress(OSError):  # other ranks may have put files there
+                path.parent.rmdir()
+            raise
         return True
 
     def delete(self, name: str) -> None:

@@ -108,7 +108,7 @@ def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None
     save_step(tmp_path, 1, 2)
 
     def work(ranks: Ranks, **other: Any) -> None:
-        file = ShardFile(ranks.rank, 2, 0, "safetensors")
+        file = ShardFile(ranks.rank, 2, "safetensors")
         how = {
             "step": 2,
             "keep_last": 1,
@@ -154,7 +154,7 @@ def begun(directory: str | Path, step: int, job: Job, **options: Any) -> Save:
     save = Save(
         open_storage(directory),
         Ranks(0, 1, lambda data: [data]),
-        ShardFile(0, 1, 0, "safetensors"),
+        ShardFile(0, 1, "safetensors"),
         step,
         options.get("keep_last"),
         job,
@@ -198,7 +198,7 @@ def test_a_file_that_vanishes_is_missed(
     save_step(tmp_path, 1, 2)
 
     def work(ranks: Ranks) -> None:
-        file = ShardFile(ranks.rank, 2, 0, "safetensors")
+        file = ShardFile(ranks.rank, 2, "safetensors")
         save = Save(open_storage(tmp_path), ranks, file, 2, 1, JOB)
         save.begin()
         save.start(picture(2).content(2, ranks.rank, 2))
@@ -280,7 +280,7 @@ def test_what_cannot_be_written_names_file_and_rank(tmp_path: Path) -> None:
 
 def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
-        file = ShardFile(0, 1, ranks.rank, "pth")
+        file = ShardFile(0, 1, "pth")
         save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
         save.start(picture(ranks.rank).content(1, 0, 1))
@@ -298,7 +298,7 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
         return tmp_path if shared else tmp_path / str(rank)
 
     def work(ranks: Ranks) -> None:
-        place = ShardFile(0, 1, ranks.rank, "safetensors")
+        place = ShardFile(0, 1, "safetensors")
         save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None, JOB)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
@@ -469,7 +469,7 @@ def test_a_file_that_is_still_being_written_is_no_file_yet(
 
     def work(ranks: Ranks) -> tuple[bool, int | None]:
         storage = open_storage(remote)
-        save = Save(storage, ranks, ShardFile(ranks.rank, 2, 0, "safetensors"), 1, None, JOB)
+        save = Save(storage, ranks, ShardFile(ranks.rank, 2, "safetensors"), 1, None, JOB)
         save.begin()
         go_on = threading.Event()
 
@@ -549,7 +549,7 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
     slow, marked = threading.Event(), threading.Event()
 
     def work(ranks: Ranks) -> tuple[int | None, int | None]:
-        file = ShardFile(ranks.rank, 2, 0, "safetensors")
+        file = ShardFile(ranks.rank, 2, "safetensors")
         save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
 

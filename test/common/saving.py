@@ -181,7 +181,7 @@ def save_step(
 
     def work(ranks: Ranks) -> None:
         storage = open_storage(place_of(directory, ranks.rank, world_size))
-        file = ShardFile(ranks.rank, world_size, 0, suffix)
+        file = ShardFile(ranks.rank, world_size, suffix)
         save = Save(storage, ranks, file, step, keep_last, job)
         save.begin()
         save.start((shown or picture(step)).content(step, ranks.rank, world_size))

@@ -193,7 +193,7 @@ class VerifiedBytes:
     Args:
         name: of the tensor, with its file, for messages.
         source: of a tensor with a checksum.
-        recent: the blocks that were read in part last, shared by the tensors of a file.
+        recent: the blocks that were read in part last, shared by all tensors of a step.
     """
 
     def __init__(self, name: str, source: TensorSource, recent: RecentBlocks) -> None:
@@ -253,7 +253,7 @@ class VerifiedBytes:
 class RecentBlocks:
     """The blocks that were read last, at most ``COUNT``; for several threads."""
 
-    COUNT = 8
+    COUNT = 16
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[Hashable, memoryview] = OrderedDict()

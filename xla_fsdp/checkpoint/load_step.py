@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems
+from xla_fsdp.checkpoint.copying import RecentBlocks
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, typed
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
@@ -180,6 +181,7 @@ class RankFiles:
         self._storage, self._attempt, self._marker, self._first = storage, attempt, marker, first
         self._names = names
         self._lock = threading.Lock()
+        self._recent = RecentBlocks()
         self._opened: dict[int, Shard] = {}
         self._tensors: dict[int, dict[str, TensorSource]] = {}
         self.tensors(first)
@@ -205,7 +207,7 @@ class RankFiles:
                 source = checked_source(self._storage, at, size)
                 shard = open_safetensors(source, self.source(rank))
                 raise_if(find_marker_problems(shard, self._marker))
-                self._opened[rank] = verified_shard(shard)
+                self._opened[rank] = verified_shard(shard, self._recent)
                 self._tensors[rank] = dict(self._opened[rank].tensors())
             return self._tensors[rank]
 
@@ -282,7 +284,8 @@ class TorchRankFiles:
             )
         for name in names:
             checked_source(storage, attempt.file(name), marker.files[name].nbytes)
-        self._shards = [verified_shard(open_torch(path)) for path in paths]
+        recent = RecentBlocks()
+        self._shards = [verified_shard(open_torch(path), recent) for path in paths]
         raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
         if any(VALUES_KEY not in shard.notes for shard in self._shards):
             raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")

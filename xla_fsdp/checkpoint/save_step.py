@@ -218,13 +218,11 @@ class ShardFile:
     Args:
         shard: the rank in its sharding group.
         num_shards: number of ranks in a sharding group.
-        group: index of the sharding group; the groups are replicas.
         suffix: of the file.
     """
 
     shard: int
     num_shards: int
-    group: int
     suffix: str
 
     @property
@@ -256,7 +254,6 @@ class _Place(NamedTuple):
     """What ranks tell each other of themselves and of the directory that they see."""
 
     shard: int
-    group: int
     agreed: dict[str, Any]  # must be equal on all ranks
     job: str
     replaced: list[str]
@@ -364,7 +361,6 @@ class Save:
         owner = read_job(self._storage)
         return _Place(
             shard=self._file.shard,
-            group=self._file.group,
             agreed={
                 "step": self._step,
                 "number of shards": self._file.num_shards,

@@ -289,9 +289,8 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
                 yield state_name(key, name), value
 
 
-def verified_shard(shard: Shard) -> Shard:
+def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     """Return the same shard; reading what is damaged raises ``CheckpointError``."""
-    recent = RecentBlocks()
     model = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
     return replace(
         shard,

@@ -93,12 +93,6 @@ class TrainState:
     def _module(self) -> nn.Module:
         return self.model._fsdp_module()
 
-    @property
-    def group(self) -> int:
-        """The index of this rank's sharding group; all groups hold the same values."""
-        rank, groups = self.metadata.global_rank, self.metadata.groups or ()
-        return next((index for index, group in enumerate(groups) if rank in group), 0)
-
     def find_save_problems(self, extra: Any) -> list[str]:
         """Return the reasons why this state cannot be saved, one line each."""
         problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
@@ -311,7 +305,7 @@ def save_checkpoint(
     _wait_for_earlier(model)
     state = TrainState(model, optimizer, lr_scheduler)
     metadata = state.metadata
-    file = ShardFile(metadata.rank, metadata.world_size, state.group, file_format)
+    file = ShardFile(metadata.rank, metadata.world_size, file_format)
     job = Job(job_token(os.getpid()), _replaced.get(model, frozenset()), take_over)
     save = Save(open_storage(directory), _ranks(), file, number, keep_last, job)
     save.begin(state.find_save_problems(extra))

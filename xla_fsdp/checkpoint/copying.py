@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +26,9 @@ from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.storage import failing
 from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
 
-CHUNK = 4 * BLOCK  # bytes: larger chunks are not faster, smaller ones cost more Python calls
+# Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
+# or, in tests, a divisor of it.
+CHUNK = 4 * BLOCK
 
 Progress = Callable[[int], None]
 
@@ -108,11 +110,13 @@ def _read_all(
         progress(chunk.length)
         return block_crcs(buffer)
 
-    crcs: list[list[int]] = [[] for _ in sources]
+    parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for chunk, found in zip(chunks, pool.map(work, chunks), strict=True):
-            crcs[chunk.index] += found
-    return crcs
+        for chunk, crcs in zip(chunks, pool.map(work, chunks), strict=True):
+            for at, crc in zip(range(0, chunk.length, BLOCK), crcs, strict=True):
+                block = parts[chunk.index][(chunk.start + at) // BLOCK]
+                block.append((crc, min(BLOCK, chunk.length - at)))
+    return [[combine(block) for block in own.values()] for own in parts]
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:

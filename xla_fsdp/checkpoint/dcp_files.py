@@ -384,22 +384,27 @@ class _Reader:
 
     def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
         spec = TensorSpec(where.properties.dtype, tuple(where.size))
-        return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
+        data = _Entry(self, entry, spec, where.chunks)
+        return TensorSource(spec, data, identity=(self.directory, entry))
 
-    def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
+    def tensor(
+        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
+    ) -> Tensor:
         """Read a tensor; the last one stays in memory, as it is copied chunk by chunk."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
-                self._last = entry, self._assembled(entry, spec)
+                self._last = entry, self._assembled(entry, spec, chunks)
             return self._last[1]
 
     def value(self, entry: str) -> Any:
         return self._item(MetadataIndex(entry))
 
-    def _assembled(self, entry: str, spec: TensorSpec) -> Tensor:
+    def _assembled(
+        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
+    ) -> Tensor:
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        for chunk in self.metadata.state_dict_metadata[entry].chunks:
+        for chunk in chunks:
             part = self._item(MetadataIndex(entry, chunk.offsets))
             expected = TensorSpec(spec.dtype, tuple(chunk.sizes))
             if not isinstance(part, Tensor) or TensorSpec.of(part) != expected:
@@ -442,13 +447,14 @@ class _Entry:
     reader: _Reader
     entry: str
     spec: TensorSpec
+    chunks: Sequence[ChunkStorageMetadata]
 
     @property
     def nbytes(self) -> int:
         return self.spec.nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        data = bytes_of(self.reader.tensor(self.entry, self.spec))
+        data = bytes_of(self.reader.tensor(self.entry, self.spec, self.chunks))
         buffer[:] = data[start : start + len(buffer)]
 
 

@@ -230,9 +230,9 @@ def differences(loaded: LoadedStep, shown: Picture, rank: int, world_size: int, 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are equal down to their signs of zero."""
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and (
-        first.contiguous().view(-1).view(torch.uint8).tolist()
-        == second.contiguous().view(-1).view(torch.uint8).tolist()
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
+        first.contiguous().view(-1).view(torch.uint8),
+        second.contiguous().view(-1).view(torch.uint8),
     )
 
 

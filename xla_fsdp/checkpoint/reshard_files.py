@@ -93,7 +93,7 @@ def plan_reshard(
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
     content = _content(plan, same, world_size)
-    job = job_token(os.getpid())
+    job = job_token()
     content = replace(content, metadata=replace(content.metadata, step=step, job=job))
     folder = os.path.join(directory, Attempt(step).folder)
     files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]

@@ -22,7 +22,6 @@ import re
 import secrets
 import socket
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError
@@ -34,10 +33,12 @@ JOB = "job.json"
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 
 
-@cache
-def job_token(pid: int) -> str:
-    """Return a name that no other job has, for the job whose rank 0 is this process, ``pid``."""
-    return f"{socket.gethostname()}-{pid}-{secrets.token_hex(4)}"
+_RANDOM = secrets.token_hex(4)  # of this process and its forks
+
+
+def job_token() -> str:
+    """Return a name that no other job has, for the job whose rank 0 is this process."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_RANDOM}"
 
 
 class Attempt(NamedTuple):

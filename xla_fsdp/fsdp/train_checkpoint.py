@@ -306,7 +306,7 @@ def save_checkpoint(
     state = TrainState(model, optimizer, lr_scheduler)
     metadata = state.metadata
     file = ShardFile(metadata.rank, metadata.world_size, file_format)
-    job = Job(job_token(os.getpid()), _replaced.get(model, frozenset()), take_over)
+    job = Job(job_token(), _replaced.get(model, frozenset()), take_over)
     save = Save(open_storage(directory), _ranks(), file, number, keep_last, job)
     save.begin(state.find_save_problems(extra))
     save.start(state.content(extra), write_rank_file)

@@ -184,7 +184,6 @@ CASES = {
     "version_2_flat_pth": Case(3, FLAT, momentum, options={"file_format": "pth"}),
     "version_4": Case(3, nested, adamw),
     "version_4_flat_pth": Case(2, FLAT, momentum, options={"file_format": "pth"}),
-    "version_4_hybrid": Case(4, hybrid, adamw),
 }
 """By name of its directory."""
 

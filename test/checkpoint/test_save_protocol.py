@@ -467,7 +467,7 @@ def test_a_file_that_is_still_being_written_is_no_file_yet(
     """In memory, a file is there from the moment it is opened on."""
     monkeypatch.setattr(commit, "LOOK_EVERY", 0.001)
 
-    def work(ranks: Ranks) -> tuple[bool, int | None]:
+    def work(ranks: Ranks) -> tuple[list[str], int | None]:
         storage = open_storage(remote)
         save = Save(storage, ranks, ShardFile(ranks.rank, 2, "safetensors"), 1, None, JOB)
         save.begin()
@@ -482,14 +482,16 @@ def test_a_file_that_is_still_being_written_is_no_file_yet(
                 break
             time.sleep(0.001)
         time.sleep(0.05)
-        both = "rank-00001-of-00002.safetensors" in storage.names("step_00000001")
+        names = storage.names("step_00000001")
         before = latest_step(remote)
         ranks.all_gather_or_raise([])
         go_on.set()
         save.wait()
-        return both, before
+        return names, before
 
-    assert on_threads(2, work) == [(True, None)] * 2
+    own = [f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    expected = sorted(["job.json", "rank-00000-of-00002.json", *own])
+    assert on_threads(2, work) == [(expected, None)] * 2
     assert damage_of(remote, 1) == []
 
 

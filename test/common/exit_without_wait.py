@@ -26,7 +26,8 @@ def slow(sink: Any, name: str, content: Any) -> Written:
 
 def work(rank: int) -> None:
     with one_rank_at_a_time():
-        model = XlaFullyShardedDataParallel(nn.Linear(8, 8))
+        layer = nn.Linear(8, 8)
+    model = XlaFullyShardedDataParallel(layer)
     save_checkpoint(sys.argv[1], model, step=1, asynchronous=True)
 
 

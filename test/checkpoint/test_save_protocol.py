@@ -477,7 +477,7 @@ def test_a_file_that_is_still_being_written_is_no_file_yet(
             return write_rank_file(Slow(sink, go_on) if ranks.rank else sink, name, content)
 
         save.start(picture(1).content(1, ranks.rank, 2), write)
-        for _ in range(1000):
+        for _ in range(20_000):
             if len(storage.names("step_00000001")) == 4:  # job.json, two files, an announcement
                 break
             time.sleep(0.001)

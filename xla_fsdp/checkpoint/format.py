@@ -607,9 +607,11 @@ class JobRecord:
         with _named(name):
             content = _content(data, "xla_fsdp job", (1,))
             return cls(
-                item(content, "job", str, ""),
-                *(item(content, key, int, "") for key in ("step", "world_size", "rank")),
-                _names(item(content, "replaced", list, ""), "replaced"),
+                job=item(content, "job", str, ""),
+                step=item(content, "step", int, ""),
+                world_size=item(content, "world_size", int, ""),
+                rank=item(content, "rank", int, ""),
+                replaced=_names(item(content, "replaced", list, ""), "replaced"),
             )
 
 

@@ -330,7 +330,7 @@ class Save:
     ) -> None:
         """Write this rank's file in a thread."""
         metadata = replace(content.metadata, step=self._step, job=self._job.token)
-        work = partial(self._work, partial(write, content=replace(content, metadata=metadata)))
+        work = partial(self._work, write, replace(content, metadata=metadata))
         # Not a daemon, as ranks on CPU are: those end with the process, whatever they are doing.
         self._thread = threading.Thread(target=work, name="save_checkpoint", daemon=False)
         self._thread.start()
@@ -452,10 +452,12 @@ class Save:
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self, write: Callable[[Storage | None, str], Written]) -> None:
+    def _work(
+        self, write: Callable[[Storage | None, str, RankContent], Written], content: RankContent
+    ) -> None:
         try:
             storage = self._storage if self._writes else None
-            self._written = write(storage, self._attempt.file(self._file.name))
+            self._written = write(storage, self._attempt.file(self._file.name), content)
             self._announce(self._written.file)
             if self._shared and self._leads:
                 self._mark_when_all_are_announced()

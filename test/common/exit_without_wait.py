@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+import torch
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel, launch, one_rank_at_a_time, save_checkpoint
@@ -26,6 +27,7 @@ def slow(sink: Any, name: str, content: Any) -> Written:
 
 def work(rank: int) -> None:
     with one_rank_at_a_time():
+        torch.manual_seed(0)
         layer = nn.Linear(8, 8)
     model = XlaFullyShardedDataParallel(layer)
     save_checkpoint(sys.argv[1], model, step=1, asynchronous=True)

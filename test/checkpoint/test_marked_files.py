@@ -19,6 +19,7 @@ from xla_fsdp.checkpoint.checksum import BLOCK
 from xla_fsdp.checkpoint.save_step import Job
 from xla_fsdp.checkpoint.step_directory import MARKER
 from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.torch_file import read_torch_file
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 SUFFIXES = ("safetensors", "pth")
@@ -186,6 +187,15 @@ def test_damage_in_extra_is_found(tmp_path: Path, suffix: str) -> None:
     for world_size in (2, 3):
         with pytest.raises(CheckpointError, match="values/0 is damaged"):
             read_all(tmp_path, 1, picture(1), world_size)
+
+
+def test_a_torch_file_without_crcs_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(5.0)}, tmp_path / "f.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_torch_file(str(tmp_path / "f.pth"))["a"].load().tolist() == [0, 1, 2, 3, 4]
 
 
 def mutated_reads(run: Path, suffix: str, count: int, seed: int) -> dict[str, int]:

@@ -117,7 +117,8 @@ def _records(path: str, file: LocalFile) -> list[Record]:
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
         for info in infos:
-            if info.filename.endswith("/data.pkl") and info.compress_type == zipfile.ZIP_STORED:
+            stored = info.compress_type == zipfile.ZIP_STORED
+            if info.filename.endswith("/data.pkl") and stored and info.CRC:  # 0: not written
                 archive.read(info)  # verifies its CRC-32, which torch does not
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")

@@ -276,9 +276,9 @@ def check_equal(case: Case) -> None:
         raise RuntimeError("the merged files have different tensors")
 
 
-def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, int]:
-    (crc,) = read_crcs([model[name].data], threads=default_threads())
-    return model[name].spec, crc
+def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, list[int]]:
+    (crcs,) = read_crcs([model[name].data], threads=default_threads())
+    return model[name].spec, crcs
 
 
 def run_case(case: Case, memory_limit: int) -> Iterator[str]:

@@ -272,6 +272,7 @@ def save(job: Job, *, asynchronous: bool = True) -> None:
         step=job.at.total_steps,
         keep_last=options.ckpt_keep,
         asynchronous=asynchronous,
+        take_over=options.resume == "none",  # nothing was complete there
     )
 
 

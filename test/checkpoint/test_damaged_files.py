@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from test.common.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, find_problems, open_shard
-from xla_fsdp.checkpoint.format import VERSION, Marker
+from xla_fsdp.checkpoint.format import VERSION, FileRecord, Marker
 from xla_fsdp.checkpoint.step_directory import MARKER
 from xla_fsdp.consolidate_sharded_ckpts import main
 
@@ -317,7 +317,7 @@ def test_a_marker_that_lists_other_files(
 ) -> None:
     folder = tmp_path / "run" / "step_00000003"
     folder.mkdir(parents=True)
-    (folder / MARKER).write_bytes(Marker(3, 1, {name: 5}).to_bytes())
+    (folder / MARKER).write_bytes(Marker(3, 1, {name: FileRecord(5, "")}, "job").to_bytes())
     assert main(["--ckpt_prefix", str(tmp_path / "run"), "--save_path", "x.pth"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(message)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import random
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from test.common.ranks import ROOT
 from test.common.shard_maker import FullModel, bits, run, snapshot
-from xla_fsdp.checkpoint import CheckpointError, dcp_files, find_problems
+from xla_fsdp.checkpoint import CheckpointError, dcp_files, find_problems, open_shard
+from xla_fsdp.checkpoint.consolidate import load_model, merge_shards
 from xla_fsdp.checkpoint.dcp_files import import_dcp
+from xla_fsdp.checkpoint.format import StateKind
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -248,9 +253,43 @@ def enlarge(metadata: Any) -> None:
     metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([10**12, 10**3])
 
 
+def move(metadata: Any) -> None:
+    """Give a tensor the item of another one."""
+    items = {index.fqn: index for index in metadata.storage_data}
+    first, second = items["model.norm.weight"], items["model.norm.bias"]
+    metadata.storage_data[first] = metadata.storage_data[second]
+
+
+def forget(metadata: Any) -> None:
+    """Leave the item of a tensor out."""
+    index = next(i for i in metadata.storage_data if i.fqn == "model.norm.weight")
+    del metadata.storage_data[index]
+
+
+def shrink(metadata: Any) -> None:
+    """Leave one of a tensor's parts out."""
+    metadata.state_dict_metadata["model.embed.weight"].chunks.pop()
+
+
+def rename_path(metadata: Any) -> None:
+    """Let a tensor come from another name."""
+    metadata.planner_data["model.norm.weight"] = ("model", "norm.bias")
+
+
+def recast(metadata: Any) -> None:
+    """State another dtype of the same size."""
+    entry = metadata.state_dict_metadata["model.norm.weight"]
+    entry.properties = replace(entry.properties, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (edit(move), "model.norm.weight have the same bytes of __"),
+        (edit(forget), "'model.norm.weight' at torch.Size([0]) has no item in the files"),
+        (edit(shrink), "the parts of model.embed.weight of shape (11, 5) do not fill it exactly"),
+        (edit(rename_path), "'model.norm.weight' comes from ('model', 'norm.bias'), which is an"),
+        (edit(recast), "model.norm.weight is TensorSpec(dtype=torch.float32, shape=(5,)) in its"),
         (edit(lambda m: Evil()), "refused: it holds a _warnings.warn, and loading that would run"),
         (edit(lambda m: [1]), "holds a list, expected DCP's Metadata"),
         (edit(elsewhere), "model.embed.weight is in '../../etc/passwd', which is not the name of"),
@@ -301,6 +340,50 @@ def test_metadata_with_some_bytes_changed(exported: Path, data: st.DataObject) -
             lines = [f"{directory}: {problem}" for problem in find_problems([shard])]
         assert all(line.startswith(directory) for line in lines)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def changed_reads(exported: Path, work: Path, count: int, seed: int) -> dict[str, int]:
+    """Flip bits of a directory's tensors, values and metadata, and merge; what came of it."""
+    chance = random.Random(seed)
+    sound = {path.name: path.read_bytes() for path in exported.iterdir()}
+    tensors = [name for name in sound if name != ".metadata"]
+    expected = content_of(exported)
+    copy = work / "copy"
+    shutil.copytree(exported, copy)
+    found = {"refused": 0, "right": 0, "wrong": 0}
+    for _ in range(count):
+        name = chance.choice(tensors)
+        data = bytearray(sound[name])
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        (copy / name).write_bytes(data)
+        try:
+            found["right" if content_of(copy) == expected else "wrong"] += 1
+        except CheckpointError:
+            found["refused"] += 1
+        (copy / name).write_bytes(sound[name])
+    return found
+
+
+def content_of(directory: Path) -> Any:
+    """The model and the optimizer in a directory."""
+    shard = open_shard(str(directory))
+    if problems := find_problems([shard]):
+        raise CheckpointError(problems)
+    full, _ = merge_shards([shard], optimizer=True)
+    states = {
+        (name, what): each.value if each.kind is StateKind.VALUE else bits({"": each.value.load()})
+        for name, entries in full.optimizer.states.items()
+        for what, each in entries.items()
+    }
+    return bits(load_model(full)), states, full.optimizer.groups
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_no_changed_item_is_merged(exported: Path, tmp_path: Path, count: int) -> None:
+    found = changed_reads(exported, tmp_path, count, seed=5)
+    print(found)
+    assert found["wrong"] == 0
+    assert found["refused"] > count // 10
 
 
 def test_a_damaged_tensor_is_named(

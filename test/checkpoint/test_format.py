@@ -70,11 +70,18 @@ THIRD_VERSION = {
     ],
     "tensor_parts": 2,
 }
+FOURTH_VERSION = {
+    **THIRD_VERSION,
+    "version": 4,
+    "fingerprints": {"model/w": "crc32:0012abcd"},
+    "step": 7,
+    "job": "host-1-2f",
+}
 WHOLE = (ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3)),)),)
 
 
 def some_metadata(**changes: Any) -> ShardMetadata:
-    """What ``THIRD_VERSION`` describes, as an object, with some fields replaced."""
+    """What ``FOURTH_VERSION`` describes, as an object, with some fields replaced."""
     usual = ShardMetadata(
         rank=1,
         world_size=4,
@@ -89,21 +96,26 @@ def some_metadata(**changes: Any) -> ShardMetadata:
         ),
         fingerprints={"model/w": "crc32:0012abcd"},
         tensor_parts=2,
+        step=7,
+        job="host-1-2f",
     )
     return replace(usual, **changes)
 
 
 def test_metadata_survives_a_round_trip_through_files(tmp_path: Path) -> None:
     metadata = some_metadata()
-    assert metadata.to_dict() == THIRD_VERSION
+    assert metadata.to_dict() == FOURTH_VERSION
     torch.save(metadata.to_dict(), tmp_path / "m.pth")
     assert ShardMetadata.from_dict(torch.load(tmp_path / "m.pth", weights_only=True)) == metadata
     assert ShardMetadata.from_dict(json.loads(json.dumps(metadata.to_dict()))) == metadata
 
 
 def test_earlier_versions_are_still_read_and_written() -> None:
+    third = some_metadata(version=3, step=None, job=None)
+    assert ShardMetadata.from_dict(THIRD_VERSION) == third
+    assert third.to_dict() == THIRD_VERSION
     metadata = ShardMetadata.from_dict(SECOND_VERSION)
-    second = some_metadata(version=2, params=WHOLE, tensor_parts=1)
+    second = replace(third, version=2, params=WHOLE, tensor_parts=1)
     assert metadata == second
     assert metadata.to_dict() == SECOND_VERSION
     first = ShardMetadata.from_dict(FIRST_VERSION)
@@ -188,7 +200,9 @@ def deep(levels: int) -> list[Any]:
         ({"ties": {"w": "v"}}, "ties: w -> v must lead from an alias"),
         ({"ties": {"a": "b", "b": "w"}}, "ties: a -> b must lead from an alias"),
         ({"buffers": {"b": "float33"}}, "buffers: b 'float33' is not a torch dtype"),
-        ({"version": 4}, "version 4 is not known; this xla_fsdp reads version 1, 2, 3. Upgr"),
+        ({"version": 5}, "version 5 is not known; this xla_fsdp reads version 1, 2, 3, 4. Up"),
+        ({"step": "1"}, "step is str, expected int"),
+        ({"job": 1}, "job is int, expected str"),
         ({"tensor_parts": 3}, "tensor_parts is 3, which must divide the world_size, 2"),
         ({"tensor_parts": 0}, "tensor_parts is 0, which must divide the world_size, 2"),
         ({"params": [member("w", [2], 1)]}, "w: shape (2,) has no dim 1, its tensor_dim"),
@@ -231,7 +245,7 @@ def deep(levels: int) -> list[Any]:
 def test_broken_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "format": "xla_fsdp",
-        "version": 3,
+        "version": 4,
         "rank": 0,
         "world_size": 2,
         "params": [record()],
@@ -242,6 +256,8 @@ def test_broken_metadata_is_refused(changes: dict[str, Any], message: str) -> No
         "optimizer": None,
         "fingerprints": {},
         "tensor_parts": 1,
+        "step": None,
+        "job": None,
     }
     ShardMetadata.from_dict(good)
     with pytest.raises(CheckpointError, match=re.escape(message)):

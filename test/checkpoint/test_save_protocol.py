@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from test.common import stores
 from test.common.ranks import run_python
 from test.common.saving import (
+    JOB,
     Picture,
     damage_of,
     differences,
@@ -28,7 +34,7 @@ from test.common.saving import (
 from xla_fsdp.checkpoint import CheckpointError, storage
 from xla_fsdp.checkpoint import save_step as commit
 from xla_fsdp.checkpoint.json_values import pack
-from xla_fsdp.checkpoint.save_step import Ranks, Save, ShardFile, write_rank_file
+from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
     Attempt,
@@ -47,7 +53,8 @@ def steps(directory: str | Path) -> list[int]:
 
 
 def folders(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """What is in a run's directory, beside the name of the job."""
+    return sorted(path.name for path in directory.iterdir() if path.name != "job.json")
 
 
 @pytest.fixture
@@ -56,31 +63,166 @@ def remote() -> Iterator[str]:
     import fsspec
 
     yield "memory://bucket/run"
-    fsspec.filesystem("memory").store.clear()
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
 
 
 # ---------------------------------------------------------------- kills
 
 
-def kills(directory: Path, count: int) -> None:
+def kills(directory: Path, count: int, kind: str) -> dict[str, Any]:
     done = run_python(
-        "-m", "test.common.kills", str(directory), str(count), "7", timeout=50 + count
+        "-m", "test.common.kills", str(directory), str(count), "7", kind, timeout=100 + 2 * count
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    print(found)
     assert found["problems"] == []
     assert found["kills"] == count
     assert found["steps"] >= count // 2  # every child completes one, unless its step is cut short
     assert found["cut short"] > 0  # else the kills came at the wrong time
+    return found
 
 
 def test_killed_at_any_moment_the_last_complete_step_is_whole(tmp_path: Path) -> None:
-    kills(tmp_path / "run", 20)
+    kills(tmp_path / "run", 20, "one")
+
+
+def test_two_jobs_in_one_directory_lose_nothing(tmp_path: Path) -> None:
+    assert kills(tmp_path / "run", 6, "two")["stopped"] > 0
+
+
+def test_killed_while_requests_fail(tmp_path: Path) -> None:
+    kills(tmp_path / "run", 8, "faulty")
 
 
 @pytest.mark.slow
-def test_killed_many_times(tmp_path: Path) -> None:
-    kills(tmp_path / "run", 200)
+@pytest.mark.parametrize(("kind", "count"), [("one", 400), ("two", 300), ("faulty", 400)])
+def test_killed_many_times(tmp_path: Path, kind: str, count: int) -> None:
+    kills(tmp_path / "run", count, kind)
+
+
+# ---------------------------------------------------------------- several jobs, or none
+
+
+def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 2)
+
+    def work(ranks: Ranks, **other: Any) -> None:
+        file = ShardFile(ranks.rank, 2, "safetensors")
+        how = {
+            "step": 2,
+            "keep_last": 1,
+            **{key: values[ranks.rank] for key, values in other.items()},
+        }
+        save = Save(open_storage(tmp_path), ranks, file, job=JOB, **how)
+        save.begin()
+        save.start(picture(2).content(2, ranks.rank, 2))
+        save.wait()
+
+    first, second = on_threads(2, partial(work, step=(2, 3)))
+    assert str(first) == str(second)
+    assert "ranks disagree about step: 2 on rank 0; 3 on rank 1" in str(first)
+    first, second = on_threads(2, partial(work, keep_last=(1, None)))
+    assert str(first) == str(second)
+    assert "ranks disagree about keep_last: 1 on rank 0; None on rank 1" in str(first)
+    assert folders(tmp_path) == ["step_00000001"]
+    assert damage_of(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_job_stops_where_another_one_saves(tmp_path: Path, remote: str, where: str) -> None:
+    run = tmp_path if where == "local" else remote
+    save_step(run, 1, 2)
+    (line,) = {str(error) for error in save_step(run, 2, 2, job=Job("two"))}
+    assert re.fullmatch(
+        r"\S+ belongs to job one, which began to save step 1 there. If it has ended, .*", line
+    )
+    assert steps(run) == [1]
+    assert save_step(run, 2, 2, job=Job("two", frozenset(["one"]))) == [None, None]
+    assert save_step(run, 3, 2, job=Job("two")) == [None, None]
+    (line,) = {str(error) for error in save_step(run, 4, 2, job=Job("one", take_over=True))}
+    assert "was taken over by job two: this job, one, must not save there any more" in line
+    assert save_step(run, 4, 2, job=Job("three", take_over=True), keep_last=1) == [None, None]
+    (line,) = {str(error) for error in save_step(run, 5, 2, job=JOB)}
+    assert "was taken over by job three" in line
+    assert steps(run) == [4]
+    assert damage_of(run, 4) == []
+
+
+def begun(directory: str | Path, step: int, job: Job, **options: Any) -> Save:
+    """A save of one rank, whose file is written when it starts."""
+    save = Save(
+        open_storage(directory),
+        Ranks(0, 1, lambda data: [data]),
+        ShardFile(0, 1, "safetensors"),
+        step,
+        options.get("keep_last"),
+        job,
+    )
+    save.begin()
+    return save
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_job_that_was_taken_over_neither_marks_nor_deletes(
+    tmp_path: Path, remote: str, where: str
+) -> None:
+    run = tmp_path if where == "local" else remote
+    assert save_step(run, 1, 1) == [None]
+    zombie = begun(run, 2, JOB, keep_last=1)
+    assert save_step(run, 2, 1, job=Job("two", frozenset(["one"]))) == [None]
+    zombie.start(picture(2).content(2, 0, 1))
+    with pytest.raises(
+        CheckpointError, match="was taken over by another job while step 2 was saved"
+    ):
+        zombie.wait()
+    assert steps(run) == [1, 2]
+    assert damage_of(run, 2) == []
+
+
+def test_two_jobs_at_the_same_moment_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(tmp_path, 1, Job("a", take_over=True))
+    monkeypatch.setattr(commit, "all_attempts", lambda _: [])  # as if they had looked together
+    with pytest.raises(CheckpointError, match="was made at the same moment by job a: end one"):
+        begun(tmp_path, 1, Job("b", take_over=True))
+    del first
+
+
+@pytest.mark.parametrize("when", ["before the marker", "after it"])
+def test_a_file_that_vanishes_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(commit, "LOOK_EVERY", 0.001 if when == "after it" else 60)
+    save_step(tmp_path, 1, 2)
+
+    def work(ranks: Ranks) -> None:
+        file = ShardFile(ranks.rank, 2, "safetensors")
+        save = Save(open_storage(tmp_path), ranks, file, 2, 1, JOB)
+        save.begin()
+        save.start(picture(2).content(2, ranks.rank, 2))
+        other = tmp_path / "step_00000002" / "rank-00001-of-00002.safetensors"
+        for _ in range(10_000):
+            if (other if when == "before the marker" else other.with_name(MARKER)).exists():
+                break
+            time.sleep(0.001)
+        ranks.all_gather_or_raise([])
+        if ranks.rank:
+            other.unlink()
+        ranks.all_gather_or_raise([])
+        save.wait()
+
+    first, second = on_threads(2, work)
+    assert str(first) == str(second)
+    assert re.search(
+        r"rank 0: \S*rank-00001-of-00002.safetensors: \d+ bytes were written, but none are there",
+        str(first),
+    )
+    assert folders(tmp_path) == ["step_00000001"]
+    assert damage_of(tmp_path, 1) == []
 
 
 # ---------------------------------------------------------------- full disks
@@ -140,10 +282,10 @@ def test_what_cannot_be_written_names_file_and_rank(tmp_path: Path) -> None:
 
 def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
-        save = Save(open_storage(tmp_path), ranks, ShardFile(0, 1, ranks.rank, "pth"), 1, None)
+        file = ShardFile(0, 1, "pth")
+        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
-        content = picture(ranks.rank).content(1, 0, 1)
-        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.start(picture(ranks.rank).content(1, 0, 1))
         save.wait()
 
     first, second = on_threads(2, work)
@@ -158,12 +300,12 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
         return tmp_path if shared else tmp_path / str(rank)
 
     def work(ranks: Ranks) -> None:
-        place = ShardFile(0, 1, ranks.rank, "safetensors")
-        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None)
+        place = ShardFile(0, 1, "safetensors")
+        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None, JOB)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
         content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values"))
-        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.start(content)
         save.wait()
 
     assert on_threads(2, work) == [None, None]
@@ -218,15 +360,15 @@ def test_a_step_that_would_not_be_the_latest_is_refused(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step_00000007"]
 
 
-EMPTY_MARKER = Marker(step=1, world_size=2, files={}).to_bytes()
+EMPTY_MARKER = Marker(step=1, world_size=2, files={}, job="one").to_bytes()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "Expecting value"),
-        (b"[]", "marker is list, expected dict"),
-        (b'{"format": "xla_fsdp checkpoint", "version": 2}', "version 2, expected"),
+        (b"[]", "content is list, expected dict"),
+        (b'{"format": "xla_fsdp checkpoint", "version": 3}', "version 3, expected"),
         (b'{"format": "xla_fsdp checkpoint", "version": 1, "step": 1}', "files is missing"),
         (EMPTY_MARKER, "the marker lists no files; expected one for each of 2 ranks"),
     ],
@@ -262,7 +404,7 @@ def test_hosts_that_share_no_files(tmp_path: Path) -> None:
         assert save_step(hosts, step, 4, keep_last=2) == [None] * 4
     for host, own in zip(hosts, ((0, 1), (2, 3)), strict=True):
         assert steps(host) == [2, 3]
-        names = {path.name for path in (host / "step_00000003").glob("rank*")}
+        names = {path.name for path in (host / "step_00000003").glob("rank*s")}
         assert names == {f"rank-{rank:05d}-of-00004.safetensors" for rank in own}
     for rank in range(4):
         loaded = read(open_storage(place_of(hosts, rank, 4)), picture(3), rank, 4)
@@ -321,6 +463,75 @@ def test_what_fails_on_an_object_store_is_no_step(
     assert damage_of(remote, 1) == []
 
 
+def test_a_file_that_is_still_being_written_is_no_file_yet(
+    remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, a file is there from the moment it is opened on."""
+    monkeypatch.setattr(commit, "LOOK_EVERY", 0.001)
+
+    def work(ranks: Ranks) -> tuple[list[str], int | None]:
+        storage = open_storage(remote)
+        save = Save(storage, ranks, ShardFile(ranks.rank, 2, "safetensors"), 1, None, JOB)
+        save.begin()
+        go_on = threading.Event()
+
+        def write(sink: Any, name: str, content: Any) -> Any:
+            return write_rank_file(Slow(sink, go_on) if ranks.rank else sink, name, content)
+
+        save.start(picture(1).content(1, ranks.rank, 2), write)
+        for _ in range(20_000):
+            if len(storage.names("step_00000001")) == 4:  # job.json, two files, an announcement
+                break
+            time.sleep(0.001)
+        time.sleep(0.05)
+        names = storage.names("step_00000001")
+        before = latest_step(remote)
+        ranks.all_gather_or_raise([])
+        go_on.set()
+        save.wait()
+        return names, before
+
+    own = [f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    expected = sorted(["job.json", "rank-00000-of-00002.json", *own])
+    assert on_threads(2, work) == [(expected, None)] * 2
+    assert damage_of(remote, 1) == []
+
+
+class Slow:
+    """A storage whose files are written in two halves."""
+
+    def __init__(self, storage: Any, go_on: threading.Event) -> None:
+        self._storage, self._go_on = storage, go_on
+
+    def write(self, name: str, chunks: Any) -> None:
+        def slow() -> Iterator[Any]:
+            for chunk in chunks:
+                yield chunk
+                self._go_on.wait(60)
+
+        self._storage.write(name, slow())
+
+
+@pytest.mark.parametrize("protocol", ["memory", "buffered"])
+def test_what_an_exception_interrupts_is_not_uploaded(protocol: str) -> None:
+    import fsspec
+
+    stores.register()
+    storage = open_storage(f"{protocol}://bucket/run")
+
+    def chunks() -> Iterator[bytes]:
+        yield b"half of it"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.write("folder/file", chunks())
+    gc.collect()  # a destructor might close it
+    assert storage.names("folder") == []
+    storage.write("folder/file", [b"all of ", b"it"])
+    assert storage.read("folder/file") == b"all of it"
+    fsspec.filesystem(protocol).store.clear()
+
+
 def test_unknown_kinds_of_urls_are_said() -> None:
     with pytest.raises(CheckpointError, match="nosuch://bucket: Protocol not known: nosuch"):
         open_storage("nosuch://bucket")
@@ -342,17 +553,16 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
     slow, marked = threading.Event(), threading.Event()
 
     def work(ranks: Ranks) -> tuple[int | None, int | None]:
-        save = Save(
-            open_storage(tmp_path), ranks, ShardFile(ranks.rank, 2, 0, "safetensors"), 1, None
-        )
+        file = ShardFile(ranks.rank, 2, "safetensors")
+        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
         save.begin()
 
-        def write(sink: Any, name: str) -> Any:
+        def write(sink: Any, name: str, content: Any) -> Any:
             if ranks.rank == 1:
                 slow.wait(60)
-            return write_rank_file(sink, name, picture(1).content(1, ranks.rank, 2))
+            return write_rank_file(sink, name, content)
 
-        save.start(write)
+        save.start(picture(1).content(1, ranks.rank, 2), write)
         before = latest_step(tmp_path)
         ranks.all_gather_or_raise([])  # both have looked
         slow.set()

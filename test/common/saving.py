@@ -21,11 +21,12 @@ from xla_fsdp.checkpoint.format import GroupRecord, OptimizerRecord, StateRecord
 from xla_fsdp.checkpoint.json_values import pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.save_step import RankContent, Ranks, Save, ShardFile, write_rank_file
+from xla_fsdp.checkpoint.save_step import Job, RankContent, Ranks, Save, ShardFile
 from xla_fsdp.checkpoint.step_directory import complete_attempts
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
 TIMEOUT = 60
+JOB = Job("one")
 
 
 class Meeting:
@@ -173,17 +174,17 @@ def save_step(
     keep_last: int | None = None,
     suffix: str = "safetensors",
     shown: Picture | None = None,
+    job: Job = JOB,
 ) -> list[Any]:
     """All ranks save a picture; what each of them raised, or None. With a list of directories,
     neighbouring ranks share one."""
 
     def work(ranks: Ranks) -> None:
         storage = open_storage(place_of(directory, ranks.rank, world_size))
-        file = ShardFile(ranks.rank, world_size, 0, suffix)
-        save = Save(storage, ranks, file, step, keep_last)
+        file = ShardFile(ranks.rank, world_size, suffix)
+        save = Save(storage, ranks, file, step, keep_last, job)
         save.begin()
-        content = (shown or picture(step)).content(step, ranks.rank, world_size)
-        save.start(lambda sink, name: write_rank_file(sink, name, content))
+        save.start((shown or picture(step)).content(step, ranks.rank, world_size))
         save.wait()
 
     return on_threads(world_size, work)
@@ -229,9 +230,9 @@ def differences(loaded: LoadedStep, shown: Picture, rank: int, world_size: int, 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are equal down to their signs of zero."""
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and (
-        first.contiguous().view(-1).view(torch.uint8).tolist()
-        == second.contiguous().view(-1).view(torch.uint8).tolist()
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
+        first.contiguous().view(-1).view(torch.uint8),
+        second.contiguous().view(-1).view(torch.uint8),
     )
 
 

@@ -182,6 +182,8 @@ CASES = {
     "version_1_flat": Case(2, FLAT, saved="shards", shards_fit=False),
     "version_2": Case(2, nested, adamw),
     "version_2_flat_pth": Case(3, FLAT, momentum, options={"file_format": "pth"}),
+    "version_4": Case(3, nested, adamw),
+    "version_4_flat_pth": Case(2, FLAT, momentum, options={"file_format": "pth"}),
 }
 """By name of its directory."""
 

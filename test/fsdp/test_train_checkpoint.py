@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from test.common.models import FEATURES, WIDTH, Net, TiedNet
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.ranks import cached_outcome, run_on_ranks, run_warm
 from test.common.saving import same_bits
 from test.common.scenarios import fsdp, make, message, nested, rows
+from xla_fsdp.checkpoint import find_problems, open_shard
 
 ROUNDING = 1e-5
 JOBS = ("adamw", "momentum")
@@ -123,6 +124,7 @@ def on_2_ranks(rank: int, folder: str) -> dict[str, Any]:
     found["errors"] = errors(rank, Path(folder))
     found["random"] = random_numbers(Path(folder, "random"))
     found["asynchronous"] = asynchronous(Path(folder, "asynchronous"))
+    found["disagree"] = disagree(rank, Path(folder, "disagree"))
     found["hosts"] = hosts(rank, Path(folder, "hosts"))
     found["remote"] = remote()
     return found
@@ -323,6 +325,35 @@ def asynchronous(directory: Path) -> dict[str, Any]:
     }
 
 
+def disagree(rank: int, directory: Path) -> dict[str, Any]:
+    """Ranks with different steps; and what another job owns."""
+    from xla_fsdp import latest_step, load_checkpoint, save_checkpoint
+    from xla_fsdp.checkpoint.format import JobRecord
+    from xla_fsdp.distributed.xla.host import exchange
+
+    model = fsdp(make(TiedNet))
+    save_checkpoint(directory, model, step=1)
+    found: dict[str, Any] = {
+        "save": message(lambda: save_checkpoint(directory, model, step=2 + rank, keep_last=1)),
+        "load": message(lambda: load_checkpoint(directory, model, step=1 + rank)),
+    }
+    exchange(b"")
+    if rank == 0:
+        (directory / "job.json").write_bytes(JobRecord("other", 1, 2, 0).to_bytes())
+    exchange(b"")
+    found["other"] = message(lambda: save_checkpoint(directory, model, step=2))
+    load_checkpoint(directory, model)
+    save_checkpoint(directory, model, step=3)
+    again = fsdp(make(TiedNet))
+    save_checkpoint(directory, again, step=4)
+    if rank == 0:
+        (directory / "job.json").write_bytes(JobRecord("third", 1, 2, 0).to_bytes())
+    exchange(b"")
+    found["third"] = message(lambda: save_checkpoint(directory, again, step=5))
+    save_checkpoint(directory, again, step=6, take_over=True)
+    return {**found, "latest": latest_step(directory)}
+
+
 def hosts(rank: int, folder: Path) -> dict[str, Any]:
     """Two ranks that share no file system."""
     from xla_fsdp import load_checkpoint, save_checkpoint
@@ -332,7 +363,7 @@ def hosts(rank: int, folder: Path) -> dict[str, Any]:
     save_checkpoint(own, model, step=2, extra=rank)
     if rank == 1:
         (own / "step_00000002" / "complete.json").unlink()  # as if it had been killed before
-    files = sorted(path.name for path in (own / "step_00000001").glob("*.*s*"))
+    files = sorted(path.name for path in (own / "step_00000001").iterdir())
     return {"loaded": load_checkpoint(own, model), "files": files}
 
 
@@ -373,7 +404,7 @@ def files(directory: Path) -> dict[str, Any]:
     """What is left of a run at its end, and the merged step 3."""
     from xla_fsdp import consolidate_sharded_model_checkpoints
 
-    steps = sorted(path.name for path in directory.iterdir())
+    steps = sorted(path.name for path in directory.glob("step_*"))
     merged = {
         step: consolidate_sharded_model_checkpoints(
             f"{directory}/{step}/rank", "-*[sh]", save_model=False
@@ -381,7 +412,7 @@ def files(directory: Path) -> dict[str, Any]:
         for step in steps
         if step != "step_00000001"
     }
-    names = {step: sorted(p.name for p in (directory / step).glob("rank*")) for step in steps}
+    names = {step: sorted(p.name for p in (directory / step).glob("rank*[sh]")) for step in steps}
     return {"steps": steps, "merged": merged, "names": names}
 
 
@@ -478,11 +509,41 @@ def test_errors_of_asynchronous_saves_surface() -> None:
         assert found["zero"] == (rank == 1)  # which holds nothing but padding
 
 
+def test_a_job_that_ends_without_waiting_has_saved(tmp_path: Path) -> None:
+    from xla_fsdp import latest_step
+
+    done = run_warm("-m", "test.common.exit_without_wait", str(tmp_path), "works")
+    assert (done.returncode, latest_step(tmp_path)) == (0, 1), done.stderr
+    assert find_problems([open_shard(str(path)) for path in tmp_path.glob("*/*.safetensors")]) == []
+
+
+def test_a_job_that_ends_without_waiting_says_what_it_has_not_saved(tmp_path: Path) -> None:
+    from xla_fsdp import latest_step
+
+    done = run_warm("-m", "test.common.exit_without_wait", str(tmp_path), "fails")
+    assert (done.returncode, latest_step(tmp_path)) == (1, None)
+    assert done.stderr.splitlines()[-1] == (
+        f"xla_fsdp: step 1 was not saved in {tmp_path}: no room"
+    )
+
+
+def test_ranks_agree_first_and_jobs_do_not_mix() -> None:
+    found = outcomes()[2][0]["disagree"]
+    assert found == outcomes()[2][1]["disagree"]
+    assert "ranks disagree about step: 2 on rank 0; 3 on rank 1" in found["save"]
+    assert "ranks disagree about step: 1 on rank 0; 2 on rank 1" in found["load"]
+    for name in ("other", "third"):
+        assert f"/disagree belongs to job {name}, which began to save step 1 there" in found[name]
+        assert "pass take_over=True; if not, save to another directory" in found[name]
+    assert found["latest"] == 6
+
+
 def test_hosts_agree_on_the_step_that_all_have() -> None:
     for rank in range(2):
         found = outcomes()[2][rank]["hosts"]
         assert found["loaded"] == {"step": 1, "extra": rank}
-        assert found["files"] == ["complete.json", f"rank-{rank:05d}-of-00002.safetensors"]
+        own = f"rank-{rank:05d}-of-00002"
+        assert found["files"] == ["complete.json", "job.json", f"{own}.json", f"{own}.safetensors"]
 
 
 def test_an_object_store() -> None:

@@ -1,24 +1,29 @@
-"""CRC-32 checksums of tensors, to detect bytes that changed on disk.
+"""CRC-32 checksums of tensors, to detect bytes that changed on disk, and digests of descriptions.
 
-A checksum is the text ``"crc32:"`` and eight hex digits. It covers a tensor's raw little-endian
-bytes (of a shard: including its padding). CRC-32 detects every single flipped bit and every damaged
-run of up to 32 bits, but no deliberate change. zlib computes it at several GB/s.
+The checksum of a tensor is the text ``"crc32:"`` and eight hex digits for each block of ``BLOCK``
+bytes, so that a slice can be verified without the rest. It covers the tensor's raw little-endian
+bytes (of a shard: including its padding). Files of versions before 4, and merged ones, have eight
+digits for the whole tensor, however long it is. CRC-32 detects every single flipped bit and every
+damaged run of up to 32 bits, but no deliberate change. zlib computes it at several GB/s.
+
+The digest of a file is the SHA-256 of its description: names, shapes and checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 PREFIX = "crc32:"
-# The checksum of no bytes. It also reserves room in a header for a checksum not yet known.
-EMPTY = f"{PREFIX}00000000"
+BLOCK = 1 << 22  # bytes; a part of format version 4
 
+_DIGITS = 8
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, in zlib's bit order: the lowest power is the highest bit
 _ONE = 1 << 31
-_PATTERN = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
+_PATTERN = re.compile(rf"{PREFIX}(?:[0-9a-f]{{{_DIGITS}}})+")
 
 
 def is_checksum(text: str) -> bool:
@@ -26,13 +31,49 @@ def is_checksum(text: str) -> bool:
     return _PATTERN.fullmatch(text) is not None
 
 
-def written(crc: int) -> str:
-    """Return the checksum text of a CRC-32."""
-    return f"{PREFIX}{crc:08x}"
+def written(*crcs: int) -> str:
+    """Return the checksum text of the CRC-32s of all blocks, or of the whole."""
+    return PREFIX + "".join(f"{crc:0{_DIGITS}x}" for crc in crcs or (0,))
+
+
+def crcs_in(text: str) -> list[int]:
+    """Return the CRC-32s in a checksum text."""
+    digits = text.removeprefix(PREFIX)
+    return [int(digits[i : i + _DIGITS], 16) for i in range(0, len(digits), _DIGITS)]
+
+
+# The checksum of no bytes.
+EMPTY = written()
+
+
+def room_for(nbytes: int) -> str:
+    """Return a text as long as the checksum of so many bytes, to reserve room in a header."""
+    return written(*[0] * -(-nbytes // BLOCK))
+
+
+def block_crcs(data: bytes | bytearray | memoryview) -> list[int]:
+    """Return the CRC-32 of each block."""
+    view = memoryview(data)
+    return [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    return written(zlib.crc32(data))
+    return written(*block_crcs(data))
+
+
+def whole(crcs: Sequence[int], nbytes: int) -> int:
+    """Return the CRC-32 of ``nbytes`` bytes from those of their blocks."""
+    lengths = (min(BLOCK, nbytes - at) for at in range(0, nbytes, BLOCK))
+    return combine(zip(crcs, lengths, strict=True))
+
+
+def whole_of(text: str, nbytes: int) -> int | None:
+    """Return the CRC-32 that a checksum states for ``nbytes`` bytes; None if it is for another
+    number of bytes."""
+    crcs = crcs_in(text)
+    if len(crcs) == 1:
+        return crcs[0]
+    return whole(crcs, nbytes) if len(crcs) == -(-nbytes // BLOCK) else None
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
@@ -45,6 +86,11 @@ def combine(parts: Iterable[tuple[int, int]]) -> int:
     for crc, length in parts:
         combined = _product(_power(length), combined) ^ crc
     return combined
+
+
+def digest(description: bytes) -> str:
+    """Return the digest of a file's description."""
+    return f"sha256:{hashlib.sha256(description).hexdigest()}"
 
 
 # CRC-32 is a remainder of polynomials over bits: appending n bytes multiplies by x^(8 n).

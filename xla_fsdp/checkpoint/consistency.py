@@ -7,19 +7,29 @@ compared byte for byte.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from xla_fsdp.checkpoint.checksum import whole
 from xla_fsdp.checkpoint.copying import Progress, damage, read_crcs
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed
-from xla_fsdp.checkpoint.format import OptimizerRecord, state_name
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    dtype_name,
+    listed,
+    one_line,
+    prefixed,
+)
+from xla_fsdp.checkpoint.format import Marker, OptimizerRecord, rank_file_name, state_name
 from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.step_directory import MARKER
 from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, read_bytes
 
 COMPARED = 1 << 24  # bytes read at a time to compare two tensors
+MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}
 
 
 def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[str]:
@@ -42,9 +52,32 @@ def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[st
     return problems + _rank_problems(known) + _content_problems(known, optimizer)
 
 
+def find_marker_problems(shard: Shard, marker: Marker) -> list[str]:
+    """Return a line if a shard is not from the file that a step's marker lists under its name."""
+    name = os.path.basename(shard.source)
+    try:
+        found = identify(shard.metadata)
+    except CheckpointError as error:
+        return prefixed(error, shard.source).problems
+    own = rank_file_name(found.rank, found.world_size, name.rpartition(".")[2])
+    save = f"step {marker.step} of job {marker.job}"
+    if own != name or found.world_size != marker.world_size:
+        problem = f"holds the shard of rank {found.rank} of {found.world_size}"
+    elif marker.job is not None and (found.step, found.job) != (marker.step, marker.job):
+        problem = f"belongs to step {found.step} of job {found.job}, but {MARKER} to {save}"
+    elif marker.files[name].digest not in (None, shard.digest):
+        problem = f"is not the file that was written for {save}, by its digest in {MARKER}"
+    else:
+        return []
+    return [
+        f"{shard.source}: {one_line(problem)}. Take it from another copy of this step, or use "
+        f"another step"
+    ]
+
+
 def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
     problems = []
-    for what, field in (("formats", "format"), ("world sizes", "world_size")):
+    for what, field in MIXED.items():
         sources: dict[Hashable, list[str]] = defaultdict(list)
         for shard, identity in known:
             sources[getattr(identity, field)].append(shard.source)
@@ -280,7 +313,8 @@ def verify_shards(
         if tensor.checksum is not None
     ]
     crcs = read_crcs([t.data for _, t in known], threads=threads, progress=progress)
-    found = (damage(*tensor, crc) for tensor, crc in zip(known, crcs, strict=True))
+    wholes = (whole(own, t.spec.nbytes) for (_, t), own in zip(known, crcs, strict=True))
+    found = (damage(*tensor, crc) for tensor, crc in zip(known, wholes, strict=True))
     problems = [problem for problem in found if problem]
     total = sum(1 for shard in shards for _ in shard.tensors())
     return problems, len(known), total - len(known)

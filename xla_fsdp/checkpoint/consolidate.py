@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.consistency import find_problems
+from xla_fsdp.checkpoint.consistency import find_marker_problems, find_problems
 from xla_fsdp.checkpoint.copying import ChecksumVerifier, find_damage
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.format import Marker
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.model_files import (
     Kind,
@@ -51,8 +52,10 @@ from xla_fsdp.checkpoint.shard_files import (
     nothing_found,
     open_safetensors,
     open_torch,
+    read_marker_file,
     verifying_shards,
 )
+from xla_fsdp.checkpoint.step_directory import MARKER
 from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, source_of
 
 OUTPUT_MARK = "_consolidated"
@@ -225,7 +228,27 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
                 problems += error.problems
-    return shards, problems
+    strange = dict(_find_strange(shards))
+    return [shard for shard in shards if shard.source not in strange], [
+        *problems,
+        *(problem for lines in strange.values() for problem in lines),
+    ]
+
+
+def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
+    """Yield every shard that the marker of its step lists as another one, with the problems."""
+    markers: dict[str, Marker | None] = {}
+    for shard in shards:
+        folder, name = os.path.split(shard.source)
+        try:
+            if folder not in markers:
+                complete = os.path.exists(os.path.join(folder, MARKER))
+                markers[folder] = read_marker_file(folder) if complete else None
+            marker = markers[folder]
+            if marker and name in marker.files:
+                raise_if(find_marker_problems(shard, marker))
+        except CheckpointError as error:
+            yield shard.source, error.problems
 
 
 def open_shard(path: str) -> Shard:

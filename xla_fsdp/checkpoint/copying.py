@@ -1,4 +1,4 @@
-"""Copy tensors into files and compute their CRC-32: in parallel, a chunk at a time.
+"""Copy tensors into files and compute their checksums: in parallel, a chunk at a time.
 
 Invariants: memory is bounded by threads times ``CHUNK`` (twice that where the dtype changes); the
 first error ends all threads and is raised; a copy returns CRC-32s without reading twice.
@@ -9,15 +9,26 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from xla_fsdp.checkpoint.checksum import combine, written
+from xla_fsdp.checkpoint.checksum import (
+    BLOCK,
+    block_crcs,
+    combine,
+    crcs_in,
+    whole_of,
+    written,
+)
+from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.storage import failing
 from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
 
-CHUNK = 1 << 24  # bytes: larger chunks are not faster, smaller ones cost more Python calls
+# Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
+# or, in tests, a divisor of it.
+CHUNK = 4 * BLOCK
 
 Progress = Callable[[int], None]
 
@@ -47,7 +58,7 @@ class Chunk:
 
 def copy(
     tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
-) -> list[int]:
+) -> list[list[int]]:
     """Copy tensors into files that exist and have their final length.
 
     Args:
@@ -56,7 +67,7 @@ def copy(
         progress: called with the number of bytes of every copied chunk, from several threads.
 
     Returns:
-        The CRC-32 of each tensor.
+        The CRC-32 of each block of each tensor.
     """
 
     def write(chunk: Chunk, buffer: memoryview) -> None:
@@ -69,8 +80,8 @@ def copy(
 
 def read_crcs(
     sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
-) -> list[int]:
-    """Return the CRC-32 of each source."""
+) -> list[list[int]]:
+    """Return the CRC-32 of each block of each source."""
     return _read_all(sources, lambda chunk, buffer: None, threads, progress)
 
 
@@ -79,8 +90,8 @@ def _read_all(
     use: Callable[[Chunk, memoryview], None],
     threads: int,
     progress: Progress,
-) -> list[int]:
-    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each source."""
+) -> list[list[int]]:
+    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each block."""
     chunks = [
         Chunk(index, start, min(CHUNK, source.nbytes - start))
         for index, source in enumerate(sources)
@@ -89,7 +100,7 @@ def _read_all(
     longest = max((chunk.length for chunk in chunks), default=0)
     own = threading.local()
 
-    def work(chunk: Chunk) -> int:
+    def work(chunk: Chunk) -> list[int]:
         # One buffer per thread: to allocate one takes as long as to copy it.
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(bytearray(longest))
@@ -97,13 +108,15 @@ def _read_all(
         sources[chunk.index].read_into(chunk.start, buffer)
         use(chunk, buffer)
         progress(chunk.length)
-        return zlib.crc32(buffer)
+        return block_crcs(buffer)
 
-    parts: list[list[tuple[int, int]]] = [[] for _ in sources]
+    parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for chunk, crc in zip(chunks, pool.map(work, chunks), strict=True):
-            parts[chunk.index].append((crc, chunk.length))
-    return [combine(each) for each in parts]
+        for chunk, crcs in zip(chunks, pool.map(work, chunks), strict=True):
+            for at, crc in zip(range(0, chunk.length, BLOCK), crcs, strict=True):
+                block = parts[chunk.index][(chunk.start + at) // BLOCK]
+                block.append((crc, min(BLOCK, chunk.length - at)))
+    return [[combine(block) for block in own.values()] for own in parts]
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:
@@ -165,12 +178,121 @@ class ChecksumVerifier:
 
 def damage(name: str, source: TensorSource, crc: int) -> str | None:
     """Return a line if a tensor's CRC-32 is not the one its file states, else None."""
-    if written(crc) == source.checksum:
+    expected = whole_of(source.checksum or "", source.spec.nbytes)
+    if crc == expected:
         return None
+    was = "that of another tensor" if expected is None else written(expected)
     return (
-        f"{name} is damaged: its checksum is {written(crc)}, but was {source.checksum} when it was "
-        f"saved. Take this file from another copy."
+        f"{name} is damaged: its checksum is {written(crc)}, but was {was} when it was saved. Take "
+        f"this file from another copy."
     )
+
+
+class VerifiedBytes:
+    """A byte source of one tensor that raises if what it reads is damaged.
+
+    A read is verified in blocks; the rest of its first and its last block is read with it. Without
+    checksums of blocks (files of versions before 4), only a read of the whole tensor is verified.
+
+    Args:
+        name: of the tensor, with its file, for messages.
+        source: of a tensor with a checksum.
+        recent: the blocks that were read in part last, shared by all tensors of a step.
+    """
+
+    def __init__(self, name: str, source: TensorSource, recent: RecentBlocks) -> None:
+        self.nbytes = source.spec.nbytes
+        self._name, self._data, self._recent = name, source.data, recent
+        self._crcs = crcs_in(source.checksum or "")
+        self._block = self.nbytes if len(self._crcs) == 1 else BLOCK
+        if len(self._crcs) not in (1, -(-self.nbytes // BLOCK)):
+            raise CheckpointError(
+                f"{name}: has {len(self._crcs)} checksums for {self.nbytes:,} bytes; expected one "
+                f"for each block of {BLOCK:,}"
+            )
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        stop = start + len(buffer)
+        if start == stop or (self._block > BLOCK and len(buffer) < self.nbytes):
+            self._data.read_into(start, buffer)
+            return
+        first, last = -(-start // self._block), self._end(stop)
+        if first < last:  # whole blocks, in one read
+            low, high = first * self._block, min(last * self._block, self.nbytes)
+            self._data.read_into(low, buffer[low - start : high - start])
+            self._verify(first, buffer[low - start : high - start])
+        for index in {start // self._block, (stop - 1) // self._block} - set(range(first, last)):
+            at = index * self._block
+            low, high = max(start, at), min(stop, at + self._block)
+            buffer[low - start : high - start] = self._read(index)[low - at : high - at]
+
+    def _end(self, stop: int) -> int:
+        """Return the number of the first block that does not end at or before ``stop``."""
+        return -(-stop // self._block) if stop == self.nbytes else stop // self._block
+
+    def _read(self, index: int) -> memoryview:
+        """Return a block that is needed in part; the next read often needs the rest of it."""
+        return self._recent.get((self._name, index), lambda: self._read_anew(index))
+
+    def _read_anew(self, index: int) -> memoryview:
+        at = index * self._block
+        block = memoryview(bytearray(min(self._block, self.nbytes - at)))
+        self._data.read_into(at, block)
+        self._verify(index, block)
+        return block
+
+    def _verify(self, first: int, data: memoryview) -> None:
+        for index, at in enumerate(range(0, len(data), self._block), first):
+            crc = zlib.crc32(data[at : at + self._block])
+            if crc != self._crcs[index]:
+                low = index * self._block
+                raise CheckpointError(
+                    f"{self._name} is damaged: its checksum is {written(crc)}, but was "
+                    f"{written(self._crcs[index])} when it was saved (bytes {low:,} to "
+                    f"{min(low + self._block, self.nbytes):,}). Load an earlier step, or a copy of "
+                    f"this one"
+                )
+
+
+class RecentBlocks:
+    """The blocks that were read last, at most ``COUNT``; for several threads."""
+
+    COUNT = 16
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Hashable, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, read: Callable[[], memoryview]) -> memoryview:
+        """Return the block under ``key``, or ``read()`` if it is not there."""
+        with self._lock:
+            found = self._blocks.get(key)
+        if found is None:
+            found = read()
+        with self._lock:
+            self._blocks[key] = found
+            self._blocks.move_to_end(key)
+            while len(self._blocks) > self.COUNT:
+                self._blocks.popitem(last=False)
+        return found
+
+
+def verified(
+    name: str, tensors: Mapping[str, TensorSource], recent: RecentBlocks
+) -> dict[str, TensorSource]:
+    """Return the same tensors; reading what is damaged raises ``CheckpointError``.
+
+    Args:
+        name: of their file, for messages.
+        tensors: by name.
+        recent: as for ``VerifiedBytes``.
+    """
+    return {
+        key: replace(tensor, data=VerifiedBytes(f"{name}: {key}", tensor, recent))
+        if tensor.checksum is not None and tensor.spec.nbytes
+        else tensor
+        for key, tensor in tensors.items()
+    }
 
 
 def verifying(

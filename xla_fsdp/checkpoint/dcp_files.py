@@ -5,9 +5,10 @@ and ``set_state_dict`` load them on any number of ranks; every name of a tied te
 copy. A directory is read as the shard of the only rank, to be merged or resharded.
 
 Invariants: loading runs no code: of the pickle ``.metadata`` only DCP's own classes are accepted,
-no path leads out of the directory, and values are loaded with ``weights_only``. A tensor is read
-on demand, but as a unit; writing takes at most ``ITEM`` bytes per thread (or one row of dim 0, if
-that is larger).
+no path leads out of the directory, and values are loaded with ``weights_only``. What is read is
+verified: items by the CRC-32s of their archives, the metadata against itself and the items. A
+tensor is read on demand, but as a unit; writing takes at most ``ITEM`` bytes per thread (or one row
+of dim 0, if that is larger).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from threading import Lock
 from typing import Any
 
@@ -32,12 +35,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -69,14 +70,18 @@ from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
 from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing
 from xla_fsdp.checkpoint.tensor_source import (
+    LocalFile,
     TensorSource,
     TensorSpec,
     bytes_of,
     convert_tensors,
+    read_bytes,
 )
 from xla_fsdp.distributed.shard_layout import LANES
 
 ITEM = 1 << 26  # bytes of a tensor that a thread has in memory while writing
+
+_END_MAGIC = b"PK\x05\x06"  # of the last 22 bytes of a zip archive without a comment
 
 
 @dataclass(frozen=True)
@@ -361,18 +366,15 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
     )
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with checked metadata."""
+class _Reader:
+    """Reads the items of a DCP directory: each is a zip archive of ``torch.save``, whose CRC-32s
+    are verified."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(directory)
         self.directory = directory
         self.metadata = _checked_metadata(directory)
         self._lock = Lock()
         self._last: tuple[str, Tensor] | None = None
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self.metadata  # DCP would load the unchecked pickle, for every tensor anew
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
         """Return the nested keys of an entry in the saved state dict."""
@@ -382,44 +384,62 @@ class _Reader(dcp.FileSystemReader):
 
     def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
         spec = TensorSpec(where.properties.dtype, tuple(where.size))
-        return TensorSource(spec, _Entry(self, entry, spec), identity=(self.directory, entry))
+        data = _Entry(self, entry, spec, where.chunks)
+        return TensorSource(spec, data, identity=(self.directory, entry))
 
-    def tensor(self, entry: str, spec: TensorSpec) -> Tensor:
+    def tensor(
+        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
+    ) -> Tensor:
         """Read a tensor; the last one stays in memory, as it is copied chunk by chunk."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                self._load({entry: tensor})
-                self._last = entry, tensor
+                self._last = entry, self._assembled(entry, spec, chunks)
             return self._last[1]
 
     def value(self, entry: str) -> Any:
-        state_dict: dict[str, Any] = {entry: None}
-        self._load(state_dict)
-        return state_dict[entry]
+        return self._item(MetadataIndex(entry))
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def _assembled(
+        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
+    ) -> Tensor:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        for chunk in chunks:
+            part = self._item(MetadataIndex(entry, chunk.offsets))
+            expected = TensorSpec(spec.dtype, tuple(chunk.sizes))
+            if not isinstance(part, Tensor) or TensorSpec.of(part) != expected:
+                found = TensorSpec.of(part) if isinstance(part, Tensor) else type(part).__name__
+                raise CheckpointError(
+                    f"{self.directory}: {entry} is {found} in its file, but {expected} in "
+                    f"{DCP_METADATA}"
+                )
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            tensor[tuple(slice(start, start + size) for start, size in ends)] = part
+        return tensor
+
+    def _item(self, index: MetadataIndex) -> Any:
+        info = self.metadata.storage_data[index]
+        file = LocalFile(os.path.join(self.directory, info.relative_path))
         try:
-            with warnings.catch_warnings():  # DCP warns that there is no process group
-                warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state_dict, storage_reader=self, planner=_LoadPlanner(), no_dist=True)
-        # A damaged file can make torch raise anything; DCP wraps most of it in a BaseException.
-        except (Exception, dcp.CheckpointException) as error:
-            name = next(iter(state_dict))
+            return _loaded(read_bytes(file, info.offset, info.length))
+        except Exception as error:  # a damaged file can make torch or zipfile raise anything
             raise CheckpointError(
-                f"{self.directory}: {name} cannot be read: its file is damaged, or not DCP's"
+                f"{self.directory}: {index.fqn} cannot be read: its file is damaged, or not DCP's "
+                f"({info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,})"
             ) from error
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads values with ``weights_only``, so that no code runs."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+def _loaded(item: bytes) -> Any:
+    """Load one item without running code; raise if it is not exactly an undamaged archive."""
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        records = archive.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise CheckpointError("its records are compressed, as torch.save never does")
+        if min(record.header_offset for record in records) or item[-22:-18] != _END_MAGIC:
+            raise CheckpointError("it does not begin and end with its archive")
+        if damaged := archive.testzip():
+            raise CheckpointError(f"{damaged} has another CRC-32")
+    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
 
 
 @dataclass(frozen=True)
@@ -427,13 +447,14 @@ class _Entry:
     reader: _Reader
     entry: str
     spec: TensorSpec
+    chunks: Sequence[ChunkStorageMetadata]
 
     @property
     def nbytes(self) -> int:
         return self.spec.nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        data = bytes_of(self.reader.tensor(self.entry, self.spec))
+        data = bytes_of(self.reader.tensor(self.entry, self.spec, self.chunks))
         buffer[:] = data[start : start + len(buffer)]
 
 
@@ -468,22 +489,45 @@ def _checked_metadata(directory: str) -> Metadata:
     except Exception as error:  # a damaged pickle can make Python raise anything
         raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
     raise_if([f"{path}: {problem}" for problem in problems])
-    metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
 
 def _problems(metadata: Any, directory: str) -> Iterator[str]:
-    """Yield a line for paths out of the directory, missing bytes, and sizes beyond the files'."""
+    """Yield a line for each contradiction of the metadata to itself or to the files."""
     if not isinstance(metadata, Metadata):
         yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
         return
+    yield from _storage_problems(metadata, directory)
+    expected: set[MetadataIndex] = set()
+    for name, where in metadata.state_dict_metadata.items():
+        if not isinstance(where, TensorStorageMetadata):
+            expected.add(MetadataIndex(name))
+            continue
+        expected |= {MetadataIndex(name, chunk.offsets) for chunk in where.chunks}
+        if not _tile(tuple(where.size), where.chunks):
+            yield f"the parts of {name} of shape {shown(tuple(where.size))} do not fill it exactly"
+    for index in expected ^ set(metadata.storage_data):
+        missing = "no item" if index in expected else "an item that belongs to no entry"
+        yield f"{shown(index.fqn)} at {index.offset} has {missing} in the files"
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    for name, path in paths.items():
+        if isinstance(path, tuple) and ".".join(map(str, path)) != name:
+            yield f"the entry {shown(name)} comes from {shown(path)}, which is another name"
+
+
+def _storage_problems(metadata: Metadata, directory: str) -> Iterator[str]:
+    """Yield a line for paths out of the directory, missing bytes, sizes beyond the files', and
+    items that overlap."""
     room: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = {}
+    items: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for index, info in metadata.storage_data.items():
         name = info.relative_path
         if name != os.path.basename(name) or name in ("", ".", ".."):
             yield f"{index.fqn} is in {name!r}, which is not the name of a file in the directory"
             continue
+        if getattr(info, "transform_descriptors", None):
+            yield f"{index.fqn} was written with {info.transform_descriptors}, which is not read"
         if name not in sizes:
             file = os.path.join(directory, name)
             sizes[name] = os.path.getsize(file) if os.path.isfile(file) else -1
@@ -492,8 +536,44 @@ def _problems(metadata: Any, directory: str) -> Iterator[str]:
         if 0 <= sizes[name] < info.offset + info.length or min(info.offset, info.length) < 0:
             yield f"{index.fqn} is not in {name}, which has {sizes[name]:,} bytes: truncated"
         room[index.fqn] += info.length
+        items[name].append((info.offset, info.offset + info.length, index.fqn))
     for name, where in metadata.state_dict_metadata.items():
         if isinstance(where, TensorStorageMetadata):
             nbytes = TensorSpec(where.properties.dtype, tuple(where.size)).nbytes
             if nbytes > room[name] or min(where.size, default=0) < 0:
                 yield f"{name} of shape {shown(tuple(where.size))} is larger than what is saved"
+    for name, ranges in items.items():
+        for (_, stop, first), (start, _, second) in pairwise(sorted(ranges)):
+            if start < stop:
+                yield f"{first} and {second} have the same bytes of {name}"
+
+
+def _tile(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether the chunks fill a tensor, and no two overlap."""
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    for start, size in boxes:
+        if not len(start) == len(size) == len(shape) or min((*start, *size), default=0) < 0:
+            return False
+        if any(a + n > limit for a, n, limit in zip(start, size, shape, strict=True)):
+            return False
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    full = [(start, size) for start, size in boxes if math.prod(size)]
+    return not any(_overlap(box, other) for i, box in enumerate(full) for other in _near(full, i))
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def _near(boxes: Sequence[Box], index: int) -> Iterator[Box]:
+    """Yield the boxes after this one, in order of their offsets, that begin within its dim 0."""
+    start, size = boxes[index]
+    for other in boxes[index + 1 :]:
+        if start and other[0][0] >= start[0] + size[0]:
+            return
+        yield other
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    dims = zip(*first, *second, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in dims)

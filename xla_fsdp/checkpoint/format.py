@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from xla_fsdp.checkpoint.checksum import is_checksum
+from xla_fsdp.checkpoint.checksum import digest, is_checksum
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
+    T,
     check_rank,
     dtype_named,
     item,
@@ -32,13 +34,10 @@ from xla_fsdp.distributed.placement import local_shape
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 FORMAT = "xla_fsdp"
-VERSION = 3
+VERSION = 4
 # Version 2 added groups, global_rank, optimizer and fingerprints; version 3 added tensor_parts and
-# tensor_dim.
-READABLE_VERSIONS = (1, 2, 3)
-
-MARKER_FORMAT = "xla_fsdp checkpoint"
-MARKER_VERSION = 1
+# tensor_dim; version 4 added step, job and fingerprints of blocks.
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
 
@@ -373,9 +372,7 @@ def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
     sizes = enumerate(item(data, "shape", list, where))
     shape = tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes)
     dim = item(data, "tensor_dim", object, where) if version > 2 else None
-    return MemberRecord(
-        name, shape, None if dim is None else typed(dim, int, f"{where}.tensor_dim")
-    )
+    return MemberRecord(name, shape, _optional(dim, int, f"{where}.tensor_dim"))
 
 
 @dataclass(frozen=True)
@@ -398,6 +395,8 @@ class ShardMetadata:
         fingerprints: checksums of tensors by their names in the file (``model_name``,
             ``state_name``); other tensors cannot be verified.
         tensor_parts: number of tensor-parallel parts of the model.
+        step: that was saved; None if ``save_checkpoint`` did not write the file.
+        job: token of the job that saved it, or None.
     """
 
     rank: int
@@ -411,6 +410,8 @@ class ShardMetadata:
     optimizer: OptimizerRecord | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     tensor_parts: int = 1
+    step: int | None = None
+    job: str | None = None
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -432,7 +433,8 @@ class ShardMetadata:
         for name, text in self.fingerprints.items():
             if not is_checksum(text):
                 raise CheckpointError(
-                    f"fingerprints: {name} {text!r} is not 'crc32:' and 8 digits of 0-9, a-f"
+                    f"fingerprints: {name} {text!r} is not 'crc32:' and 8 digits of 0-9, a-f for "
+                    f"each block"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -453,7 +455,9 @@ class ShardMetadata:
                 "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
                 "fingerprints": dict(self.fingerprints),
             }
-        return content | ({"tensor_parts": self.tensor_parts} if self.version > 2 else {})
+        if self.version > 2:
+            content["tensor_parts"] = self.tensor_parts
+        return content | ({"step": self.step, "job": self.job} if self.version > 3 else {})
 
     @classmethod
     def from_dict(cls, data: Any) -> ShardMetadata:
@@ -471,6 +475,9 @@ class ShardMetadata:
         later = _keys_of_version_2(data) if version > 1 else {}
         if version > 2:
             later["tensor_parts"] = item(data, "tensor_parts", int, "")
+        if version > 3:
+            later["step"] = _optional(item(data, "step", object, ""), int, "step")
+            later["job"] = _optional(item(data, "job", object, ""), str, "job")
         return cls(
             rank=item(data, "rank", int, ""),
             world_size=item(data, "world_size", int, ""),
@@ -491,10 +498,14 @@ def _keys_of_version_2(data: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "groups": None if groups is None else _groups(groups),
-        "global_rank": None if global_rank is None else typed(global_rank, int, "global_rank"),
+        "global_rank": _optional(global_rank, int, "global_rank"),
         "optimizer": None if optimizer is None else OptimizerRecord.from_dict(optimizer),
         "fingerprints": _strings(item(data, "fingerprints", dict, ""), "fingerprints"),
     }
+
+
+def _optional(value: Any, kind: type[T], where: str) -> T | None:
+    return None if value is None else typed(value, kind, where)
 
 
 def _groups(data: Any) -> Groups:
@@ -567,6 +578,104 @@ def _check_states(metadata: ShardMetadata) -> None:
 
 # ---------------------------------------------------------------- steps
 
+# The small JSON files of a step, beside the files of the ranks: each has a format and a version.
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The content of ``job.json``: which job saves where the file is.
+
+    In the directory of a run it names the job that may save there; in the folder of a step, the
+    save that the folder belongs to.
+
+    Args:
+        job: token of the job.
+        step: that it saves.
+        world_size: number of ranks in a sharding group.
+        rank: that wrote this file: it leads the ranks that see it.
+        replaced: tokens of the jobs from which it took the directory over, the last one last.
+    """
+
+    job: str
+    step: int
+    world_size: int
+    rank: int
+    replaced: Sequence[str] = ()
+
+    def to_bytes(self) -> bytes:
+        return _small_file("xla_fsdp job", 1, vars(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> JobRecord:
+        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
+        malformed."""
+        with _named(name):
+            content = _content(data, "xla_fsdp job", (1,))
+            return cls(
+                job=item(content, "job", str, ""),
+                step=item(content, "step", int, ""),
+                world_size=item(content, "world_size", int, ""),
+                rank=item(content, "rank", int, ""),
+                replaced=_names(item(content, "replaced", list, ""), "replaced"),
+            )
+
+
+class FileRecord(NamedTuple):
+    """What a rank says of its file.
+
+    Args:
+        nbytes: size of the file.
+        digest: of its description (of a safetensors file: its header), which holds the checksums
+            of everything else. None in steps that were saved before there were digests.
+    """
+
+    nbytes: int
+    digest: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes, "digest": self.digest}
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> FileRecord:
+        nbytes = item(typed(data, dict, where), "bytes", int, where)
+        return cls(nbytes, item(data, "digest", str, where))
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The content of a small file by which a rank announces its file, or why there is none.
+
+    Args:
+        job: token of the job.
+        step: that was saved.
+        file: None if it could not be written.
+        problems: why it could not be written.
+    """
+
+    job: str
+    step: int
+    file: FileRecord | None
+    problems: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        file = None if self.file is None else self.file.to_dict()
+        content = {**vars(self), "file": file, "problems": list(self.problems)}
+        return _small_file("xla_fsdp file", 1, content)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Announcement:
+        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
+        malformed."""
+        with _named(name):
+            content = _content(data, "xla_fsdp file", (1,))
+            file = item(content, "file", object, "")
+            return cls(
+                item(content, "job", str, ""),
+                item(content, "step", int, ""),
+                None if file is None else FileRecord.from_dict(file, "file"),
+                _names(item(content, "problems", list, ""), "problems"),
+            )
+
 
 @dataclass(frozen=True)
 class Marker:
@@ -575,42 +684,76 @@ class Marker:
     Args:
         step: that was saved.
         world_size: number of ranks in a sharding group.
-        files: name of every rank's file to its size in bytes.
+        files: every rank's file by name, as its rank announced it.
+        job: token of the job; None in version 1, which has no digests either.
     """
 
     step: int
     world_size: int
-    files: dict[str, int]
+    files: dict[str, FileRecord]
+    job: str | None = None
 
     def to_bytes(self) -> bytes:
-        head = {"format": MARKER_FORMAT, "version": MARKER_VERSION}
-        content = {"step": self.step, "world_size": self.world_size, "files": self.files}
-        return json.dumps({**head, **content}, indent=1).encode()
+        """Return version 2."""
+        files = {name: file.to_dict() for name, file in self.files.items()}
+        return _small_file("xla_fsdp checkpoint", 2, {**vars(self), "files": files})
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Marker:
-        """Read the result of ``to_bytes``; ``name`` is that of the file, for messages.
+        """Read the result of ``to_bytes``, or version 1; ``name`` is the file's, for messages.
 
         Raises:
             CheckpointError: if it is malformed, or of another version.
         """
-        try:
-            content = typed(json.loads(data), dict, "marker")
-            found = (content.get("format"), content.get("version"))
-            if found != (MARKER_FORMAT, MARKER_VERSION):
-                raise CheckpointError(
-                    f"is {found[0]!r} version {found[1]!r}, expected {MARKER_FORMAT!r} version "
-                    f"{MARKER_VERSION}"
-                )
-            files = item(content, "files", dict, "")
+        with _named(name):
+            content = _content(data, "xla_fsdp checkpoint", (1, 2))
+            first = content["version"] == 1
+            files = item(content, "files", dict, "").items()
             return cls(
                 item(content, "step", int, ""),
                 item(content, "world_size", int, ""),
-                {name: typed(size, int, f"files.{name}") for name, size in files.items()},
+                {
+                    name: FileRecord(typed(file, int, f"files.{name}"))
+                    if first
+                    else FileRecord.from_dict(file, f"files.{name}")
+                    for name, file in files
+                },
+                None if first else item(content, "job", str, ""),
             )
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{name}: {error}") from error
+
+
+def _small_file(name: str, version: int, content: Mapping[str, Any]) -> bytes:
+    return json.dumps({"format": name, "version": version, **content}, indent=1).encode()
+
+
+def _content(data: bytes, name: str, versions: tuple[int, ...]) -> dict[str, Any]:
+    content = typed(json.loads(data), dict, "content")
+    found, version = content.get("format"), content.get("version")
+    if found != name or version not in versions:
+        raise CheckpointError(
+            f"is {found!r} version {version!r}, expected {name!r} version {max(versions)}"
+        )
+    return content
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turn whatever is wrong with a JSON file into one line that names it."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"
+
+
+def digest_of_torch_file(metadata: Mapping[str, Any], values: str) -> str:
+    """Return the digest of the description of a ``.pth`` file.
+
+    Args:
+        metadata: ``ShardMetadata.to_dict()``.
+        values: JSON of the values beside the tensors.
+    """
+    return digest(json.dumps([metadata, values], sort_keys=True).encode())

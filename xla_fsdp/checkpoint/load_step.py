@@ -1,27 +1,27 @@
 """Load one rank's part of a complete step, for any number of ranks.
 
 Invariants: of ``.safetensors`` files, a rank reads only the headers of its first file and of those
-that hold elements it needs, and only these elements; a file is refused if its length differs from
-the marker's, or its tensors from the first file's; a tensor that is loaded unchanged is verified
-against its checksum; one error reports all problems, before any model is changed.
+that hold elements it needs, and only the blocks of these elements; a file is refused if its length
+or its description differs from the marker's, or its tensors from the first file's; whatever is read
+is verified against checksums (of files before version 4: tensors that are read whole); one error
+reports all problems, before any model is changed.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from xla_fsdp.checkpoint.checksum import checksum
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if, typed
+from xla_fsdp.checkpoint.consistency import find_marker_problems
+from xla_fsdp.checkpoint.copying import RecentBlocks
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, typed
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
-    VALUE_PREFIX,
     VALUES_KEY,
     Marker,
     OptimizerState,
@@ -30,14 +30,19 @@ from xla_fsdp.checkpoint.format import (
     state_name,
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan
-from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import LoadTarget, ReadPlan, SourceCheckpoint, plan_read
-from xla_fsdp.checkpoint.shard_files import MODEL_PREFIX, Shard, open_safetensors, open_torch
+from xla_fsdp.checkpoint.shard_files import (
+    MODEL_PREFIX,
+    Shard,
+    open_safetensors,
+    open_torch,
+    values_of,
+    verified_shard,
+)
 from xla_fsdp.checkpoint.step_directory import Attempt, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
-from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec, bytes_of
-from xla_fsdp.checkpoint.torch_file import read_torch_file
+from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
 
@@ -86,24 +91,26 @@ def load_step(
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
-    return _read(found, typed(files.values(own), dict, "values"), threads, same_ranks)
+    values = typed(values_of(files.open(own)), dict, "values")
+    return _read(found, values, threads, same_ranks)
 
 
 def _open(
     storage: Storage, attempt: Attempt, marker: Marker, own: int
 ) -> RankFiles | TorchRankFiles:
     suffix = next(iter(marker.files), "").rpartition(".")[2]
-    names = [rank_file_name(rank, marker.world_size, suffix) for rank in range(marker.world_size)]
+    names: list[str] = []
+    if len(marker.files) == marker.world_size:
+        names = [rank_file_name(r, marker.world_size, suffix) for r in range(marker.world_size)]
     if suffix not in SUFFIXES or set(names) != set(marker.files):
         raise CheckpointError(
             f"{storage.where}/{attempt.folder}: the marker lists "
-            f"{', '.join(marker.files) or 'no files'}; expected one for each of "
+            f"{listed(marker.files, len(marker.files)) or 'no files'}; expected one for each of "
             f"{marker.world_size} ranks"
         )
-    sizes = {attempt.file(name): marker.files[name] for name in names}
     if suffix == "pth":
-        return TorchRankFiles(storage, sizes)
-    return RankFiles(storage, sizes, first=own)
+        return TorchRankFiles(storage, attempt, marker, names)
+    return RankFiles(storage, attempt, marker, names, first=own)
 
 
 def _check(plan: MergePlan, shards: Iterable[Shard]) -> None:
@@ -136,7 +143,7 @@ def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: boo
     for key, sources in states.items():
         wanted |= {f"optimizer state {name} of {key}": each for name, each in sources.items()}
     with ThreadPoolExecutor(threads) as pool:
-        tensors = dict(zip(wanted, pool.map(_load, wanted.items()), strict=True))
+        tensors = dict(zip(wanted, pool.map(TensorSource.load, wanted.values()), strict=True))
     model = {key: tensors[f"model {key}"] for key in found.model}
     optimizer = None
     if found.optimizer is not None:
@@ -151,19 +158,6 @@ def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: boo
     return LoadedStep(model, optimizer, values, same_ranks)
 
 
-def _load(wanted: tuple[str, TensorSource]) -> Tensor:
-    what, source = wanted
-    tensor = source.load()
-    if source.checksum is None:
-        return tensor
-    if (found := checksum(bytes_of(tensor))) != source.checksum:
-        raise CheckpointError(
-            f"{what} is damaged: its checksum is {found}, but was {source.checksum} when it was "
-            f"saved. Load an earlier step, or a copy of this one"
-        )
-    return tensor
-
-
 # ---------------------------------------------------------------- the files of all ranks
 
 
@@ -172,17 +166,22 @@ class RankFiles:
 
     Args:
         storage: that holds them.
-        sizes: name to size in bytes of every rank's file, in rank order.
+        attempt: that they belong to.
+        marker: of the attempt.
+        names: of every rank's file, in rank order.
         first: rank whose file is opened at once; the others must have the same tensors.
 
     Raises:
-        CheckpointError: if that file cannot be opened.
+        CheckpointError: if that file cannot be opened, or is not the one that the marker lists.
     """
 
-    def __init__(self, storage: Storage, sizes: Mapping[str, int], first: int) -> None:
-        self._storage, self._sizes, self._first = storage, sizes, first
-        self._names = list(sizes)
+    def __init__(
+        self, storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str], first: int
+    ) -> None:
+        self._storage, self._attempt, self._marker, self._first = storage, attempt, marker, first
+        self._names = names
         self._lock = threading.Lock()
+        self._recent = RecentBlocks()
         self._opened: dict[int, Shard] = {}
         self._tensors: dict[int, dict[str, TensorSource]] = {}
         self.tensors(first)
@@ -194,40 +193,33 @@ class RankFiles:
         others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
         return [self._shard(rank, model, others) for rank in range(len(self._names))]
 
-    def values(self, rank: int) -> Any:
-        tensors, shard = self.tensors(rank), self._opened[rank]
-        try:
-            packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{shard.source}: {VALUES_KEY} is not JSON: {error}") from error
-        count = sum(name.startswith(VALUE_PREFIX) for name in tensors)
-        names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
-        if absent := [name for name in names if name not in tensors]:
-            raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-        return unpack(packed, [tensors[name].load() for name in names])
+    def open(self, rank: int) -> Shard:
+        """Return the shard in a rank's file."""
+        self.tensors(rank)
+        return self._opened[rank]
 
     def tensors(self, rank: int) -> dict[str, TensorSource]:
         """Return the tensors of a rank's file, which is opened on the first call."""
         with self._lock:
             if rank not in self._tensors:
                 name = self._names[rank]
-                source = checked_source(self._storage, name, self._sizes[name])
-                self._opened[rank] = open_safetensors(source, self.source(rank))
+                at, size = self._attempt.file(name), self._marker.files[name].nbytes
+                source = checked_source(self._storage, at, size)
+                shard = open_safetensors(source, self.source(rank))
+                raise_if(find_marker_problems(shard, self._marker))
+                self._opened[rank] = verified_shard(shard, self._recent)
                 self._tensors[rank] = dict(self._opened[rank].tensors())
             return self._tensors[rank]
 
     def tensor(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of a rank's file, assuming the dtype and shape it has in the first file;
         the file is opened, and the assumption checked, when the tensor is read."""
-        first = self._tensors[self._first][name]
-        data = _TensorOfRank(self, rank, name, first.spec)
-        return TensorSource(
-            first.spec, data, checksum=first.checksum if rank == self._first else None
-        )
+        spec = self._tensors[self._first][name].spec
+        return TensorSource(spec, _TensorOfRank(self, rank, name, spec))
 
     def source(self, rank: int) -> str:
         """Return the path of a rank's file, for messages."""
-        return path_of(self._storage, self._names[rank])
+        return path_of(self._storage, self._attempt.file(self._names[rank]))
 
     def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
         return Shard(
@@ -270,30 +262,40 @@ class _TensorOfRank:
 
 
 class TorchRankFiles:
-    """The ``.pth`` files of all ranks of one job, in a local directory. ``shards`` opens all."""
+    """The ``.pth`` files of all ranks of one job, in a local directory; all are opened at once.
 
-    def __init__(self, storage: Storage, sizes: Mapping[str, int]) -> None:
-        self._paths = [path_of(storage, name) for name in sizes]
+    Args:
+        storage: that holds them.
+        attempt: that they belong to.
+        marker: of the attempt.
+        names: of every rank's file, in rank order.
+
+    Raises:
+        CheckpointError: if one cannot be opened, or is not the one that the marker lists.
+    """
+
+    def __init__(
+        self, storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
+    ) -> None:
+        paths = [path_of(storage, attempt.file(name)) for name in names]
         if not isinstance(storage, LocalStorage):
             raise CheckpointError(
-                f"{self._paths[0]}: .pth files can only be loaded from a local directory"
+                f"{paths[0]}: .pth files can only be loaded from a local directory"
             )
-        for name, size in sizes.items():
-            checked_source(storage, name, size)
+        for name in names:
+            checked_source(storage, attempt.file(name), marker.files[name].nbytes)
+        recent = RecentBlocks()
+        self._shards = [verified_shard(open_torch(path), recent) for path in paths]
+        raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
+        if any(VALUES_KEY not in shard.notes for shard in self._shards):
+            raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")
 
     def shards(self) -> list[Shard]:
-        return [open_torch(path) for path in self._paths]
+        return self._shards
 
-    def values(self, rank: int) -> Any:
-        path = self._paths[rank]
-        saved = typed(read_torch_file(path), dict, path).get("values")
-        if not isinstance(saved, dict):
-            raise CheckpointError(f"{path}: has no 'values'; it was not written by save_checkpoint")
-        try:
-            packed = json.loads(saved["json"])
-            return unpack(packed, [source.load() for source in saved["tensors"]])
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: its 'values' are damaged: {error!r}") from error
+    def open(self, rank: int) -> Shard:
+        """Return the shard in a rank's file."""
+        return self._shards[rank]
 
 
 def path_of(storage: Storage, name: str) -> str:

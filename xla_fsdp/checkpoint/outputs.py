@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.checksum import EMPTY, written
+from xla_fsdp.checkpoint.checksum import room_for, written
 from xla_fsdp.checkpoint.copying import (
     ChecksumVerifier,
     CopyTask,
@@ -32,6 +32,8 @@ from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, con
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 
 Checksums = Mapping[str, str]
+BlockCrcs = Mapping[int, Sequence[int]]
+"""Offset in a file of each tensor that is not empty, to the CRC-32 of each of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Output(ABC):
     def begin(self, temporary: str) -> list[CopyTask]:
         """Create the file with room for its tensors; return what to copy into it."""
 
-    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:  # noqa: B027
-        """Write checksums into the complete file, from the tensors' CRC-32 by file offset."""
+    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:  # noqa: B027
+        """Write checksums into the complete file, from those of the tensors of every output, by
+        its path."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class SafetensorsOutput(Output):
 
     def header(self, checksums: Checksums | None = None) -> Header:
         """Return the file's header; without checksums, one with zeros in their place."""
-        known = dict.fromkeys(self.tensors, EMPTY) if checksums is None else checksums
+        known = checksums or {n: room_for(t.spec.nbytes) for n, t in self.tensors.items()}
         specs = {name: source.spec for name, source in self.tensors.items()}
         return plan_file(specs, self.metadata(known))
 
@@ -104,14 +107,18 @@ class SafetensorsOutput(Output):
             for name, entry in header.entries.items()
         ]
 
-    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:
-        entries = self.header().entries
+    def final_header(self, crcs: Mapping[str, BlockCrcs]) -> Header:
+        """Return the header with the checksums of the tensors; arguments as of ``finish``."""
+        own = crcs.get(self.path, {})
         checksums = {
-            name: written(crcs[entry.start]) if entry.spec.nbytes else EMPTY
-            for name, entry in entries.items()
+            name: written(*(own[entry.start] if entry.spec.nbytes else ()))
+            for name, entry in self.header().entries.items()
         }
+        return self.header(checksums)
+
+    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
         with open(temporary, "r+b") as file:
-            file.write(self.header(checksums).to_bytes())
+            file.write(self.final_header(crcs).to_bytes())
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,8 @@ class TorchOutput(Output):
             for source, start in write_skeleton(self.content, temporary)
         ]
 
-    def finish(self, temporary: str, crcs: Mapping[int, int]) -> None:
-        write_crcs(temporary, crcs)
+    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
+        write_crcs(temporary, crcs.get(self.path, {}))
 
 
 @dataclass(frozen=True)
@@ -175,10 +182,11 @@ def write_outputs(
             with failing(output.path):
                 tasks += output.begin(temporary)
         with _final_names(begun):
-            crcs = _copy(tasks, options, verifiers)
+            copied = _copy(tasks, options, verifiers)
+        crcs = {output.path: copied.get(temporary, {}) for output, temporary in begun}
         for output, temporary in begun:
             with failing(output.path):
-                output.finish(temporary, crcs.get(temporary, {}))
+                output.finish(temporary, crcs)
         files.commit()
 
 
@@ -217,20 +225,20 @@ def find_output_problems(
 
 def _copy(
     tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[ChecksumVerifier]
-) -> dict[str, dict[int, int]]:
-    """Copy all tensors; return the CRC-32 of each by path and offset."""
+) -> dict[str, dict[int, list[int]]]:
+    """Copy all tensors; return the CRC-32 of each block by path and offset."""
     threads = options.threads or default_threads()
     crcs = copy(tasks, threads=threads, progress=options.progress)
     raise_if(find_damage(verifiers, unread=options.verify))
     if options.verify:
         _verify(tasks, crcs, threads)
-    by_file: dict[str, dict[int, int]] = {}
-    for task, crc in zip(tasks, crcs, strict=True):
-        by_file.setdefault(task.path, {})[task.start] = crc
+    by_file: dict[str, dict[int, list[int]]] = {}
+    for task, own in zip(tasks, crcs, strict=True):
+        by_file.setdefault(task.path, {})[task.start] = own
     return by_file
 
 
-def _verify(tasks: Sequence[CopyTask], crcs: Sequence[int], threads: int) -> None:
+def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: int) -> None:
     """Read all written tensors again, and compare their CRC-32."""
     for path in dict.fromkeys(task.path for task in tasks):
         sync(path)

@@ -39,15 +39,17 @@ SHARD_PREFIX = "_fsdp_shard"
 
 
 class Identity(NamedTuple):
-    """The format of a shard, its rank, and the number of ranks."""
+    """The format of a shard, its rank, the number of ranks, and the save that wrote it."""
 
     format: str
     rank: int
     world_size: int
+    step: int | None = None
+    job: str | None = None
 
 
 def identify(metadata: Any) -> Identity:
-    """Return the format, rank and world size of a shard.
+    """Return the identity of a shard; step and job are None if its metadata does not have them.
 
     Raises:
         CheckpointError: if the metadata has neither format or is malformed.
@@ -56,7 +58,7 @@ def identify(metadata: Any) -> Identity:
         return Identity("torch_xla", *_torch_xla_identity(metadata))
     if metadata.get("format") == FORMAT:
         own = ShardMetadata.from_dict(metadata)
-        return Identity(FORMAT, own.rank, own.world_size)
+        return Identity(FORMAT, own.rank, own.world_size, own.step, own.job)
     raise CheckpointError(
         "shard_metadata is of neither xla_fsdp nor torch_xla; expected what "
         "model.get_shard_metadata() returns"

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from xla_fsdp.checkpoint.checksum import digest
+from xla_fsdp.checkpoint.copying import CopyTask
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
 from xla_fsdp.checkpoint.format import (
     FORMAT,
     VERSION,
+    FileRecord,
     Marker,
     ParamRecord,
     ShardMetadata,
@@ -27,7 +30,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
 from xla_fsdp.checkpoint.outputs import (
-    BytesOutput,
+    BlockCrcs,
     Checksums,
     FilesJob,
     Job,
@@ -38,7 +41,7 @@ from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, verifying_shards
-from xla_fsdp.checkpoint.step_directory import MARKER, Attempt
+from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, job_token
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
@@ -90,14 +93,41 @@ def plan_reshard(
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
     content = _content(plan, same, world_size)
+    job = job_token()
+    content = replace(content, metadata=replace(content.metadata, step=step, job=job))
     folder = os.path.join(directory, Attempt(step).folder)
-    outputs: list[Output] = [
-        _rank_output(content, folder, rank, world_size) for rank in range(world_size)
-    ]
-    sizes = {os.path.basename(output.path): output.nbytes for output in outputs}
-    marker = Marker(step, world_size, sizes)
-    outputs.append(BytesOutput(os.path.join(folder, MARKER), marker.to_bytes()))
+    files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
+    marker = Marker(step, world_size, {}, job)
+    outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
     return FilesJob(outputs, verifiers, make_directories=True)
+
+
+@dataclass(frozen=True)
+class MarkerOutput(Output):
+    """The marker of a step, which lists the files of all ranks.
+
+    Args:
+        path: of the marker.
+        files: of the ranks.
+        marker: without files.
+    """
+
+    path: str
+    files: Sequence[SafetensorsOutput]
+    marker: Marker
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.marker.to_bytes())
+
+    def begin(self, temporary: str) -> list[CopyTask]:
+        return []
+
+    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
+        headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
+        files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
+        with open(temporary, "xb") as file:
+            file.write(replace(self.marker, files=files).to_bytes())
 
 
 def step_of(shard: Shard) -> int:

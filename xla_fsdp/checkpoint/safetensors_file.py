@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from xla_fsdp.checkpoint.checksum import digest
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     dtype_name,
@@ -85,11 +86,13 @@ class Header:
         entries: by name, in the order of their bytes in the file.
         metadata: strings by string.
         data_start: length of the header, which is the offset of the first tensor.
+        digest: of the header's bytes, if it was read from a file.
     """
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int
+    digest: str | None = None
 
     @property
     def file_size(self) -> int:
@@ -198,7 +201,8 @@ def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes
 def _parsed(source: ByteSource) -> Header:
     if source.nbytes < 8:
         raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
-    length = int.from_bytes(read_bytes(source, 0, 8), "little")
+    head = read_bytes(source, 0, 8)
+    length = int.from_bytes(head, "little")
     if length > MAX_HEADER:
         raise CheckpointError(
             f"not a safetensors file: its header would be {length:,} bytes long, and at most "
@@ -208,11 +212,12 @@ def _parsed(source: ByteSource) -> Header:
         raise CheckpointError(
             f"truncated: its header ends at byte {8 + length:,} of {source.nbytes:,}"
         )
-    lines = _json_dict(_text(read_bytes(source, 8, length)), "header")
+    data = read_bytes(source, 8, length)
+    lines = _json_dict(_text(data), "header")
     metadata = _metadata(lines.pop("__metadata__", {}))
     entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
     in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
-    header = Header(dict(in_file_order), metadata, 8 + length)
+    header = Header(dict(in_file_order), metadata, 8 + length, digest(head + data))
     _check_filled(header, source.nbytes)
     return header
 

@@ -1,4 +1,4 @@
-"""Save one step: write a file for each rank, then mark the step as complete.
+"""Save one step: write a file for each rank, announce it, then mark the step as complete.
 
 Each rank writes the shards of its model and optimizer, and *values*: all else (schedulers,
 counters, random number states), packed by ``json_values``. A ``.safetensors`` file has the values
@@ -6,19 +6,24 @@ in its header and in tensors of their own. A ``.pth`` file has torch_xla's keys,
 ``shard_metadata``, and the optimizer's state by parameter key.
 
 The *leader* of a directory is the one rank that writes the marker and deletes: rank 0 if all ranks
-see the same files, else the first rank on each host to claim it.
+see the same files, else the first on each host to make the attempt's folder. The *token* of a
+job names it in everything that it writes; a job that finds another's in a directory stops.
 
-Invariants: all ranks raise the same error or none; the marker is written after all files are on
-disk, and until then older complete steps are not deleted; a thread may write a rank's file, but
-ranks communicate only in the caller's thread; tensors are written without a copy (to a ``.pth``
+Invariants: all ranks raise the same error or none, and agree on everything before anything is
+written; the marker lists what ranks have announced, and is written after all files have been listed
+with these sizes; until then older complete steps are not deleted; a thread may write a rank's file,
+but ranks communicate only in the caller's thread; tensors are written without a copy (to a ``.pth``
 file: with one).
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import math
+import os
+import sys
 import threading
 import time
 import warnings
@@ -26,19 +31,24 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.checksum import checksum
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.checksum import checksum, digest
+from xla_fsdp.checkpoint.errors import CheckpointError, T, raise_if
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
+    Announcement,
+    FileRecord,
+    JobRecord,
     Marker,
     ShardMetadata,
+    digest_of_torch_file,
     model_name,
     rank_file_name,
     state_name,
@@ -46,9 +56,12 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.json_values import Packed
 from xla_fsdp.checkpoint.safetensors_file import plan_file, shard_file_metadata
 from xla_fsdp.checkpoint.step_directory import (
+    JOB,
     Attempt,
     all_attempts,
+    is_owner,
     newest_complete,
+    read_job,
     remove,
     tidy,
     write_marker,
@@ -56,10 +69,11 @@ from xla_fsdp.checkpoint.step_directory import (
 from xla_fsdp.checkpoint.storage import Buffer, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSpec, bytes_of
 
-CLAIM = ".leader"
 LOOKED_AT = 4  # newest complete attempts that ranks compare; hosts differ by at most one
-LOOK_EVERY = 0.5  # seconds after which the leader looks again for the other ranks' files
-PATIENCE = 60.0  # seconds that it goes on after the main thread has ended
+LOOK_EVERY = 0.5  # seconds after which the leader looks again for announcements
+PATIENCE = 300.0  # seconds that it goes on after the main thread has ended
+LOST_EXIT_CODE = 1
+REMEMBERED = 64  # jobs that were replaced, in ``job.json``
 
 
 @dataclass(frozen=True)
@@ -93,20 +107,20 @@ class RankContent:
 
 
 class Written(NamedTuple):
-    """The size of a rank's file, and one checksum of all its shards.
+    """A rank's file, and one checksum of all its shards.
 
-    Unsharded tensors are left out, as they may differ between replicas.
+    Unsharded tensors are left out of the checksum, as they may differ between replicas.
     """
 
-    nbytes: int
-    digest: str
+    file: FileRecord
+    shards: str
 
 
 def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
     """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name.
 
     Args:
-        storage: None to write nothing, because another sharding group writes this file.
+        storage: None to write nothing, because another rank writes this file.
         name: of the file.
         content: of the file.
 
@@ -122,15 +136,15 @@ def write_rank_file(storage: Storage | None, name: str, content: RankContent) ->
             size += len(chunk)
             yield chunk
 
-    chunks = _pth_chunks(full) if name.endswith(".pth") else _safetensors_chunks(full)
+    description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
     if storage is None:
         deque(counted(chunks), maxlen=0)
     else:
         storage.write(name, counted(chunks))
-    return Written(size, _digest(full))
+    return Written(FileRecord(size, description), _checksum_of_shards(full))
 
 
-def _digest(content: RankContent) -> str:
+def _checksum_of_shards(content: RankContent) -> str:
     metadata = content.metadata
     names = [model_name(record.key) for record in metadata.params]
     for key, states in (metadata.optimizer.states if metadata.optimizer else {}).items():
@@ -138,27 +152,29 @@ def _digest(content: RankContent) -> str:
     return checksum("\n".join(metadata.fingerprints[name] for name in names).encode())
 
 
-def _safetensors_chunks(content: RankContent) -> Iterator[Buffer]:
+def _safetensors(content: RankContent) -> tuple[str, Iterator[Buffer]]:
+    """Return the digest of the file's description, and the bytes of the file."""
     tensors = content.tensors()
     extra = {VALUES_KEY: json.dumps(content.values.json)}
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     header = plan_file(specs, shard_file_metadata(content.metadata, extra))
-    yield header.to_bytes()
-    for name in header.entries:
-        yield bytes_of(tensors[name])
+    data = header.to_bytes()
+    return digest(data), chain([data], (bytes_of(tensors[name]) for name in header.entries))
 
 
-def _pth_chunks(content: RankContent) -> Iterator[Buffer]:
+def _pth(content: RankContent) -> tuple[str, Iterator[Buffer]]:
+    """Return the digest of the file's description, and the bytes of the file."""
+    metadata, values = content.metadata.to_dict(), json.dumps(content.values.json)
     # In memory first: to write a zip archive, torch.save has to seek, which a stream cannot.
     buffer = io.BytesIO()
     content_of_file = {
         "model": dict(content.model),
-        "shard_metadata": content.metadata.to_dict(),
+        "shard_metadata": metadata,
         "optimizer": {"state": {key: dict(states) for key, states in content.states.items()}},
-        "values": {"json": json.dumps(content.values.json), "tensors": content.values.tensors},
+        "values": {"json": values, "tensors": content.values.tensors},
     }
     torch.save(content_of_file, buffer)
-    yield buffer.getbuffer()
+    return digest_of_torch_file(metadata, values), iter([buffer.getbuffer()])
 
 
 # ---------------------------------------------------------------- all ranks together
@@ -202,22 +218,56 @@ class ShardFile:
     Args:
         shard: the rank in its sharding group.
         num_shards: number of ranks in a sharding group.
-        group: index of the sharding group; the groups are replicas.
         suffix: of the file.
     """
 
     shard: int
     num_shards: int
-    group: int
     suffix: str
 
-    def name(self, shard: int) -> str:
-        """Return the name of the file of one shard."""
-        return rank_file_name(shard, self.num_shards, self.suffix)
+    @property
+    def name(self) -> str:
+        return rank_file_name(self.shard, self.num_shards, self.suffix)
+
+    @property
+    def announcement(self) -> str:
+        """The name of the small file that announces this one."""
+        return rank_file_name(self.shard, self.num_shards, "json")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that saves.
+
+    Args:
+        token: its name, which no other job has.
+        replaced: tokens of jobs in whose place it goes on, as it has loaded what they saved.
+        take_over: whether it goes on in the place of whichever job owns the directory.
+    """
+
+    token: str
+    replaced: frozenset[str] = frozenset()
+    take_over: bool = False
+
+
+class _Place(NamedTuple):
+    """What ranks tell each other of themselves and of the directory that they see."""
+
+    shard: int
+    agreed: dict[str, Any]  # must be equal on all ranks
+    job: str
+    replaced: list[str]
+    take_over: bool
+    owner: dict[str, Any] | None
+    number: int
+    complete: list[Attempt]
 
 
 class Save:
     """Saves one step: call ``begin``, ``start`` and ``wait``, on every rank.
+
+    If nobody calls ``wait``, the step is completed nevertheless before the process ends, where all
+    ranks see the same files; if that fails, the process says so and ends with exit code 1.
 
     Args:
         storage: of the calling rank.
@@ -225,45 +275,66 @@ class Save:
         file: of the calling rank.
         step: to save.
         keep_last: number of complete steps not to delete; None for all.
+        job: that saves; of the tokens of all ranks, rank 0's counts.
     """
 
     def __init__(
-        self, storage: Storage, ranks: Ranks, file: ShardFile, step: int, keep_last: int | None
+        self,
+        storage: Storage,
+        ranks: Ranks,
+        file: ShardFile,
+        step: int,
+        keep_last: int | None,
+        job: Job,
     ) -> None:
         self._storage, self._ranks, self._file = storage, ranks, file
         self._step, self._keep_last = step, keep_last
+        self._job = job
         self._attempt = Attempt(step)
         self._leads = False  # whether this rank marks and deletes in its directory
         self._shared = True  # whether all ranks see the same files
+        self._expected: list[ShardFile] = []  # that are written into this directory
+        self._writes = False  # whether this rank writes one of them
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._error: Exception | None = None
+        self._marked = False
+        self._lost: list[str] = []  # why other ranks' files are missing
         self._waited_for = threading.Event()
 
     def begin(self, problems: Sequence[str] = ()) -> None:
-        """Agree on a new attempt. Every rank calls it.
+        """Agree on a new attempt, and make its folder. Every rank calls it.
 
         Args:
             problems: reasons why this rank cannot save, if any.
 
         Raises:
-            CheckpointError: with the problems of all ranks, or if a later step is complete.
+            CheckpointError: with the problems of all ranks; if ranks differ in what they save; if
+                another job owns the directory; or if a later step is complete.
         """
-        found, numbers, complete = list(problems), [0], []
-        try:
-            numbers += [each.number + 1 for each in self._own_attempts()]
-            complete = list(islice(newest_complete(self._storage), LOOKED_AT))
-        except CheckpointError as error:
-            found += error.problems
-        gathered = self._ranks.all_gather_or_raise(found, (max(numbers), complete))
-        self._refuse_earlier([{Attempt(*each) for each in own} for _, own in gathered])
-        self._attempt = Attempt(self._step, max(number for number, _ in gathered))
-        self._find_leaders()
+        own, found = self._try(self._look)
+        gathered = [
+            _Place(*each) for each in self._ranks.all_gather_or_raise([*problems, *found], own)
+        ]
+        raise_if(list(disagreements([place.agreed for place in gathered])))
+        self._job = replace(self._job, token=gathered[0].job)
+        self._refuse_other_jobs(gathered)
+        self._refuse_earlier([{Attempt(*each) for each in place.complete} for place in gathered])
+        self._attempt = Attempt(self._step, max(place.number for place in gathered))
+        self._make_folder(gathered)
 
-    def start(self, write: Callable[[Storage | None, str], Written]) -> None:
-        """Write this rank's file in a thread, by ``write(storage, name)``."""
-        self._thread = threading.Thread(target=self._work, args=(write,), name="save_checkpoint")
+    def start(
+        self,
+        content: RankContent,
+        write: Callable[[Storage | None, str, RankContent], Written] = write_rank_file,
+    ) -> None:
+        """Write this rank's file in a thread."""
+        metadata = replace(content.metadata, step=self._step, job=self._job.token)
+        work = partial(self._work, write, replace(content, metadata=metadata))
+        # Not a daemon, as ranks on CPU are: those end with the process, whatever they are doing.
+        self._thread = threading.Thread(target=work, name="save_checkpoint", daemon=False)
         self._thread.start()
+        atexit.register(self._end_process_if_lost)
 
     def wait(self) -> None:
         """Return when the step is complete for all ranks. Every rank calls it, once.
@@ -274,16 +345,52 @@ class Save:
         self._waited_for.set()
         if self._thread is not None:
             self._thread.join()
+        atexit.unregister(self._end_process_if_lost)
         try:
-            sizes = self._collect()
-            self._ranks.all_gather_or_raise(self._try(lambda: self._mark(sizes)))
+            files = self._collect()
+            self._ranks.all_gather_or_raise(self._try(lambda: self._mark(files))[1])
         except CheckpointError:
             self._try(self._withdraw)
             raise
         self._tidy()
 
-    def _own_attempts(self) -> list[Attempt]:
-        return [each for each in all_attempts(self._storage) if each.step == self._step]
+    # ------------------------------------------------------------ begin
+
+    def _look(self) -> _Place:
+        attempts = [each for each in all_attempts(self._storage) if each.step == self._step]
+        owner = read_job(self._storage)
+        return _Place(
+            shard=self._file.shard,
+            agreed={
+                "step": self._step,
+                "number of shards": self._file.num_shards,
+                "file_format": self._file.suffix,
+                "keep_last": self._keep_last,
+            },
+            job=self._job.token,
+            replaced=sorted(self._job.replaced),
+            take_over=self._job.take_over,
+            owner=None if owner is None else vars(owner),
+            number=max((each.number + 1 for each in attempts), default=0),
+            complete=list(islice(newest_complete(self._storage), LOOKED_AT)),
+        )
+
+    def _refuse_other_jobs(self, places: Sequence[_Place]) -> None:
+        own, where = self._job.token, self._storage.where
+        known = {own, *(token for place in places for token in place.replaced)}
+        for place in places:
+            other = place.owner and JobRecord(**place.owner)
+            if other and own in other.replaced:
+                raise CheckpointError(
+                    f"{where} was taken over by job {other.job}: this job, {own}, must not save "
+                    f"there any more. End one of the two"
+                )
+            if other and other.job not in known and not any(p.take_over for p in places):
+                raise CheckpointError(
+                    f"{where} belongs to job {other.job}, which began to save step {other.step} "
+                    f"there. If it has ended, load from there first, or pass take_over=True; if "
+                    f"not, save to another directory"
+                )
 
     def _refuse_earlier(self, complete: Sequence[set[Attempt]]) -> None:
         # An attempt that is complete on some hosts only was interrupted, and is ignored.
@@ -294,78 +401,152 @@ class Save:
                 f"be the latest one. Save to another directory, or delete the later steps"
             )
 
-    def _find_leaders(self) -> None:
-        first, problems = False, []
+    def _make_folder(self, places: Sequence[_Place]) -> None:
+        """Own the directory, make the attempt's folder, and find out who sees the same one."""
+        made, problems = self._try(lambda: self._own(places[self._ranks.rank].owner))
         try:
-            first = self._storage.claim(self._attempt.file(CLAIM))
-        except CheckpointError as error:
-            problems = error.problems
-        leaders = [
-            rank
-            for rank, leads in enumerate(self._ranks.all_gather_or_raise(problems, first))
-            if leads
-        ]
-        self._shared = len(leaders) <= 1
-        self._leads = self._ranks.rank == 0 if self._shared else first
+            self._ranks.all_gather_or_raise(problems)
+            leader, problems = self._try(self._leader)
+            leaders = self._ranks.all_gather_or_raise(problems, leader)
+        except CheckpointError:
+            if made:
+                self._try(lambda: remove(self._storage, self._attempt))
+            raise
+        self._find_files(places, leaders)
 
-    @property
-    def _writes(self) -> bool:
-        """Whether this rank writes its file: on shared storage, one sharding group's suffice."""
-        return self._file.group == 0 or not self._shared
+    def _own(self, owner: dict[str, Any] | None) -> bool:
+        """Make this job the owner of the directory, and the attempt's folder; return whether this
+        rank made it."""
+        rank = self._ranks.rank
+        record = JobRecord(self._job.token, self._step, self._file.num_shards, rank)
+        if not self._storage.per_host and rank:
+            return False
+        if owner is None or owner["job"] != record.job:
+            replaced = [] if owner is None else [*owner["replaced"], owner["job"]]
+            new = replace(record, replaced=replaced[-REMEMBERED:])
+            self._storage.put(JOB, new.to_bytes())
+        return self._storage.create(self._attempt.file(JOB), record.to_bytes())
 
-    def _work(self, write: Callable[[Storage | None, str], Written]) -> None:
+    def _leader(self) -> int:
+        """Return the rank that made the folder that this rank sees."""
+        made = read_job(self._storage, self._attempt.folder)
+        if made is None or made.job != self._job.token:
+            raise CheckpointError(
+                f"{self._storage.where}/{self._attempt.folder} was made at the same moment by job "
+                f"{made and made.job}: end one of the two jobs"
+            )
+        return made.rank
+
+    def _find_files(self, places: Sequence[_Place], leaders: Sequence[int]) -> None:
+        """Find out who marks, and which files are written into the directory of this rank."""
+        self._shared = len(set(leaders)) == 1
+        here = leaders[self._ranks.rank]
+        self._leads = self._ranks.rank == (0 if self._shared else here)
+        # Of replicas that see the same directory, the first one is written.
+        writers: dict[int, int] = {}
+        for rank, place in enumerate(places):
+            if leaders[rank] == here:
+                writers.setdefault(place.shard, rank)
+        self._writes = self._ranks.rank in writers.values()
+        self._expected = [replace(self._file, shard=shard) for shard in sorted(writers)]
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(
+        self, write: Callable[[Storage | None, str, RankContent], Written], content: RankContent
+    ) -> None:
         try:
             storage = self._storage if self._writes else None
-            self._written = write(storage, self._attempt.file(self._file.name(self._file.shard)))
+            self._written = write(storage, self._attempt.file(self._file.name), content)
+            self._announce(self._written.file)
             if self._shared and self._leads:
-                self._mark_when_all_files_exist()
+                self._mark_when_all_are_announced()
         except Exception as error:  # raised by wait()
             self._error = error
+            with suppress(CheckpointError):  # the leader then waits in vain
+                self._announce(None, _lines(error))
 
-    def _mark_when_all_files_exist(self) -> None:
-        # So that the step is complete even if the job ends before ``wait``. No communication is
-        # needed, as a file gets its name only when it is complete.
-        expected = [self._file.name(shard) for shard in range(self._file.num_shards)]
+    def _announce(self, file: FileRecord | None, problems: Sequence[str] = ()) -> None:
+        if self._writes:
+            said = Announcement(self._job.token, self._step, file, tuple(problems))
+            name = self._attempt.file(self._file.announcement)
+            self._storage.write(name, [said.to_bytes()])
+
+    def _mark_when_all_are_announced(self) -> None:
+        # So that the step is complete even if the job ends before ``wait``.
+        names = {file.announcement for file in self._expected}
         last_look = math.inf
         while time.monotonic() < last_look and not self._waited_for.wait(LOOK_EVERY):
             if last_look == math.inf and not threading.main_thread().is_alive():
                 last_look = time.monotonic() + PATIENCE
             with suppress(CheckpointError):  # the next iteration or wait() tries again
-                if set(expected) <= set(self._storage.names(self._attempt.folder)):
-                    self._mark({name: self._size(name) for name in expected})
+                if names <= set(self._storage.names(self._attempt.folder)):
+                    said = self._announced()
+                    self._lost = [problem for each in said.values() for problem in each.problems]
+                    if not self._lost:
+                        self._mark(_files(said))
                     return
 
-    def _size(self, name: str) -> int:
-        return self._storage.source(self._attempt.file(name)).nbytes
+    def _announced(self) -> dict[str, Announcement]:
+        """Return what ranks say of the files in this directory, by name."""
+        return {
+            file.name: Announcement.from_bytes(
+                self._storage.read(self._attempt.file(file.announcement)),
+                f"{self._storage.where}/{self._attempt.file(file.announcement)}",
+            )
+            for file in self._expected
+        }
 
-    def _collect(self) -> dict[str, int]:
-        """Return the size of every file, after checking that all are written and replicas equal."""
+    # ------------------------------------------------------------ wait
+
+    def _collect(self) -> dict[str, FileRecord]:
+        """Return every file, after checking that all are written and replicas equal."""
         failure = [] if self._error is None else _lines(self._error)
         own = self._written and (self._file.shard, self._writes, *self._written)
-        files: dict[int, int] = {}
-        digests: dict[int, tuple[int, str]] = {}
+        files: dict[str, FileRecord] = {}
+        first: dict[int, tuple[int, str]] = {}
         problems = []
         for rank, written in enumerate(self._ranks.all_gather_or_raise(failure, own)):
-            shard, writes, nbytes, digest = written
-            if writes:  # another replica's size may differ, because of its unsharded tensors
-                files.setdefault(shard, nbytes)
-            first, expected = digests.setdefault(shard, (rank, digest))
-            if digest != expected:
+            shard, writes, file, checksum_of_shards = written
+            if writes:  # another replica's file may differ, because of its unsharded tensors
+                files.setdefault(replace(self._file, shard=shard).name, FileRecord(*file))
+            other, expected = first.setdefault(shard, (rank, checksum_of_shards))
+            if checksum_of_shards != expected:
                 problems.append(
-                    f"ranks {first} and {rank} hold shard {shard} of the model, but with different "
+                    f"ranks {other} and {rank} hold shard {shard} of the model, but with different "
                     f"values: sharding groups must be replicas of one model to be saved in one "
                     f"directory"
                 )
         raise_if(problems)
-        return {self._file.name(shard): nbytes for shard, nbytes in sorted(files.items())}
+        return dict(sorted(files.items()))
 
-    def _mark(self, files: dict[str, int]) -> None:
-        if self._leads:
-            if not self._shared:  # sizes on this host, as the files of replicas may differ
-                here = self._storage.names(self._attempt.folder)
-                files = {n: self._size(n) if n in here else size for n, size in files.items()}
-            marker = Marker(self._step, self._file.num_shards, files)
+    def _mark(self, files: Mapping[str, FileRecord]) -> None:
+        """Mark the step, if this rank leads, after listing all files in its directory."""
+        if not self._leads:
+            return
+        if not is_owner(self._storage, self._job.token):
+            raise CheckpointError(
+                f"{self._storage.where} was taken over by another job while step {self._step} was "
+                f"saved: this step is not complete. End one of the two jobs"
+            )
+        if not self._shared:  # the files of replicas on other hosts may differ
+            files = {**files, **_files(self._announced())}
+        self._check_listed(files)
+        if not self._marked:
+            marker = Marker(self._step, self._file.num_shards, dict(files), self._job.token)
             write_marker(self._storage, self._attempt, marker)
+            self._marked = True
+
+    def _check_listed(self, files: Mapping[str, FileRecord]) -> None:
+        found = self._storage.sizes(self._attempt.folder)
+        raise_if(
+            [
+                f"{self._storage.where}/{self._attempt.file(file.name)}: {files[file.name].nbytes} "
+                f"bytes were written, but {found.get(file.name, 'none')} are there"
+                for file in self._expected
+                if found.get(file.name) != files[file.name].nbytes
+            ]
+        )
 
     def _withdraw(self) -> None:
         if self._leads:
@@ -373,19 +554,53 @@ class Save:
 
     def _tidy(self) -> None:
         # The step is saved: a failure to delete older ones must not end the job.
-        try:
-            problems = tidy(self._storage, self._attempt, self._keep_last) if self._leads else []
-        except CheckpointError as error:
-            problems = error.problems
-        for problem in problems:
+        at = (self._storage, self._attempt, self._keep_last, self._job.token)
+        problems, failure = self._try(lambda: tidy(*at) if self._leads else [])
+        for problem in [*(problems or ()), *failure]:
             warnings.warn(problem, stacklevel=2)
 
-    def _try(self, phase: Callable[[], None]) -> list[str]:
+    def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
+        """Return the result of ``phase``, or the problems of its ``CheckpointError``."""
         try:
-            phase()
+            return phase(), []
         except CheckpointError as error:
-            return error.problems
-        return []
+            return None, error.problems
+
+    # ------------------------------------------------------------ the end of the process
+
+    def _end_process_if_lost(self) -> None:
+        """Called when the process ends, after its threads, if nobody has called ``wait``."""
+        problems = self._lost if self._error is None else _lines(self._error)
+        if self._leads and not self._marked and not problems:
+            problems = [
+                "not all ranks announced their files"
+                if self._shared
+                else "ranks on hosts that do not share a file system have to wait() for it"
+            ]
+        if problems:
+            lines = "\n".join(problems)
+            print(
+                f"xla_fsdp: step {self._step} was not saved in {self._storage.where}: {lines}",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(LOST_EXIT_CODE)
+
+
+def _files(said: Mapping[str, Announcement]) -> dict[str, FileRecord]:
+    return {name: each.file for name, each in said.items() if each.file is not None}
+
+
+def disagreements(agreed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each thing that is not equal on all ranks."""
+    for what in agreed[0]:
+        ranks: dict[Any, list[int]] = defaultdict(list)
+        for rank, values in enumerate(agreed):
+            ranks[values[what]].append(rank)
+        if len(ranks) > 1:
+            each = "; ".join(f"{value} on {_ranks(own)}" for value, own in ranks.items())
+            yield f"ranks disagree about {what}: {each}. All must pass the same"
 
 
 def _lines(error: Exception) -> list[str]:

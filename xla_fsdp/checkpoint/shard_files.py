@@ -5,6 +5,7 @@ Invariants: opening runs no code from a file, and reads no tensors.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,26 @@ from glob import escape, glob
 from typing import Any
 
 from xla_fsdp.checkpoint.checksum import is_checksum
-from xla_fsdp.checkpoint.copying import ChecksumVerifier, verifying
+from xla_fsdp.checkpoint.copying import ChecksumVerifier, RecentBlocks, verified, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.format import Marker, StateEntry, StateRecord, model_name, state_name
+from xla_fsdp.checkpoint.format import (
+    VALUE_PREFIX,
+    VALUES_KEY,
+    Marker,
+    StateEntry,
+    StateRecord,
+    digest_of_torch_file,
+    model_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.safetensors_file import (
     OWN_METADATA,
     read_header,
     shard_metadata_of,
     tensor_of,
 )
-from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
+from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
 from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, TensorSource, read_bytes
 from xla_fsdp.checkpoint.torch_file import read_torch_file
@@ -43,8 +54,10 @@ class Shard:
         state_dict: with a ``TensorSource`` in place of every tensor.
         metadata: result of ``model.get_shard_metadata()``, not checked yet.
         optimizer: tensors of optimizer state by ``format.state_name``.
-        others: all other tensors of a safetensors file, by name.
-        notes: further metadata in the header of a safetensors file.
+        others: all other tensors of the file, by name.
+        notes: further metadata in the header of a safetensors file; in both kinds of files, the
+            JSON of values beside the tensors under ``VALUES_KEY``.
+        digest: of the file's description; None if it was not read from one.
     """
 
     source: str
@@ -53,6 +66,7 @@ class Shard:
     optimizer: Mapping[str, TensorSource] = field(default_factory=dict)
     others: Mapping[str, TensorSource] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    digest: str | None = None
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """Yield every tensor of the shard by its name in a file."""
@@ -127,7 +141,9 @@ def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
 def read_marker_file(folder: str) -> Marker:
     """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
     file = LocalFile(os.path.join(folder, MARKER))
-    return Marker.from_bytes(read_bytes(file, 0, file.nbytes), file.path)
+    marker = Marker.from_bytes(read_bytes(file, 0, file.nbytes), file.path)
+    check_step(marker, os.path.basename(os.path.abspath(folder)), file.path)
+    return marker
 
 
 def _files_of_step(folder: str) -> list[str]:
@@ -162,7 +178,7 @@ def open_safetensors(file: ByteSource, name: str) -> Shard:
         key: replace(
             tensor_of(file, entry),
             identity=(name, entry.start, entry.spec) if entry.spec.nbytes else None,
-            checksum=_checksum(metadata, key),
+            checksum=_checksum(metadata, key, None),
         )
         for key, entry in header.entries.items()
     }
@@ -173,14 +189,15 @@ def open_safetensors(file: ByteSource, name: str) -> Shard:
         {n: t for n, t in tensors.items() if n.startswith(_OPTIMIZER_PREFIX)},
         {n: t for n, t in tensors.items() if not n.startswith((MODEL_PREFIX, _OPTIMIZER_PREFIX))},
         {key: text for key, text in header.metadata.items() if key not in OWN_METADATA},
+        header.digest,
     )
 
 
-def _checksum(metadata: Mapping[str, Any], name: str) -> str | None:
-    """Return a tensor's checksum from metadata, which may be malformed; None if it has none."""
-    known = metadata.get("fingerprints")
+def _checksum(metadata: Any, name: str, default: str | None) -> str | None:
+    """Return a tensor's checksum from metadata, which may be malformed; or else ``default``."""
+    known = metadata.get("fingerprints") if isinstance(metadata, Mapping) else None
     text = known.get(name) if isinstance(known, Mapping) else None
-    return text if isinstance(text, str) and is_checksum(text) else None
+    return text if isinstance(text, str) and is_checksum(text) else default
 
 
 def open_torch(path: str) -> Shard:
@@ -200,12 +217,64 @@ def open_torch(path: str) -> Shard:
     elif not all(isinstance(key, str) for key in checkpoint["model"]):
         found = "names that are no strings under 'model'"
     else:
-        optimizer = dict(_states(checkpoint.get("optimizer")))
-        return Shard(path, checkpoint["model"], checkpoint["shard_metadata"], optimizer)
+        return _torch_shard(path, checkpoint)
     raise CheckpointError(
         f"{path}: not a shard file: it holds {found}; expected a dict with 'model' and "
         f"'shard_metadata'. Narrow ckpt_prefix or ckpt_suffix if it does not belong here."
     )
+
+
+def _torch_shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
+    metadata, (values, tensors) = checkpoint["shard_metadata"], _values(checkpoint.get("values"))
+
+    def with_checksum(name: str, value: Any) -> Any:
+        if not isinstance(value, TensorSource):
+            return value
+        return replace(value, checksum=_checksum(metadata, name, value.checksum))
+
+    return Shard(
+        path,
+        {key: with_checksum(model_name(key), v) for key, v in checkpoint["model"].items()},
+        metadata,
+        {name: with_checksum(name, t) for name, t in _states(checkpoint.get("optimizer"))},
+        {name: with_checksum(name, t) for name, t in tensors.items()},
+        {} if values is None else {VALUES_KEY: values},
+        _digest(metadata, values or ""),
+    )
+
+
+def _values(values: Any) -> tuple[str | None, dict[str, TensorSource]]:
+    """Return the JSON and the tensors of values beside model and optimizer."""
+    saved = values if isinstance(values, Mapping) else {}
+    text, tensors = saved.get("json"), saved.get("tensors")
+    if not isinstance(text, str) or not isinstance(tensors, list):
+        return None, {}
+    named = {f"{VALUE_PREFIX}{i}": t for i, t in enumerate(tensors) if isinstance(t, TensorSource)}
+    return text, named
+
+
+def _digest(metadata: Any, values: str) -> str | None:
+    try:
+        return digest_of_torch_file(metadata, values)
+    except (TypeError, ValueError, RecursionError):  # torch_xla's metadata is no JSON
+        return None
+
+
+def values_of(shard: Shard) -> Any:
+    """Return the values that were saved beside model and optimizer; ``{}`` if there are none.
+
+    Raises:
+        CheckpointError: if they are damaged.
+    """
+    try:
+        packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shard.source}: {VALUES_KEY} is not JSON: {error}") from error
+    count = sum(name.startswith(VALUE_PREFIX) for name in shard.others)
+    names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
+    if absent := [name for name in names if name not in shard.others]:
+        raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
+    return unpack(packed, [shard.others[name].load() for name in names])
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
@@ -218,6 +287,17 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
         for name, value in state.items() if isinstance(state, Mapping) else ():
             if isinstance(value, TensorSource) and isinstance(key, str) and isinstance(name, str):
                 yield state_name(key, name), value
+
+
+def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
+    """Return the same shard; reading what is damaged raises ``CheckpointError``."""
+    model = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
+    return replace(
+        shard,
+        state_dict={**shard.state_dict, **verified(shard.source, model, recent)},
+        optimizer=verified(shard.source, shard.optimizer, recent),
+        others=verified(shard.source, shard.others, recent),
+    )
 
 
 def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[ChecksumVerifier]]:

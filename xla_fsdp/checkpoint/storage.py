@@ -1,7 +1,8 @@
 """Read, write and list files below a directory, local or remote (fsspec); write files atomically.
 
-Invariants: a local file gets its name only when it is complete and on disk. An object store cannot
-rename, so a file there may be incomplete unless the step's marker, written in one request, exists.
+Invariants: a local file gets its name only when it is complete and on disk. A remote file may be
+incomplete unless it is announced, or was written by ``put``; what an exception interrupts is not
+uploaded.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ class Storage(Protocol):
 
     where: str
     """The directory, as the user named it."""
+    per_host: bool
+    """Whether other hosts may have another directory of this name."""
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names of files and folders in a folder, sorted, without hidden ones; [] if it
         does not exist."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size of every file in a folder by its name; {} if it does not exist."""
 
     def read(self, name: str) -> bytes:
         """Read a file."""
@@ -46,8 +52,14 @@ class Storage(Protocol):
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
 
-    def claim(self, name: str) -> bool:
-        """Create an empty file; return whether this caller did. Remote storage returns False."""
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which nobody ever sees in part."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of this name; return whether this caller did.
+
+        Of several callers one succeeds; on a remote file system, if that has such a request.
+        """
 
     def delete(self, name: str) -> None:
         """Delete a file, durably, if it exists."""
@@ -71,6 +83,8 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
 class LocalStorage:
     """A local directory, which may be on a network file system."""
 
+    per_host = True
+
     def __init__(self, where: str) -> None:
         self.where = where
         self._root = Path(where)
@@ -81,6 +95,12 @@ class LocalStorage:
         with failing(path, "cannot be listed"), suppress(FileNotFoundError):
             found = os.listdir(path)
         return sorted(name for name in found if not name.startswith("."))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = self._root / folder
+        with failing(path, "cannot be listed"), suppress(FileNotFoundError):
+            return {e.name: e.stat().st_size for e in os.scandir(path) if e.is_file()}
+        return {}
 
     def read(self, name: str) -> bytes:
         with failing(self._root / name, "cannot be read"):
@@ -100,15 +120,26 @@ class LocalStorage:
                         rest = rest[file.write(rest) :]
             files.commit()
 
-    def claim(self, name: str) -> bool:
+    def put(self, name: str, data: bytes) -> None:
+        self.write(name, [data])
+
+    def create(self, name: str, data: bytes) -> bool:
         path = self._root / name
         try:
             make_folder(path.parent)
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
+            file = open(path, "xb", buffering=0)  # noqa: SIM115
         except FileExistsError:
             return False
         except OSError as error:
             raise _failure(path, "could not be written", error) from error
+        try:
+            with failing(path), file:
+                file.write(data)
+        except CheckpointError:
+            _remove(str(path))
+            with suppress(OSError):  # other ranks may have put files there
+                path.parent.rmdir()
+            raise
         return True
 
     def delete(self, name: str) -> None:
@@ -125,6 +156,8 @@ class LocalStorage:
 
 class RemoteStorage:
     """A directory at a URL; fsspec's own configuration has the options of the file system."""
+
+    per_host = False
 
     def __init__(self, where: str) -> None:
         import fsspec
@@ -143,6 +176,13 @@ class RemoteStorage:
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if name and not name.startswith("."))
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        self._fs.invalidate_cache()
+        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
+            listed = self._fs.ls(self._path(folder), detail=True)
+            return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+        return {}
+
     def read(self, name: str) -> bytes:
         with failing(self._url(name), "cannot be read", Exception):
             return self._fs.cat_file(self._path(name))
@@ -156,13 +196,34 @@ class RemoteStorage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             try:
                 self._write(path, chunks)
-            except Exception:
+            except BaseException:
                 with suppress(Exception):  # there may be a partial file
                     self._fs.rm_file(path)
                 raise
 
-    def claim(self, name: str) -> bool:
-        return False  # all ranks see the same files, so rank 0 leads and no claim is needed
+    def put(self, name: str, data: bytes) -> None:
+        folder, _, base = self._path(name).rpartition("/")
+        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
+        with failing(self._url(name), errors=Exception):
+            self._fs.makedirs(folder, exist_ok=True)
+            # A put is atomic in most object stores, and a move in most file systems.
+            try:
+                self._fs.pipe_file(temporary, data)
+                self._fs.mv(temporary, f"{folder}/{base}")
+            except BaseException:
+                with suppress(Exception):
+                    self._fs.rm_file(temporary)
+                raise
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with failing(self._url(name), errors=Exception):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+        return True
 
     def delete(self, name: str) -> None:
         with (
@@ -179,9 +240,18 @@ class RemoteStorage:
             self._fs.rm(self._path(folder), recursive=True)
 
     def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
-        with self._fs.open(path, "wb") as file:
+        file = self._fs.open(path, "wb")
+        try:
             for chunk in chunks:
                 file.write(chunk)
+        except BaseException:
+            # Closing would complete the upload of what is there, and so would the destructor.
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):
+                file.closed = True
+            raise
+        file.close()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

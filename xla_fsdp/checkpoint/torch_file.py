@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from xla_fsdp.checkpoint.checksum import written
+from xla_fsdp.checkpoint.checksum import whole, written
 from xla_fsdp.checkpoint.errors import CheckpointError, prefixed, shown
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
@@ -116,6 +116,10 @@ def _check_old(content: Any, file_size: int) -> None:
 def _records(path: str, file: LocalFile) -> list[Record]:
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
+        for info in infos:
+            stored = info.compress_type == zipfile.ZIP_STORED
+            if info.filename.endswith("/data.pkl") and stored and info.CRC:  # 0: not written
+                archive.read(info)  # verifies its CRC-32, which torch does not
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")
     records = []
@@ -212,12 +216,12 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     return offsets
 
 
-def write_crcs(path: str, crcs: Mapping[int, int]) -> None:
+def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:
     """Write the CRC-32 of records into an archive.
 
     Args:
         path: of a file from ``write_skeleton``, with the bytes of its tensors.
-        crcs: by the offset of the record's first byte.
+        crcs: of each block, by the offset of the record's first byte.
     """
     with zipfile.ZipFile(path) as archive:
         infos, at = archive.infolist(), archive.start_dir
@@ -226,7 +230,7 @@ def write_crcs(path: str, crcs: Mapping[int, int]) -> None:
         for info in infos:
             start = _data_start(file, info)
             if info.file_size and start in crcs:
-                packed = struct.pack("<I", crcs[start])
+                packed = struct.pack("<I", whole(crcs[start], info.file_size))
                 # Offsets of the field "crc-32" in both structures, by section 4.3 of
                 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
                 _write_field(output, _CENTRAL_MAGIC, at, 16, packed)

@@ -17,19 +17,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
-from xla_fsdp.checkpoint.format import SUFFIXES, OptimizerState, ShardMetadata, StateKind
+from xla_fsdp.checkpoint.format import (
+    SUFFIXES,
+    JobRecord,
+    OptimizerState,
+    ShardMetadata,
+    StateKind,
+)
 from xla_fsdp.checkpoint.json_values import Packed, pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.reshard import LoadTarget
 from xla_fsdp.checkpoint.save_step import (
     LOOKED_AT,
+    Job,
     RankContent,
     Ranks,
     Save,
     ShardFile,
+    disagreements,
     write_rank_file,
 )
-from xla_fsdp.checkpoint.step_directory import Attempt, newest_complete
+from xla_fsdp.checkpoint.step_directory import Attempt, job_token, newest_complete, read_job
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.xla import ops
@@ -84,12 +92,6 @@ class TrainState:
     @property
     def _module(self) -> nn.Module:
         return self.model._fsdp_module()
-
-    @property
-    def group(self) -> int:
-        """The index of this rank's sharding group; all groups hold the same values."""
-        rank, groups = self.metadata.global_rank, self.metadata.groups or ()
-        return next((index for index, group in enumerate(groups) if rank in group), 0)
 
     def find_save_problems(self, extra: Any) -> list[str]:
         """Return the reasons why this state cannot be saved, one line each."""
@@ -223,9 +225,12 @@ class TrainState:
             torch.set_rng_state(state["host"])
 
 
-# Asynchronous saves that nobody has waited for yet. Keys are each rank's own model, so CPU ranks,
-# which are threads of one process, do not share entries.
+# Keys are each rank's own model, so CPU ranks, which are threads of one process, do not share
+# entries.
 _pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
+"""Asynchronous saves that nobody has waited for yet."""
+_replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary()
+"""Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
 
 
 class PendingSave:
@@ -256,12 +261,16 @@ def save_checkpoint(
     keep_last: int | None = None,
     asynchronous: bool = False,
     file_format: str = "safetensors",
+    take_over: bool = False,
 ) -> PendingSave:
     """Save a training job. Every rank calls it, outside of forward and backward, and writes its
     own shards; ranks that only hold replicas write nothing.
 
     If the save fails or the job is killed, earlier complete steps remain; the new step counts only
     when all of it is on disk. Hosts without a shared file system store their own ranks' files.
+
+    The first save of a job makes it the owner of ``directory``, if that has none, or if the model
+    was loaded from there since; any other job that saves there then raises an error.
 
     Args:
         directory: of all checkpoints of a run: a path, or a URL that fsspec knows (``gs://...``).
@@ -275,8 +284,11 @@ def save_checkpoint(
         keep_last: number of complete steps to leave when this one is complete; older ones are
             deleted. None deletes none. Remains of incomplete saves are deleted in any case.
         asynchronous: copy everything to host memory and return; a thread writes it. The next save
-            and load, and ``wait()`` of the result, wait for the thread and raise its errors.
+            and load, and ``wait()`` of the result, wait for the thread and raise its errors. If
+            none of these comes, the process ends only when the step is complete, or else says so
+            and ends with exit code 1.
         file_format: "safetensors", or "pth" for files that the tools of torch_xla read, too.
+        take_over: become the owner of ``directory`` though another job is.
 
     Returns:
         A handle; without ``asynchronous`` its ``wait()`` returns at once.
@@ -285,18 +297,19 @@ def save_checkpoint(
         TypeError: if ``model`` is not sharded by FSDP.
         ValueError: for a wrong ``step``, ``keep_last`` or ``file_format``.
         CheckpointError: on all ranks, with every problem of every rank, also of an earlier
-            asynchronous save.
+            asynchronous save; if ranks disagree about ``step``, ``keep_last`` or ``file_format``;
+            if another job owns ``directory``.
     """
     number = _checked_step(step)
     _check_arguments(model, keep_last, file_format)
     _wait_for_earlier(model)
     state = TrainState(model, optimizer, lr_scheduler)
     metadata = state.metadata
-    file = ShardFile(metadata.rank, metadata.world_size, state.group, file_format)
-    save = Save(open_storage(directory), _ranks(), file, number, keep_last)
+    file = ShardFile(metadata.rank, metadata.world_size, file_format)
+    job = Job(job_token(), _replaced.get(model, frozenset()), take_over)
+    save = Save(open_storage(directory), _ranks(), file, number, keep_last, job)
     save.begin(state.find_save_problems(extra))
-    content = state.content(extra)
-    save.start(lambda sink, name: write_rank_file(sink, name, content))
+    save.start(state.content(extra), write_rank_file)
     pending = PendingSave(save)
     if asynchronous:
         _pending[model] = pending
@@ -342,8 +355,9 @@ def load_checkpoint(
     _wait_for_earlier(model)
     state = TrainState(model, optimizer, lr_scheduler)
     ranks, storage = _ranks(), open_storage(directory)
-    attempt = _agreed_attempt(storage, ranks, step)
+    attempt, owners = _agreed_attempt(storage, ranks, step)
     if attempt is None and missing_ok:
+        _replaced[model] = _replaced.get(model, frozenset()) | owners
         return {"step": None, "extra": None}
     if attempt is None:
         raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
@@ -354,6 +368,7 @@ def load_checkpoint(
         problems = error.problems
     ranks.all_gather_or_raise(problems)
     state.load(loaded, strict=strict)
+    _replaced[model] = _replaced.get(model, frozenset()) | owners
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
 
 
@@ -389,25 +404,34 @@ def _wait_for_earlier(model: ShardedModule) -> None:
         earlier.wait()
 
 
-def _agreed_attempt(storage: Storage, ranks: Ranks, step: int | None) -> Attempt | None:
-    """Return the latest save that every rank sees as complete; None if there is none.
+def _agreed_attempt(
+    storage: Storage, ranks: Ranks, step: int | None
+) -> tuple[Attempt | None, frozenset[str]]:
+    """Return the latest save that every rank sees as complete, None if there is none; and the
+    tokens of the jobs that own the directories.
 
     Raises:
-        CheckpointError: if ``step`` is given and not complete, or files cannot be read.
+        CheckpointError: if ``step`` is given and not complete, or files cannot be read; if ranks
+            disagree about ``step``.
     """
     own: list[Attempt] = []
     others: list[int] = []  # complete steps to name in the error, if this one is not there
     problems: list[str] = []
+    owner: JobRecord | None = None
     try:
+        owner = read_job(storage)
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
-    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others))
-    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, _ in by_rank))
+    job = owner and owner.job
+    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others, job, {"step": step}))
+    raise_if(list(disagreements([asked for *_, asked in by_rank])))
+    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, *_ in by_rank))
     if not common and step is not None:
-        complete = sorted({each for _, _, steps in by_rank for each in steps})
+        complete = sorted({each for _, _, steps, *_ in by_rank for each in steps})
         hint = f"; there is {', '.join(map(str, complete))}" if complete else ""
         raise CheckpointError(f"{by_rank[0][0]} holds no step {step} that is complete{hint}")
-    return max(common, default=None)
+    owners = frozenset(job for *_, job, _ in by_rank if job is not None)
+    return max(common, default=None), owners

@@ -178,7 +178,8 @@ class Accelerator(accelerate.Accelerator):
         with self._without_sharded():
             where = super().save_state(output_dir, *args, **kwargs)
         for index, (model, optimizer) in enumerate(sharded):
-            save_checkpoint(_directory(where, index), model, optimizer, step=0)
+            # As accelerate does, whoever has saved there before.
+            save_checkpoint(_directory(where, index), model, optimizer, step=0, take_over=True)
         return where
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:

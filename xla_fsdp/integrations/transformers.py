@@ -202,7 +202,11 @@ def _save_train_state(original: Original, trainer: Any, output_dir: str) -> None
         original(output_dir)
         return
     optimizer, step = _inner(trainer.optimizer), trainer.state.global_step
-    save_checkpoint(_shards(output_dir), trainer.model, optimizer, trainer.lr_scheduler, step=step)
+    schedulers = trainer.lr_scheduler
+    # As Trainer does, whoever has saved there before.
+    save_checkpoint(
+        _shards(output_dir), trainer.model, optimizer, schedulers, step=step, take_over=True
+    )
 
 
 # ---------------------------------------------------------------- loading

@@ -221,8 +221,8 @@ def train(rank: int, names: list[str], run: str) -> dict[str, Any]:
     import torch_xla.runtime as xr
 
     trained = {name: train_one(rank, *name.split(" ", 1)) for name in names}
-    others = {1: lambda _: None, 2: save, 3: resume, 4: lambda _: None}
-    return {**trained, "saved": others[xr.world_size()](Path(run))}
+    others = {1: count_fallbacks, 2: save, 3: resume, 4: lambda _: None}
+    return {**trained, "others": others[xr.world_size()](Path(run))}
 
 
 def train_one(rank: int, optimizer: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -292,6 +292,27 @@ def test_steps_and_state_are_those_of_the_plain_model(num_ranks: int, name: str)
 def test_steps_and_state_are_those_of_the_plain_model_slow(num_ranks: int, name: str) -> None:
     for found in outcomes(num_ranks, slow=True):
         compare(name, found[name], num_ranks)
+
+
+def count_fallbacks(_: Path) -> int:
+    """How often a step of Muon computes on the host."""
+    import torch_xla.debug.metrics as metrics
+
+    from xla_fsdp.optim import WholeParameterOptimizer
+
+    model = fsdp(make(lambda: nn.Linear(FEATURES, WIDTH, bias=False)))
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Muon)
+    metrics.clear_all()
+    steps(model, optimizer, 2)
+    return sum(
+        metrics.counter_value(name)
+        for name in metrics.counter_names()
+        if name.startswith("aten::") and name != "aten::_local_scalar_dense"
+    )
+
+
+def test_products_stay_on_the_device() -> None:
+    assert outcomes(1)[0]["others"] == 0
 
 
 # ---------------------------------------------------------------- save and resume
@@ -370,7 +391,7 @@ def resume(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", SAVED)
 def test_state_goes_on_on_other_ranks(optimizer: str) -> None:
-    assert outcomes(2)[0]["saved"]["same"][optimizer]
+    assert outcomes(2)[0]["others"]["same"][optimizer]
     model = make(Small)
     optimizer_class, options = OPTIMIZERS[optimizer]
     own = optimizer_class(model.parameters(), **options)
@@ -382,11 +403,11 @@ def test_state_goes_on_on_other_ranks(optimizer: str) -> None:
     names = {param: name for name, param in model.named_parameters()}
     expected = model.state_dict(), {names[param]: state for param, state in own.state.items()}
     for found in outcomes(3):
-        assert_same(found["saved"][optimizer], expected, 2e-5)
+        assert_same(found["others"][optimizer], expected, 2e-5)
 
 
 def test_what_has_no_place_is_refused() -> None:
-    found = outcomes(2)[0]["saved"]
+    found = outcomes(2)[0]["others"]
     assert found["flat"].startswith("ValueError: the optimizer keeps 'ratio' of another shape")
     assert "Shard with flatten_parameters=False" in found["flat"]
     assert found["unchanged"]

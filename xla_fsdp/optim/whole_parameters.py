@@ -104,7 +104,8 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
-            self._step_inner(found_inf)
+            with ops.ScaledProducts():
+                self._step_inner(found_inf)
             self._from_inner(stepped)
         finally:
             for each in stepped:

@@ -6,16 +6,14 @@ unit, so that a difference names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from test.common.compare import assert_close
 from test.common.parity import whole
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.ranks import run_on_ranks
 
 RANKS = 2
 SHAPE = (4, 6)
@@ -74,41 +72,46 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+REMATERIALIZED = ["select", "unfold", "unfold, views of it", "view of another dtype"]
+
+
 class Viewing(nn.Module):
     """Computes with a view of each parameter, so that autograd saves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         values = torch.linspace(-1, 1, 24).view(SHAPE) ** 3
-        self.weights = nn.ParameterDict({name: nn.Parameter(values.clone()) for name in VIEWS})
+        self.weights = nn.ParameterDict({name: nn.Parameter(values.clone()) for name in names})
 
     def forward(self, x: Tensor) -> Tensor:
-        views = [view(self.weights[name]) for name, view in VIEWS.items()]
+        views = [VIEWS[name](weight) for name, weight in self.weights.items()]
         return torch.stack([(v * x).sin().mean() + (v.cos() * x).mean() for v in views])
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 1), Viewing())
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(1, 1)
+        self.kept, self.rematerialized = Viewing(list(VIEWS)), Viewing(REMATERIALIZED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        return torch.cat([self.kept(x), self.rematerialized(x)])
 
 
 def batch(rank: int) -> Tensor:
     return torch.tensor([0.3 * (rank + 1)])
 
 
-def train(rank: int) -> dict[str, Any]:
-    return {style: _train(rank, style) for style in ("plain", "remat", "unsharded")}
-
-
-def _train(rank: int, style: str) -> tuple[Tensor, dict[str, Tensor]]:
+def train(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
     import torch_xla
 
     from test.common.scenarios import fsdp, make
     from xla_fsdp import checkpoint_module
 
-    net = make(model)
-    if style == "remat":
-        net[1] = checkpoint_module(net[1])
-    net[1] = fsdp(net[1], reshard_after_forward=style != "unsharded")
+    net = make(Net)
+    net.kept = fsdp(net.kept)
+    net.rematerialized = fsdp(checkpoint_module(net.rematerialized))
     net = fsdp(net)
     output = net(batch(rank).to(torch_xla.device()))
     output.sum().backward()
@@ -117,28 +120,17 @@ def _train(rank: int, style: str) -> tuple[Tensor, dict[str, Tensor]]:
     return output.detach().cpu(), {name: grad.cpu() for name, grad in grads.items()}
 
 
-@cached_outcome
-def results() -> list[dict[str, Any]]:
-    return run_on_ranks(train, RANKS)
-
-
-def reference() -> tuple[list[Tensor], dict[str, Tensor]]:
+def test_views_that_autograd_saves_have_the_values_of_the_plain_module() -> None:
     torch.manual_seed(3)
-    net = model()
-    outputs = [net(batch(rank)) for rank in range(RANKS)]
-    (sum(output.sum() for output in outputs) / RANKS).backward()
-    grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
-    return [output.detach() for output in outputs], grads
-
-
-@pytest.mark.parametrize("style", ["plain", "remat", "unsharded"])
-def test_views_that_autograd_saves_have_the_values_of_the_plain_module(style: str) -> None:
-    outputs, grads = reference()
-    for rank, expected in enumerate(outputs):
-        output, own = results()[rank][style]
-        assert_close(_by_view(output), _by_view(expected), atol=1e-5)
+    net = Net()
+    expected = [net(batch(rank)) for rank in range(RANKS)]
+    (sum(expected) / RANKS).sum().backward()
+    grads = {name: param.grad for name, param in net.named_parameters()}
+    for (output, own), each in zip(run_on_ranks(train, RANKS), expected, strict=True):
+        assert_close(_by_view(output), _by_view(each.detach()), atol=1e-5)
         assert_close(own, grads, atol=1e-6)
 
 
 def _by_view(values: Tensor) -> dict[str, Tensor]:
-    return dict(zip(VIEWS, values, strict=True))
+    names = [*VIEWS, *(f"{name}, rematerialized" for name in REMATERIALIZED)]
+    return dict(zip(names, values, strict=True))

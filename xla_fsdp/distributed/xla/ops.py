@@ -12,6 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 Groups = list[list[int]] | None
 """Replica groups of a collective: lists of ranks, or None for one group of all ranks."""
@@ -278,6 +279,21 @@ def compute(tensors: Sequence[Tensor]) -> None:
     lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if lazy:
         torch_xla._XLAC._xla_sync_multi(lazy, [], True, True)
+
+
+class ScaledProducts(TorchFunctionMode):
+    """Trace ``torch.addmm`` with factors inside the block.
+
+    torch_xla computes it on the host, as soon as it is called, unless both factors are 1. Muon's
+    products would leave the device ten times for each matrix.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.addmm and not kwargs.keys() - {"beta", "alpha"}:
+            added, left, right = args
+            return kwargs.get("beta", 1) * added + kwargs.get("alpha", 1) * (left @ right)
+        return func(*args, **kwargs)
 
 
 def upload(tensor: Tensor) -> Tensor:

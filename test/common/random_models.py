@@ -318,7 +318,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transpose": lambda w: w.transpose(0, 1),
     "unbind": lambda w: w.unbind(1)[2],
     "unflatten": lambda w: w.unflatten(1, (2, 3)),
-    "unfold": lambda w: w.unfold(1, 3, 2),
     "unsqueeze": lambda w: w.unsqueeze(1),
     "view": lambda w: w.view(2, 12),
     "view_as": lambda w: w.view_as(w),
@@ -421,11 +420,12 @@ class TensorHook(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.lin(x.to(self.scale.dtype)))
         scale, weight, row = self.scale, self.lin.weight, self.lin.weight[0]
+        # Linear ones: the gradients of a rank are N times those of the joined batch.
         hooks: list[Callable[[Tensor], Tensor]] = [
             lambda grad: grad * self.scale,
             lambda grad: grad * scale,
             lambda grad: grad @ weight,
-            lambda grad: grad + row,
+            lambda grad: grad * row,
             lambda grad: grad @ self.lin.weight.t(),
         ]
         if y.requires_grad:

@@ -13,7 +13,6 @@ import functools
 import gc
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -268,30 +267,6 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
-@functools.cache  # once for all threads
-def route_fallbacks() -> Any:
-    """Let operators that torch_xla computes on the CPU read their inputs as Python code does.
-
-    From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
-    C++ alone would execute the collectives that the inputs need without the other ranks, and while
-    autograd replays a view, it would wait for them with the GIL held.
-
-    Returns:
-        What must stay alive.
-    """
-
-    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
-        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
-        return [next(copies) if each.device.type == "xla" else each for each in tensors]
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it replaces torch_xla's
-        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
-    return library
-
-
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
@@ -314,7 +289,6 @@ def _replace_reads(slot: RunSlot) -> None:
 
     for owner, name, read in host_reads(before):
         setattr(owner, name, read)
-    route_fallbacks()
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:

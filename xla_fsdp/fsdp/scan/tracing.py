@@ -340,6 +340,7 @@ _READS = frozenset(
     {
         "item", "tolist", "numpy", "cpu", "equal", "allclose", "is_nonzero", "__bool__", "__int__",
         "__float__", "__complex__", "__index__", "__repr__", "__format__", "__contains__",
+        "unfold",  # which torch_xla computes on the host
     }
 )  # fmt: skip
 

@@ -83,10 +83,8 @@ def launch(
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
-        RankError: a rank failed. ``launch`` can be called again; tensors that were still to be
-            computed raise RuntimeError where they are used. If other ranks are blocked inside XLA
-            they cannot be stopped: then the error is printed and the process ends with a non-zero
-            exit code.
+        RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
+            error is printed and the process ends with a non-zero exit code.
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
             0 or None a rank just ends).
     """
@@ -285,6 +283,8 @@ def _end_failed(run: Run) -> NoReturn:
     blocked = run.join_finished()
     if blocked:
         _exit_blocked(failure, blocked)
+    for other in run.failures:
+        _forget_locals(other.error)
     if isinstance(failure.error, SystemExit):
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
@@ -321,6 +321,17 @@ def _exit_code_of(error: BaseException | None) -> int:
         code = error.code
         return code if isinstance(code, int) else int(code is not None)
     return int(error is not None)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Clear the local variables of a traceback's frames.
+
+    Pending tensors among them would be executed, with their collectives, by the next run's first
+    sync.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -241,7 +241,7 @@ def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
     # inference mode.
     return [
-        torch._functionalize_mutation_counter(tensor) if tensor.is_xla else _version(tensor)
+        torch._functionalize_mutation_counter(tensor) if tensor.is_xla else _version(tensor)  # type: ignore[attr-defined]
         for tensor in tensors
     ]
 
@@ -252,7 +252,7 @@ def _version(tensor: Tensor) -> int:
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
-    if tensor.is_xla:
+    if tensor.is_xla:  # type: ignore[attr-defined]
         return torch._functionalize_has_metadata_mutation(tensor)
     return tensor.shape != before.shape or tensor.stride() != before.stride()
 
@@ -260,7 +260,7 @@ def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a tensor without graph that keeps the present value of ``tensor``, which needs memory
     of its own only once ``tensor`` is changed in place."""
-    if not tensor.is_xla:
+    if not tensor.is_xla:  # type: ignore[attr-defined]
         return tensor.detach().clone()
     # A clone would need memory as soon as both are results of a program.
     torch._functionalize_sync(tensor)

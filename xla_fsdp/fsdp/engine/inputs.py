@@ -291,7 +291,7 @@ class Changes:
         sources = self._sources[other], self._sources[changed]
         copies = self._copies[other], self._copies[changed]
         themselves = sources[0] is copies[0] and sources[1] is copies[1]
-        return themselves or not torch._C._is_alias_of(*sources) or _are_disjoint(*sources)
+        return themselves or not torch._C._is_alias_of(*sources) or _are_disjoint(*sources)  # type: ignore[attr-defined]
 
 
 def _are_disjoint(a: Tensor, b: Tensor) -> bool:

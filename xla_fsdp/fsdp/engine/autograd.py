@@ -324,7 +324,8 @@ def through(node: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) 
 
 def on_device(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is on an XLA device."""
-    return tensor.is_xla  # a fourth of the time of device.type  # type: ignore[attr-defined]
+    # Reading it takes a fourth of the time of device.type.
+    return tensor.is_xla  # type: ignore[attr-defined]
 
 
 def mark_constants(ctx: Any, outputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:

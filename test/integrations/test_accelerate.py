@@ -149,6 +149,8 @@ def ignored_and_clipped() -> dict[str, tuple[Tensor, Tensor]]:
 
 def refused() -> dict[str, str]:
     """What is said about optimizers that cannot follow their model."""
+    from xla_fsdp.optim import WholeParameterOptimizer
+
     with_state, two_groups = make(), make()
     trained = torch.optim.SGD(with_state.parameters(), lr=0.1, momentum=0.9)
     with_state(rows(MICRO).tensors[0]).sum().backward()
@@ -156,12 +158,15 @@ def refused() -> dict[str, str]:
     parts = [{"params": list(two_groups.inp.parameters())}]
     parts += [{"params": [p for n, p in two_groups.named_parameters() if "inp" not in n]}]
     grouped = torch.optim.SGD(parts, lr=0.1)
+    wrapping_another = make()
+    whole = WholeParameterOptimizer(wrapping_another.parameters(), torch.optim.Adafactor)
     sharding, flattening = (
         Accelerator(shard=partial(fsdp, flatten_parameters=flat)) for flat in (False, True)
     )
     return {
         "state": message(lambda: sharding.prepare(with_state, trained)),
         "groups": message(lambda: flattening.prepare(two_groups, grouped)),
+        "around another": message(lambda: sharding.prepare(wrapping_another, whole)),
         "not ours": message(lambda: stepped(accelerate.Accelerator(), fsdp(make()))),
         "inner only": message(
             lambda: Accelerator().get_state_dict(torch.nn.Sequential(fsdp(make())))
@@ -269,5 +274,7 @@ def test_what_cannot_follow_its_model_is_refused(found: Any) -> None:
     said = found[0]["refused"]
     assert said["state"].startswith("ValueError: SGD has made steps before its model was wrapped")
     assert said["groups"].startswith("ValueError: parameter groups of SGD share a flattened unit")
+    around = "ValueError: WholeParameterOptimizer was made before its model was wrapped, and the op"
+    assert said["around another"].startswith(around)
     assert "Use the Accelerator of xla_fsdp.integrations.accelerate" in said["not ours"]
     assert said["inner only"].startswith("ValueError: 0 of Sequential is wrapped with FSDP")

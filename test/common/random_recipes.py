@@ -106,6 +106,7 @@ REFUSALS = (
         ("scan",),
     ),
     Refusal("hooks in a loop", "in a scanned block has hooks|hook of a scanned block", ("scan",)),
+    Refusal("values read in a loop", "a scanned block asks for the values", ("scan",)),
     Refusal("blocks given other arguments", "was called with other arguments", ("scan",)),
     Refusal("a loop that does not reach its end", "reaches outputs of inner blocks", ("scan",)),
 )
@@ -408,7 +409,7 @@ def verdicts(recipes: Sequence[Recipe], timeout: float = 900) -> list[Verdict]:
 # ---------------------------------------------------------------- shrinking
 
 SIMPLEST = Plan("Linear")
-TRIES = 20
+TRIES = 40
 
 
 def smaller(recipe: Recipe) -> Iterator[Recipe]:
@@ -454,30 +455,24 @@ def shrink(
 ) -> list[tuple[Recipe, Verdict]]:
     """The smallest recipes found that still fail in the same way. A round tries what is one part
     smaller, ``TRIES`` of each, in one launch."""
-    found = list(failures)
-    waiting = list(range(len(found)))
+    found = dict(enumerate(failures))
+    waiting = list(found)
     for _ in range(rounds):
         tried = [
             (at, each)
             for at in waiting
             for each in islice(filter(is_trainable, smaller(found[at][0])), TRIES)
         ]
-        waiting = []
-        for (at, recipe), verdict in zip(
-            tried, judge_all([each for _, each in tried]), strict=True
-        ):
-            if verdict.sort == found[at][1].sort and size(recipe) < size(found[at][0]):
-                found[at] = recipe, verdict
-                waiting.append(at)
-        waiting = sorted({*waiting})
-        if not waiting:
+        judged = judge_all([recipe for _, recipe in tried])
+        failing: dict[int, tuple[Recipe, Verdict]] = {}
+        for (at, recipe), verdict in zip(tried, judged, strict=True):
+            if verdict.sort == found[at][1].sort:
+                failing.setdefault(at, (recipe, verdict))  # the first lacks the largest part
+        if not failing:
             break
-    return found
-
-
-def size(recipe: Recipe) -> int:
-    """How much there is to read."""
-    return len(source(recipe))
+        found.update(failing)
+        waiting = list(failing)
+    return list(found.values())
 
 
 # ---------------------------------------------------------------- as a script

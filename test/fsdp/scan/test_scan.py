@@ -276,6 +276,13 @@ class Averaging(Block):
         return super().forward(x)
 
 
+class Unfolding(Block):
+    """Computes with a view that torch_xla makes on the CPU."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + self.lin.weight.unfold(0, 2, 2).mean()
+
+
 class Leaving(Block):
     """Puts a tensor where its loop cannot see it."""
 
@@ -446,7 +453,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting, Leaving, Skipping, Noisy,
+        Noting, Leaving, Unfolding, Skipping, Noisy,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -492,6 +499,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
         ("Averaging", ["assigns a tensor to its shift;", "lost"]),
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("Unfolding", ["asks for the values of a tensor (by unfold)"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),

@@ -348,6 +348,8 @@ _SHAPES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
 )  # the shapes of their results depend on values
 
+_ON_HOST = frozenset({"unfold"})  # torch_xla computes it on the CPU
+
 _INDEXES = frozenset({"__getitem__", "__setitem__"})
 
 _DRAWS = frozenset(
@@ -395,7 +397,7 @@ def _wants_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if name == "to" and on_device:
         named = (*args[1:2], kwargs.get("device"))
         return any(isinstance(each, str | torch.device) and "cpu" in str(each) for each in named)
-    return bool(on_device) and name in _READS | _SHAPES
+    return bool(on_device) and name in _READS | _SHAPES | _ON_HOST
 
 
 def _on_device(value: Any) -> bool:

@@ -231,6 +231,14 @@ def test_blocks_that_cannot_be_scanned_are_refused_at_once(what: str, said: list
 # ---------------------------------------------------------------- refused when they run
 
 
+class Collecting(Block):
+    """Puts its input into a list that it is given."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        others[0].append(x)
+        return super().forward(x)
+
+
 class Normalized(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -433,6 +441,13 @@ def host_mask(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+def with_list(blocks: Any, x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    for block in blocks:
+        x = block(x, found)
+    return x
+
+
 def with_cache(blocks: Any, x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x, {1, 2})
@@ -462,6 +477,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     reversing = scanned(set_factors, Reversing)
     found["Reversing"] = message(lambda: reversing(batch()).sum().backward())
     found["inner_only"] = message(lambda: model(batch(), second_of).sum().backward())
+    found["Collecting"] = message(partial(scanned(block=Collecting), batch(), with_list))
     found["names"] = message(partial(scanned(remat=["lin", "middle"]), batch()))
     found["afterwards"] = str(tuple(model(batch()).shape))  # of the model that was misused
     return found
@@ -487,6 +503,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ),
         ("add_hook", ["lin in a scanned block has hooks"]),
         ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
+        ("Collecting", ["changes a container", "argument 1.0", "lost"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
         ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
         ("Pair", ["must return one tensor", "returned"]),

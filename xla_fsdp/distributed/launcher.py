@@ -83,8 +83,10 @@ def launch(
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
-        RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
-            error is printed and the process ends with a non-zero exit code.
+        RankError: a rank failed. ``launch`` can be called again; tensors that were still to be
+            computed raise RuntimeError where they are used. If other ranks are blocked inside XLA
+            they cannot be stopped: then the error is printed and the process ends with a non-zero
+            exit code.
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
             0 or None a rank just ends).
     """
@@ -324,11 +326,8 @@ def _exit_code_of(error: BaseException | None) -> int:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Clear the local variables of a traceback's frames.
-
-    Pending tensors among them would be executed, with their collectives, by the next run's first
-    sync.
-    """
+    """Clear the local variables of a traceback's frames: whoever keeps the error would keep a
+    model, and the threads of a data loader, which the interpreter waits for when it exits."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

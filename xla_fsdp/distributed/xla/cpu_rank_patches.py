@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,8 @@ def run_slot() -> RunSlot:
 def running(run: Run) -> Iterator[None]:
     """Make ``run`` the run of this process inside the block.
 
+    If the block raises, all ranks must have ended: what they left uncomputed is dropped.
+
     Raises:
         RuntimeError: if there is a run already.
     """
@@ -76,6 +79,9 @@ def running(run: Run) -> Iterator[None]:
     try:
         with ops.using_runtime(_CpuRanks(run)):
             yield
+    except BaseException:
+        drop_pending(run.num_ranks)
+        raise
     finally:
         slot.run = None
 
@@ -131,6 +137,76 @@ def leave_cpu_rank(rank: int) -> None:
 def _wait_for(rank: int) -> None:
     # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
     torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+
+
+# ---------------------------------------------------------------- what a failed run leaves behind
+
+
+class LostTensor(Tensor):
+    """A tensor that was never computed, as the run that traced it failed.
+
+    Any use raises RuntimeError, except for questions that its values do not answer.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "is_inference"):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if isinstance(found, LostTensor) or not isinstance(found, Tensor):
+                return found
+        raise RuntimeError(
+            f"{name} was called with a tensor that was never computed: launch failed while it was "
+            "pending, and its collectives cannot run any more. Make it again in the new run, or "
+            "restore it from a checkpoint."
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def drop_pending(num_ranks: int) -> None:
+    """Let no live tensor need anything that is still to be computed.
+
+    A sync computes all live tensors of its device. Of those of a failed run each rank holds others,
+    in tracebacks, reference cycles or global variables, so that the next run's ranks would execute
+    different collectives.
+    """
+    with _no_collection(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in _pending_tensors():
+            tensor.__class__ = LostTensor  # type: ignore[assignment]
+    # What these have in place of a value ends the process when a program reads it.
+    for rank in range(num_ranks):
+        torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
+
+
+def _pending_tensors() -> list[Tensor]:
+    """Return the pending tensors that have a Python object, and pending gradients of leaves."""
+    found: list[Tensor] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            # Raised for what torch left behind after an error, whose tensor has been freed, and
+            # for subclasses around other tensors, which are found by themselves.
+            with contextlib.suppress(RuntimeError):
+                grad = each.grad if each.is_leaf else None
+                found += [t for t in (each, grad) if t is not None and ops.is_pending(t)]
+    return found
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector free nothing inside the block: it frees tensors that autograd alone
+    holds, even if ``gc.get_objects`` has returned them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ---------------------------------------------------------------- syncs, reads, seeding, spawning

@@ -111,17 +111,9 @@ def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # bits pass the barrier as integers.
     if tensor.dtype != torch.float32 or dtype == tensor.dtype:
         return tensor.to(dtype)
-    bits = _bitcast(tensor, xb.Type.S32)
+    bits = ops.bitcast(tensor, torch.int32)
     torch_xla._XLAC._xla_optimization_barrier_([bits])
-    return _bitcast(bits, xb.Type.F32).to(dtype)
-
-
-def _bitcast(tensor: Tensor, kind: Any) -> Tensor:
-    builder = xb.create_builder("bits")
-    param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
-    computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
-    [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
-    return found
+    return ops.bitcast(bits, torch.float32).to(dtype)
 
 
 def depends_on(tensor: Tensor, given: Tensor) -> bool:

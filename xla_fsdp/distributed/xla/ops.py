@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
@@ -211,6 +212,21 @@ def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if tensor.shape == tuple(shape):
         return tensor.clone()
     return torch.view_copy(tensor, shape)
+
+
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of ``tensor`` (float32 or int32) as ``dtype`` (int32 or float32).
+
+    torch_xla computes ``tensor.view(dtype)`` on the host, as soon as it is called.
+    """
+    if tensor.device.type != "xla":
+        return tensor.view(dtype)
+    builder = xb.create_builder("bits")
+    param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
+    kind = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}[dtype]
+    computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
+    [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
+    return found
 
 
 def pieces(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -268,6 +269,30 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
+@functools.cache  # once for all threads
+def route_fallbacks() -> Any:
+    """Let operators that torch_xla computes on the CPU read their inputs as Python code does.
+
+    From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
+    C++ alone would execute the collectives that the inputs need without the other ranks, and while
+    autograd replays a view, it would wait for them with the GIL held.
+
+    Returns:
+        What must stay alive.
+    """
+
+    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
+        return [next(copies) if each.device.type == "xla" else each for each in tensors]
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces torch_xla's
+        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+    return library
+
+
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
@@ -290,6 +315,7 @@ def _replace_reads(slot: RunSlot) -> None:
 
     for owner, name, read in host_reads(before):
         setattr(owner, name, read)
+    route_fallbacks()
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
@@ -299,7 +325,9 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
         on = str(lazy[0].device)
+        random_state = xm.get_rng_state(on)
         torch_xla._XLAC._xla_step_marker(on, [], wait=True)
+        xm.set_rng_state(random_state, on)  # which a sync changes, and a read does not
         # As torch_xla.sync() does: the old token depends on parameters whose buffers the program
         # has reused, so the next program would fail. Step closures still wait for the sync.
         torch_xla._XLAC._set_all_reduce_token(on, None)

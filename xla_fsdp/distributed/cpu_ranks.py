@@ -59,6 +59,8 @@ class Run:
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
+    without_values: list[int] = field(default_factory=list)
+    """Ranks that trace what is not executed: they may read no values now."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()

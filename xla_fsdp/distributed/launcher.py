@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.preemption import Listening, listen
+from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.tpu_flags import compiler_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
@@ -285,8 +286,10 @@ def _end_failed(run: Run) -> NoReturn:
     blocked = run.join_finished()
     if blocked:
         _exit_blocked(failure, blocked)
-    for other in run.failures:
-        _forget_locals(other.error)
+    for each in run.failures:
+        # Else whoever keeps the error would keep a model, and the threads of a data loader, which
+        # the interpreter waits for when it exits.
+        forget_locals(each.error)
     if isinstance(failure.error, SystemExit):
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
@@ -323,14 +326,6 @@ def _exit_code_of(error: BaseException | None) -> int:
         code = error.code
         return code if isinstance(code, int) else int(code is not None)
     return int(error is not None)
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Clear the local variables of a traceback's frames: whoever keeps the error would keep a
-    model, and the threads of a data loader, which the interpreter waits for when it exits."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -516,7 +516,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
         ("Averaging", ["assigns a tensor to its shift;", "lost"]),
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
-        ("Unfolding", ["asks for the values of a tensor (by unfold)"]),
+        ("Unfolding", ["calls unfold, which torch_xla computes on the host"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),

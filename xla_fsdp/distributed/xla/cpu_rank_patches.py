@@ -108,6 +108,15 @@ class _CpuRanks(ops.RankRuntime):
         if thread is not None and seeding:
             self._run.resume_seeding(thread.rank)
 
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        rank = index_of(ops.device())
+        self._run.without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._run.without_values.remove(rank)
+
 
 # ---------------------------------------------------------------- a rank's thread
 
@@ -320,7 +329,15 @@ def _replace_reads(slot: RunSlot) -> None:
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     lazy = [t for t in tensors if t.device.type == "xla"]
-    if not lazy or not run.needs_gate(index_of(lazy[0].device)):
+    if not lazy:
+        return
+    rank = index_of(lazy[0].device)
+    if rank in run.without_values:
+        raise ops.NoValueError(
+            "values were asked for, while the blocks of a loop are traced without any, by an "
+            "operator that torch_xla computes on the host, perhaps in the backward pass of another"
+        )
+    if not run.needs_gate(rank):
         return
     # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):

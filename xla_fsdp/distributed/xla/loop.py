@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
+from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.xla import ops
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def trace_body(
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
-    with _separate_graph() as seeds, torch.no_grad():
+    with _separate_graph() as seeds, torch.no_grad(), _without_values():
         results = list(function(list(given)))
         if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)
@@ -168,6 +169,17 @@ def _separate_graph() -> Iterator[dict[int, Tensor]]:
         _seeds.reset(outside)
         torch_xla._XLAC._set_all_reduce_token(str(device), token)
         ops.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Refuse to read values inside; let an error keep no tensor, which the next sync would read."""
+    try:
+        with ops.runtime().without_values():
+            yield
+    except BaseException as error:
+        forget_locals(error)
+        raise
 
 
 LOOP_NAME = "fsdp_scan"

@@ -24,6 +24,10 @@ EXCHANGE_MULTIPLE = 4096
 # ---------------------------------------------------------------- this rank
 
 
+class NoValueError(RuntimeError):
+    """A value was asked for where tensors have none."""
+
+
 class RankRuntime:
     """How ranks run and communicate; this one is for TPU, where all ranks run the same program.
 
@@ -74,6 +78,11 @@ class RankRuntime:
 
     def keep_host_rng(self) -> contextlib.AbstractContextManager[None]:
         """Protect the host's random number state from other ranks that draw during the block."""
+        return contextlib.nullcontext()
+
+    def without_values(self) -> contextlib.AbstractContextManager[None]:
+        """Raise NoValueError if the caller's device is asked for values during the block; only CPU
+        ranks do, elsewhere a read of a placeholder ends the process."""
         return contextlib.nullcontext()
 
 

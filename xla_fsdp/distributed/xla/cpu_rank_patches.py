@@ -45,10 +45,12 @@ class RunSlot:
     """The run in progress, for the replaced functions of torch_xla; one slot per process.
 
     If there is none, ``start_ranks(fn, args)`` is called in place of ``torch_xla.launch``.
+    ``library`` holds the operators that are replaced.
     """
 
     run: Run | None = None
     start_ranks: Callable[[Any, Any], Any] | None = None
+    library: torch.library.Library | None = None
 
 
 @functools.cache
@@ -59,6 +61,7 @@ def run_slot() -> RunSlot:
     _CpuCollectives(slot).install()
     _replace_step_marker(slot)
     _replace_reads(slot)
+    _replace_fallbacks(slot)
     _replace_seeding(slot)
     _replace_spawn(slot)
     return slot
@@ -278,28 +281,28 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
-@functools.cache  # once for all threads
-def route_fallbacks() -> Any:
-    """Let operators that torch_xla computes on the CPU read their inputs as Python code does.
+def _replace_fallbacks(slot: RunSlot) -> None:
+    """Let operators that torch_xla computes on the host read their inputs as Python code does.
 
     From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
     C++ alone would execute the collectives that the inputs need without the other ranks, and while
     autograd replays a view, it would wait for them with the GIL held.
-
-    Returns:
-        What must stay alive.
     """
 
     def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
         lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        if slot.run is not None and lazy and index_of(lazy[0].device) in slot.run.without_values:
+            raise ops.NoValueError(
+                "values were asked for, while the blocks of a loop are traced without any, by an "
+                "operator that torch_xla computes on the host, or by the gradient of one"
+            )
         copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
         return [next(copies) if each.device.type == "xla" else each for each in tensors]
 
-    library = torch.library.Library("aten", "IMPL")
+    slot.library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it replaces torch_xla's
-        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
-    return library
+        slot.library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
 
 
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
@@ -324,20 +327,11 @@ def _replace_reads(slot: RunSlot) -> None:
 
     for owner, name, read in host_reads(before):
         setattr(owner, name, read)
-    route_fallbacks()
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     lazy = [t for t in tensors if t.device.type == "xla"]
-    if not lazy:
-        return
-    rank = index_of(lazy[0].device)
-    if rank in run.without_values:
-        raise ops.NoValueError(
-            "values were asked for, while the blocks of a loop are traced without any, by an "
-            "operator that torch_xla computes on the host, perhaps in the backward pass of another"
-        )
-    if not run.needs_gate(rank):
+    if not lazy or not run.needs_gate(index_of(lazy[0].device)):
         return
     # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):

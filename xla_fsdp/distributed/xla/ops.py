@@ -81,8 +81,8 @@ class RankRuntime:
         return contextlib.nullcontext()
 
     def without_values(self) -> contextlib.AbstractContextManager[None]:
-        """Raise NoValueError if the caller's device is asked for values during the block; only CPU
-        ranks do, elsewhere a read of a placeholder ends the process."""
+        """Raise NoValueError during the block where the host would compute from values of the
+        caller's device. Only CPU ranks do; elsewhere reading a placeholder ends the process."""
         return contextlib.nullcontext()
 
 

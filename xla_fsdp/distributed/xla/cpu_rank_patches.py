@@ -14,6 +14,7 @@ import gc
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -171,14 +172,18 @@ class LostTensor(Tensor):
                 found = func(*args, **(kwargs or {}))
             if isinstance(found, LostTensor) or not isinstance(found, Tensor):
                 return found
-        raise RuntimeError(
-            f"{name} was called with a tensor that was never computed: launch failed while it was "
-            "pending, and its collectives cannot run any more. Make it again in the new run, or "
-            "restore it from a checkpoint."
-        )
+        raise _lost(name)
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _lost(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was called with a tensor that was never computed: launch failed while it was "
+        "pending, and its collectives cannot run any more. Make it again in the new run, or "
+        "restore it from a checkpoint; a gradient is set to None by optimizer.zero_grad()."
+    )
 
 
 def drop_pending(num_ranks: int) -> None:
@@ -189,24 +194,36 @@ def drop_pending(num_ranks: int) -> None:
     different collectives.
     """
     with _no_collection(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in _pending_tensors():
-            tensor.__class__ = LostTensor  # type: ignore[assignment]
+        for tensor in _tensors():
+            # Raised for what torch left behind after an error, whose tensor has been freed, and
+            # for subclasses around other tensors, which are found by themselves.
+            with contextlib.suppress(RuntimeError):
+                if ops.is_pending(tensor):
+                    tensor.__class__ = LostTensor  # type: ignore[assignment]
+                if tensor.is_leaf and tensor.grad is not None and ops.is_pending(tensor.grad):
+                    _lose_gradient(tensor)
     # What these have in place of a value ends the process when a program reads it.
     for rank in range(num_ranks):
         torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
 
 
-def _pending_tensors() -> list[Tensor]:
-    """Return the pending tensors that have a Python object, and pending gradients of leaves."""
-    found: list[Tensor] = []
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor):
-            # Raised for what torch left behind after an error, whose tensor has been freed, and
-            # for subclasses around other tensors, which are found by themselves.
-            with contextlib.suppress(RuntimeError):
-                grad = each.grad if each.is_leaf else None
-                found += [t for t in (each, grad) if t is not None and ops.is_pending(t)]
-    return found
+def _tensors() -> list[Tensor]:
+    """Return all tensors that have a Python object."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def _lose_gradient(leaf: Tensor) -> None:
+    """Make the gradient of ``leaf`` a LostTensor, which autograd, in C++, would add the next to."""
+    own = weakref.ref(leaf)
+
+    def refuse(_: Tensor) -> None:
+        current = own()
+        if current is not None and isinstance(current.grad, LostTensor):
+            raise _lost("backward")
+        handle.remove()
+
+    leaf.grad.__class__ = LostTensor  # type: ignore[assignment]
+    handle = leaf.register_hook(refuse)
 
 
 @contextlib.contextmanager

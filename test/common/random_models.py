@@ -323,7 +323,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze": lambda w: w.unsqueeze(1),
     "view": lambda w: w.view(2, 12),
     "view_as": lambda w: w.view_as(w),
-    "view_dtype": lambda w: w.view(torch.complex64).real,
+    "view_dtype": lambda w: w.view(torch.int8).view(w.dtype),
     "neg_view": lambda w: torch._neg_view(w),
     "vsplit": lambda w: w.vsplit(2)[1],
     "view_of_view": lambda w: w.t()[1:4].unsqueeze(0).transpose(1, 2)[:, 1:],

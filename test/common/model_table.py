@@ -36,9 +36,10 @@ HEAD = f"""\
 
 Small models of these families, by configuration and without weights, trained for three steps of
 AdamW on 2 and on 3 ranks: losses, gradients and parameters equal those of the plain model on the
-joined batch, to {TOLERANCE:g} of a tensor's largest value, in fp32 (Gemma3 to {WIDER["Gemma3"]:g}, as rounding
-alone moves it by 5e-5). Each layer is a unit. *As a loop* is `scan_layers` (README, "One program for any depth"). The experts of the mixtures
-(`experts_implementation="batched_mm"`) get so few tokens that some have none on some ranks.
+joined batch, to {TOLERANCE:g} of a tensor's largest value, in fp32 (Gemma3 to
+{WIDER["Gemma3"]:g}, as rounding alone moves it by 5e-5). Each layer is a unit. *As a loop* is
+`scan_layers`. The experts of the mixtures (`experts_implementation="batched_mm"`) get so few tokens
+that some have none on some ranks.
 
 `python -m test.common.model_table` makes this page, and the tests hold it to what they find.
 

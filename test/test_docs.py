@@ -20,8 +20,9 @@ PUBLIC = ("", "optim", "tensor_parallel", "checkpoint", "preflight")
 LONGEST_README = 200
 
 
-def test_the_code_on_the_pages_runs(tmp_path: Path) -> None:
-    done = run_warm("-m", "test.common.docs_snippets", str(tmp_path), "quick")
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_the_code_on_the_pages_runs(ranks: str, tmp_path: Path) -> None:
+    done = run_warm("-m", "test.common.docs_snippets", str(tmp_path), ranks)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(" 0 failed")
 

@@ -1,16 +1,18 @@
 """Run the Python that the README and the pages of docs/ show, in the directory given.
 
-    python -m test.common.docs_snippets directory quick|slow
+    python -m test.common.docs_snippets directory 2|4|slow
 
-Sections (from one second-level heading to the next) share no names but those of ``given``; within a
-section snippets continue each other. A snippet runs on all CPU ranks, unless an HTML comment before
-it says otherwise: ``<!-- snippet: main -->`` runs it once, in the main thread, ``skip (reason)`` not at
-all, and ``slow`` with the slow ones. ``check=name`` calls the function of that name in ``CHECKS`` with
-the names of the section. Says in the end how many ran.
+``2`` and ``4`` are numbers of ranks; ``FOUR`` names the pages that need four. Sections (from one
+second-level heading to the next) share no names but those of ``given``; within a section snippets
+continue each other. A snippet runs on all CPU ranks, unless an HTML comment before it says otherwise:
+``<!-- snippet: main -->`` runs it once, in the main thread, ``skip (reason)`` not at all, ``slow`` with
+the slow ones, and ``continued`` with the names of the sections before. ``check=name`` calls the
+function of that name in ``CHECKS`` with the names of the section. Says in the end how many ran.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -31,7 +33,8 @@ from test.common.ranks import ROOT
 from test.common.scenarios import make
 from xla_fsdp import launch
 
-RANKS = 4
+FOUR = {"cpu_ranks", "first_model", "meshes", "tensor_parallel"}
+RANKS = 4 if sys.argv[-1] == "4" else 2
 FENCE = re.compile(r"^(?:<!-- snippet: (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 Space = dict[str, Any]
 
@@ -82,13 +85,9 @@ class Snippet:
     words: tuple[str, ...]
     code: str
 
-    def is_wanted(self, *, slow: bool) -> bool:
-        return "skip" not in self.words and ("slow" in self.words) == slow
-
-    @property
-    def place(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line}"
-
+    def is_wanted(self, run: str) -> bool:
+        kind = "slow" if "slow" in self.words else "4" if self.path.stem in FOUR else "2"
+        return kind == run and "skip" not in self.words
 
 def pages() -> list[Path]:
     """The README and every page."""
@@ -268,27 +267,31 @@ CHECKS: dict[str, Callable[[Space], None]] = {
 }
 
 
-def main(*, slow: bool) -> int:
-    """Run all wanted snippets; return how many failed."""
-    spaces: dict[tuple[Path, int], list[Space]] = {}
-    ran = failed = 0
-    for snippet in snippets():
-        if not snippet.is_wanted(slow=slow):
-            continue
-        own = spaces.setdefault((snippet.path, snippet.section), [{}] * (RANKS + 1))
-        try:
-            if "main" in snippet.words:
-                own[RANKS] = own[RANKS] or prepared(snippet)
-                run(snippet, own[RANKS])
-            else:
-                launch(on_rank, (snippet, own), num_ranks=RANKS)
-            ran += 1
-        except (Exception, SystemExit):
-            traceback.print_exc()
-            print(f"{snippet.place} failed", file=sys.stderr)
-            failed += 1
-    print(f"{ran} ran, {failed} failed")
+def main(which: str) -> int:
+    """Run all wanted snippets, section by section; return how many failed."""
+    wanted = [each for each in snippets() if each.is_wanted(which)]
+    spaces: list[Space] = []
+    failed, section = 0, None
+    for snippet in wanted:
+        if (snippet.path, snippet.section) != section and "continued" not in snippet.words:
+            spaces = [{} for _ in range(RANKS + 1)]  # the last one is that of no rank
+        section = snippet.path, snippet.section
+        failed += not _succeeds(snippet, spaces)
+    print(f"{len(wanted)} ran, {failed} failed")
     return failed
+
+
+def _succeeds(snippet: Snippet, spaces: list[Space]) -> bool:
+    try:
+        if "main" in snippet.words:
+            on_rank(RANKS, snippet, spaces)
+        else:
+            launch(on_rank, (snippet, spaces), num_ranks=RANKS)
+    except (Exception, SystemExit):
+        print(f"{snippet.path.relative_to(ROOT)}:{snippet.line} failed", file=sys.stderr)
+        traceback.print_exc()
+        return False
+    return True
 
 
 if __name__ == "__main__":
@@ -296,4 +299,5 @@ if __name__ == "__main__":
     if sys.argv[2] == "slow":
         import transformers  # noqa: F401  (before launch, as the page says)
     os.chdir(sys.argv[1])
-    sys.exit(1 if main(slow=sys.argv[2] == "slow") else 0)
+    gc.freeze()  # wrapping collects garbage, of which there is none in what is imported
+    sys.exit(1 if main(sys.argv[2]) else 0)

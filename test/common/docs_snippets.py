@@ -4,10 +4,11 @@
 
 ``2`` and ``4`` are numbers of ranks; ``FOUR`` names the pages that need four. Sections (from one
 second-level heading to the next) share no names but those of ``given``; within a section snippets
-continue each other. A snippet runs on all CPU ranks, unless an HTML comment before it says otherwise:
-``<!-- snippet: main -->`` runs it once, in the main thread, ``skip (reason)`` not at all, ``slow`` with
-the slow ones, and ``continued`` with the names of the sections before. ``check=name`` calls the
-function of that name in ``CHECKS`` with the names of the section. Says in the end how many ran.
+continue each other. A snippet runs on all CPU ranks, unless an HTML comment before it,
+``<!-- snippet: main -->``, has other words: ``main`` runs it once, in the main thread,
+``skip (reason)`` not at all, ``slow`` with the slow ones, ``continued`` with names of the sections
+before; ``check=name`` calls the function of that name in ``CHECKS`` with the names of the section.
+Says in the end how many ran.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from xla_fsdp import launch
 
 FOUR = {"cpu_ranks", "first_model", "meshes", "tensor_parallel"}
 RANKS = 4 if sys.argv[-1] == "4" else 2
-FENCE = re.compile(r"^(?:<!-- snippet: (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"^(?:<!-- snippet: (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 Space = dict[str, Any]
 
 
@@ -88,6 +91,7 @@ class Snippet:
     def is_wanted(self, run: str) -> bool:
         kind = "slow" if "slow" in self.words else "4" if self.path.stem in FOUR else "2"
         return kind == run and "skip" not in self.words
+
 
 def pages() -> list[Path]:
     """The README and every page."""

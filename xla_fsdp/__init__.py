@@ -8,4 +8,6 @@ the package, merging checkpoints or reading help texts needs no torch_xla. Wrap 
 
 import lazy_loader
 
+__version__ = "0.1.0"
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,6 @@
-"""Show a local page in headless Chromium, driven through a pipe by the devtools protocol.
+"""Show a page of this machine in headless Chromium, driven through a pipe by the devtools protocol.
 
-``show(path)`` returns what the page measured, requested and complained about.
+``show(page)`` returns what the page measured, requested and complained about.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Shown:
     screenshot: bytes = b""
 
 
-def show(page: Path, expression: str, *, size: tuple[int, int] = (1200, 900)) -> Shown:
-    """Load ``page`` and evaluate ``expression`` in it.
+def show(page: Path | str, expression: str, *, size: tuple[int, int] = (1200, 900)) -> Shown:
+    """Load ``page``, a file or an address, and evaluate ``expression`` in it.
+
+    If the expression is a promise, its value is waited for.
 
     Raises:
         RuntimeError: if Chromium does not answer in time, or ends.
@@ -67,9 +69,11 @@ def show(page: Path, expression: str, *, size: tuple[int, int] = (1200, 900)) ->
         browser.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             browser.call(f"{domain}.enable")
-        browser.call("Page.navigate", url=page.as_uri())
+        browser.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         browser.wait_for("Page.loadEventFired")
-        answer = browser.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        answer = browser.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         shown.answer = answer["result"].get("value")
         picture = browser.call("Page.captureScreenshot", captureBeyondViewport=True)
         shown.screenshot = base64.b64decode(picture["data"])

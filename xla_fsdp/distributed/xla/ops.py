@@ -264,9 +264,12 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
-    # inference mode.
+    # inference mode. A few tensors there are no functional ones (a causal mask of transformers,
+    # after steps of a fake rank), and have versions alone.
     return [
-        torch._functionalize_mutation_counter(tensor) if tensor.is_xla else _version(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_mutation_counter(tensor)
+        if torch._is_functional_tensor(tensor)
+        else _version(tensor)
         for tensor in tensors
     ]
 
@@ -277,7 +280,7 @@ def _version(tensor: Tensor) -> int:
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
-    if tensor.is_xla:  # type: ignore[attr-defined]
+    if torch._is_functional_tensor(tensor):
         return torch._functionalize_has_metadata_mutation(tensor)
     return tensor.shape != before.shape or tensor.stride() != before.stride()
 

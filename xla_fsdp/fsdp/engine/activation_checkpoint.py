@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -305,10 +306,11 @@ class _Region:
             with torch.enable_grad(), self._environment.restored(), hooks:
                 self._forward(*args, **kwargs)
         except Exception as error:
-            error.add_note(
+            note = (
                 f"Raised while the checkpointed forward of {self._name} was recomputed, in "
                 f"backward. {_SAME_TWICE}"
             )
+            _add_note(error, note)
             raise
         finally:
             found = saved.close()
@@ -338,6 +340,14 @@ class _Region:
 
 def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Add a note to what Python prints of ``error``; before Python 3.11 to its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (*error.args[:-1], "\n".join(map(str, (*error.args[-1:], note))))
 
 
 def _forget(region: weakref.ref[_Region]) -> None:

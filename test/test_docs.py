@@ -1,0 +1,82 @@
+"""What the README and the pages of docs/ say holds: code runs, messages and names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.common.ranks import ROOT, run_warm
+from xla_fsdp.integrations import UntestedVersionError, require
+
+PACKAGE = ROOT / "xla_fsdp"
+ANY = "…"
+MESSAGES = re.compile(r"^### `(.*)`$", re.MULTILINE)
+OBJECTS = re.compile(r"^::: (\S+)$", re.MULTILINE)
+PUBLIC = ("", "optim", "tensor_parallel", "checkpoint", "preflight")
+LONGEST_README = 200
+
+
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_the_code_on_the_pages_runs(ranks: str, tmp_path: Path) -> None:
+    done = run_warm("-m", "test.common.docs_snippets", str(tmp_path), ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(" 0 failed")
+
+
+@pytest.mark.slow
+def test_the_code_for_hugging_face_runs(tmp_path: Path) -> None:
+    try:
+        require("transformers", "accelerate")
+    except UntestedVersionError as error:
+        pytest.skip(str(error))
+    done = run_warm("-m", "test.common.docs_snippets", str(tmp_path), "slow")
+    assert done.returncode == 0, done.stderr
+    assert Path(tmp_path, "merged", "model.safetensors").is_file()
+    assert Path(tmp_path, "state", "xla_fsdp").is_dir()
+    assert Path(tmp_path, "model", "model.safetensors").is_file()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
+
+
+def test_messages_under_troubleshooting_are_those_of_the_package() -> None:
+    shown = MESSAGES.findall((ROOT / "docs" / "troubleshooting.md").read_text())
+    assert len(shown) > 50
+    known = "\n".join(texts())
+    assert [each for each in shown if each not in known] == []
+
+
+def texts() -> Iterator[str]:
+    """Every string of the package, with "…" for what is filled in."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else ANY for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
+    there = {name.rpartition(".")[2] for name in OBJECTS.findall(text)}
+    there |= set(re.findall(r"`(\w+)`", text))  # torch's own classes
+    assert {name for part in PUBLIC for name in public_names(part)} - there == set()
+
+
+def public_names(part: str) -> Iterator[str]:
+    """Names that a package exports: in its stub, or in ``__all__``."""
+    folder = PACKAGE / part
+    stub = folder / "__init__.pyi"
+    tree = ast.parse((stub if stub.exists() else folder / "__init__.py").read_text())
+    for node in tree.body:
+        if stub.exists() and isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            yield from ast.literal_eval(node.value)

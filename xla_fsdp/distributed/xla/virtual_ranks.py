@@ -132,7 +132,10 @@ class VirtualRanks:
         uploaded = torch_xla._XLAC._xla_tensors_from_aten(outputs, [on] * len(outputs), None)
         computed = dict(zip(sorted(pending), uploaded, strict=True))
         for each in tensors:
-            ops.release(each, computed[tensor_id(each)])
+            value = computed[tensor_id(each)]
+            ops.release(each, value)  # of tensors that autograd has saved, too
+            # Only this forgets what views and changes in place were traced, for later programs.
+            each.data = value
 
     def _values(self, results: list[Tensor]) -> list[Tensor]:
         inputs = [value for _, value in input_buffers(results)]

@@ -1,7 +1,7 @@
 """Run functions on the virtual chips of slices, several jobs in one child process.
 
-``run_jobs({"name": Job("v5e:2x2", fn, args)})`` calls ``fn(rank, *args)`` on every rank of the job's
-slice, one job after the other, and returns what each rank has returned.
+``run_jobs({"name": Job("v5e:2x2", fn, args)})`` calls ``fn(rank, *args)`` on every rank of the
+job's slice, one job after the other, and returns what each rank has returned.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _run(job: Job, chips: Any) -> Done:
             ranks, error = run_on_chips(job.fn, coords_of(job), chips, job.args), ""
         except Exception as raised:
             ranks, error = [], f"{type(raised).__name__}: {raised}"
-    used = [number for number in chips.runs[first[1] :]]
+    used = chips.runs[first[1] :]
     numbers = sorted({each for each in used if b"all-gather" in chips.programs[each]})
     at = {number: index for index, number in enumerate(numbers)}
     texts = tuple(text_of(chips.programs[number]) for number in numbers)

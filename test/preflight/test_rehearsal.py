@@ -24,7 +24,11 @@ QUICK: dict[str, tuple[str, Case]] = {
     "hybrid stacked bf16": (
         "v5e:2x2*2",
         Case(
-            "ScanNet", scan={**ALL_LARGE, "stacked": True}, mesh=(2, 4), options=BF16, tolerance=0.05
+            "ScanNet",
+            scan={**ALL_LARGE, "stacked": True},
+            mesh=(2, 4),
+            options=BF16,
+            tolerance=0.05,
         ),
     ),
     "streamed ends": ("v5e:2x2", Case("SignsToLossNet", options=ROWS, computes_loss=True)),

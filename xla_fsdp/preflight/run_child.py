@@ -18,8 +18,6 @@ import numpy as np
 WITHOUT_EFFECT = ("annotate_device_placement",)
 """Custom calls that a CPU does not know, and that return their operand: where a value lies."""
 
-TORCH_NAMES = {"float8_e4m3fn": "float8_e4m3fn", "bool": "bool"}
-
 
 def main(argv: Sequence[str]) -> int:
     """Answer requests until the other end closes the connection."""
@@ -78,15 +76,15 @@ class _Chips:
         ]
         results = compiled.execute_sharded([list(each) for each in zip(*by_rank, strict=True)])
         outputs = results.disassemble_into_single_device_arrays()
-        return [[_array(np.asarray(each[rank])) for each in outputs] for rank in range(len(devices))]
+        return [
+            [_array(np.asarray(each[rank])) for each in outputs] for rank in range(len(devices))
+        ]
 
     def memory(self, number: int) -> int:
         """Return the bytes that a run of a program takes on all its devices."""
         compiled, devices = self._executables[number]
         found = compiled.get_compiled_memory_stats()
-        each = (
-            found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        )
+        each = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return len(devices) * int(each)
 
     def speed(self) -> float:

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xla_fsdp.preflight.compiler import CompileError, check_installed
+from xla_fsdp.preflight.compiler import check_installed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,8 @@ class VirtualChips:
         self.programs: list[bytes] = []
         self.runs: list[int] = []
         self._known: dict[str, int] = {}
-        self._log = tempfile.TemporaryFile()
+        self._ranks_of: list[int] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``close``)
         self._connection, theirs = Pipe()
         self._child = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
@@ -84,6 +85,10 @@ class VirtualChips:
             for outputs in self._ask("run", number, arguments)
         ]
 
+    def is_joint(self, number: int) -> bool:
+        """Return whether program ``number`` is one of all ranks together."""
+        return self._ranks_of[number] > 1
+
     def memory(self, hlo: bytes, num_ranks: int) -> int:
         """Compile a program; return the bytes that a run of it takes for all ranks together."""
         return int(self._ask("memory", self._compiled(hlo, num_ranks)))
@@ -114,6 +119,7 @@ class VirtualChips:
             self._ask("compile", hlo, num_ranks)
             self._known[key] = len(self.programs)
             self.programs.append(hlo)
+            self._ranks_of.append(num_ranks)
         return self._known[key]
 
     def _ask(self, *request: Any) -> Any:

@@ -239,9 +239,12 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
-    # inference mode.
+    # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
+    # other count.
     return [
-        torch._functionalize_mutation_counter(tensor) if tensor.is_xla else _version(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_mutation_counter(tensor)
+        if torch._is_functional_tensor(tensor)
+        else _version(tensor)
         for tensor in tensors
     ]
 
@@ -252,7 +255,7 @@ def _version(tensor: Tensor) -> int:
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
-    if tensor.is_xla:  # type: ignore[attr-defined]
+    if torch._is_functional_tensor(tensor):
         return torch._functionalize_has_metadata_mutation(tensor)
     return tensor.shape != before.shape or tensor.stride() != before.stride()
 
@@ -260,7 +263,7 @@ def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a tensor without graph that keeps the present value of ``tensor``, which needs memory
     of its own only once ``tensor`` is changed in place."""
-    if not tensor.is_xla:  # type: ignore[attr-defined]
+    if not torch._is_functional_tensor(tensor):
         return tensor.detach().clone()
     # A clone would need memory as soon as both are results of a program.
     torch._functionalize_sync(tensor)

@@ -96,7 +96,11 @@ class VirtualRanks:
     # ------------------------------------------------------------ in place of torch_xla's
 
     def _step_marker(
-        self, device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+        self,
+        device: str = "",
+        devices: Sequence[str] = (),
+        wait: bool = True,
+        reset_scope: bool = True,
     ) -> None:
         on = device or torch_xla._XLAC._xla_get_default_device()
         rank = ops.index_of(on)
@@ -119,10 +123,11 @@ class VirtualRanks:
 
     def _compute(self, rank: int, tensors: Sequence[Tensor]) -> None:
         """Give ``tensors``, of this rank, their values."""
-        pending = {tensor_id(each): each for each in tensors}
-        results = [pending[each] for each in sorted(pending)]  # in the order of their making
-        if not results:
+        if not tensors:
             return
+        numbers = [tensor_id(each) for each in tensors]  # before some are replaced
+        pending = dict(zip(numbers, tensors, strict=True))
+        results = [pending[each] for each in sorted(pending)]  # in the order of their making
         request = Request(program_of(results), self._values(results))
         if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(results)):
             outputs = self._run.meet(rank, "a program with collectives", request, self._execute)
@@ -131,11 +136,11 @@ class VirtualRanks:
         on = str(results[0].device)
         uploaded = torch_xla._XLAC._xla_tensors_from_aten(outputs, [on] * len(outputs), None)
         computed = dict(zip(sorted(pending), uploaded, strict=True))
-        for each in tensors:
-            value = computed[tensor_id(each)]
-            ops.release(each, value)  # of tensors that autograd has saved, too
+        for number, each in zip(numbers, tensors, strict=True):
+            ops.release(each, computed[number])  # of tensors that autograd has saved, too
             # Only this forgets what views and changes in place were traced, for later programs.
-            each.data = value
+            if torch._is_functional_tensor(each):  # not what another one wraps
+                each.data = computed[number]
 
     def _values(self, results: list[Tensor]) -> list[Tensor]:
         inputs = [value for _, value in input_buffers(results)]

@@ -63,7 +63,7 @@ class VirtualRanks:
         """Replace torch_xla's functions inside the block, in which ranks can run."""
         self._set_seed = torch_xla._XLAC._xla_set_rng_seed
         self._to_host = torch_xla._XLAC._xla_get_cpu_tensors
-        world = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": None}
+        world: dict[str, Any] = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": None}
         gc.collect()
         gc.freeze()  # lists of live tensors are then short, and made in little time
         try:
@@ -71,7 +71,10 @@ class VirtualRanks:
                 replace = stack.enter_context
                 replace(mock.patch.multiple(xr, **world))
                 replace(ops.using_runtime(_VirtualTpu(self._run, self._coords)))
-                internals = {"_xla_step_marker": self._step_marker, "_xla_set_rng_seed": self._seed}
+                internals: dict[str, Any] = {
+                    "_xla_step_marker": self._step_marker,
+                    "_xla_set_rng_seed": self._seed,
+                }
                 replace(mock.patch.multiple(torch_xla._XLAC, **internals))
                 for owner, name, read in host_reads(self._before_read):
                     replace(mock.patch.object(owner, name, read))

@@ -1,8 +1,8 @@
 """Rehearse ``train.py`` on a slice that is not there, beside the plain model.
 
     python -m xla_fsdp.preflight examples.llm.rehearse:build_step --topology v5e:2x4 --run 3
-    python -m xla_fsdp.preflight examples.llm.rehearse:build_step --topology v5e:2x4 --set scan=on \\
-        --mesh replica=2,shard=4 --run 3
+    python -m xla_fsdp.preflight examples.llm.rehearse:build_step --topology v5e:2x4 --run 3 \\
+        --set scan=on --mesh replica=2,shard=4
 
 The text, the windows of each rank and the optimizer are those of training; the sizes are options.
 """
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "shared")]
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
 from llama import Sizes, next_token_loss, shard_model
 from place import Place

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "shared")]
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
 from batches import Batch
 from evaluate import load_digits

@@ -179,7 +179,8 @@ def train_steps(
 
 
 def assert_like_plain(case: Case, outcomes: list[dict[str, Any]]) -> None:
-    """Compare what ranks hold with the plain model: losses, norms before clipping, parameters, and the optimizer's state."""
+    """Compare with the plain model: losses, norms before clipping, parameters, and the optimizer's
+    state."""
     expected = reference(case)
     parts = {each["part"]: torch.tensor(each["losses"]) for each in outcomes}
     assert set(parts) == set(range(case.parts))

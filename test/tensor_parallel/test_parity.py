@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.readme_snippets import snippets

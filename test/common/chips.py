@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from test.common.ranks import FAST_COMPILE, ChildError, run_warm
+from test.common.ranks import ChildError, run_warm
 
 FAULTS = ("ring", "stale")
 
@@ -153,7 +153,7 @@ def _main(file: Path) -> None:
     jobs: dict[str, Job] = pickle.loads(file.read_bytes())
     most = max(len(coords_of(job)) for job in jobs.values())
     prepare_devices(most)
-    with VirtualChips(most, FAST_COMPILE) as chips:
+    with VirtualChips(most) as chips:
         found = {name: _run(job, chips) for name, job in jobs.items()}
     file.with_name("results").write_bytes(pickle.dumps(found))
 

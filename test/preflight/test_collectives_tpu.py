@@ -1,5 +1,5 @@
-"""What the TPU compiler may not change of a collective: which ranks it joins, in which dtype, and in
-which order.
+"""What the TPU compiler may not change of a collective: its ranks, its dtype, and its place in the
+order.
 
 Before the compiler, the program is run with numbers (``test_rehearsal``). Here its collectives are
 followed through the compiler's passes by the names that it keeps.

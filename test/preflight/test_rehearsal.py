@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from test.common.chips import Done, Job, run_jobs
 from test.common.compare import assert_close
 from test.common.parity import Case, assert_parity, run_cases
 from test.common.random_recipes import script, shrink
-from test.common.ranks import cached_outcome
+from test.common.ranks import cached_outcome, run_warm
 from test.common.replicas import largest_error, values
 from test.common.replicas import train_plain as train_plain_replica
+from xla_fsdp.preflight import RehearsalError
+from xla_fsdp.preflight.rehearsal import Needs, check_fits
+from xla_fsdp.preflight.topologies import GIB
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 ROWS: dict[str, Any] = {"shard_param_on_dim_0": True}
@@ -42,6 +46,7 @@ QUICK: dict[str, tuple[str, Case]] = {
     ),
     "streamed ends": ("v5e:2x2", Case("SignsToLossNet", options=ROWS, computes_loss=True)),
 }
+FAULTS = ("none", "infinite", "apart", "raises")
 BROKEN = {"broken ring": "ring", "stale input": "stale"}
 
 
@@ -78,6 +83,70 @@ def test_a_mistake_is_seen(name: str) -> None:
     assert not done.error, done.error
     with pytest.raises(AssertionError):
         assert_right(QUICK["loop"][1], done)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@cached_outcome
+def rehearsed() -> tuple[int, list[list[str]], list[str]]:
+    """Exit code, and the lines of each fault, and of the errors."""
+    run = ("-m", "xla_fsdp.preflight", "test.common.rehearsed:build_step", "--run", "2")
+    where = ("--topology", "v5e:2x2", "--mesh", "replica=2,shard=2")
+    done = run_warm(*run, *where, "--sweep", f"fault={','.join(FAULTS)}")
+    tables = [text.splitlines() for text in done.stdout.split("v5e:2x2 mesh")[1:]]
+    return done.returncode, tables, done.stderr.splitlines()
+
+
+def table_of(fault: str) -> list[str]:
+    return rehearsed()[1][FAULTS.index(fault)]
+
+
+def test_steps_are_printed_beside_those_of_the_plain_model() -> None:
+    head, needs, names, *rows = table_of("none")
+    assert head == "=replica 2 x shard 2 fault=none"
+    pattern = (
+        r"2 step\(s\) of 4 ranks on this machine: needs about [\d.]+ of [\d.]+ GiB of memory, "
+    )
+    assert re.fullmatch(pattern + r"and \d+ (s|min)", needs)
+    assert names.split() == (
+        ["step", "loss", "plain", "grad", "norm", "plain", "finite", "ranks", "agree", "seconds"]
+    )
+    assert len(rows) == 2
+    for number, row in enumerate(rows, 1):
+        step, loss, plain, norm, plain_norm, *sound, _ = row.split()
+        assert (step, sound) == (str(number), ["yes", "yes"])
+        assert float(loss) == pytest.approx(float(plain), rel=1e-4)
+        assert float(norm) == pytest.approx(float(plain_norm), rel=1e-4)
+
+
+def test_what_is_not_finite_or_differs_between_ranks_is_told() -> None:
+    infinite, apart = table_of("infinite"), table_of("apart")
+    assert infinite[3].split()[5:7] == ["no", "yes"]
+    assert "      the loss is not finite on ranks [0, 1, 2, 3]" in infinite
+    assert apart[3].split()[5:7] == ["yes", "yes"]
+    assert apart[4].split()[5:7] == ["yes", "no"]
+    [line] = apart[5:]
+    assert re.search(
+        r"must be the same on ranks that hold copies, and differs: \[\d\], \[\d\]", line
+    )
+
+
+def test_what_a_rank_raises_is_told_in_one_line() -> None:
+    code, _, errors = rehearsed()
+    assert code == 1
+    start = "xla_fsdp.preflight: v5e:2x2 mesh=replica 2 x shard 2 fault=raises: RankError: "
+    assert errors == [
+        f"{start}rank 1 raised ValueError: no batch is left (--traceback shows where)"
+    ]
+
+
+def test_what_does_not_fit_is_refused_beforehand() -> None:
+    needs = Needs(memory=20 * GIB, available=16 * GIB, compile_seconds=5, step_seconds=100)
+    assert needs.text(3) == "needs about 20.0 of 16.0 GiB of memory, and 5 min"
+    with pytest.raises(RehearsalError, match=r"3 step\(s\) on v5e:4x4: needs .*does not fit"):
+        check_fits("v5e:4x4", needs, 3)
+    check_fits("v5e:4x4", dataclasses.replace(needs, available=21 * GIB), 3)
 
 
 # ---------------------------------------------------------------- every way, everywhere

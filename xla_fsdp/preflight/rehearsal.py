@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
 from xla_fsdp.preflight.report import options_text
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
-from xla_fsdp.preflight.virtual_chips import VirtualChips
+from xla_fsdp.preflight.virtual_chips import QUICK_COMPILE, VirtualChips
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +166,7 @@ def rehearse(
     steps: int = 3,
     mesh: Mesh | Mapping[str, int] | None = None,
     tell: Callable[[str], None] | None = None,
-    xla_flags: str = "",
+    xla_flags: str = QUICK_COMPILE,
     **options: Any,
 ) -> Rehearsal:
     """Make training steps as every rank of a TPU slice, on this machine.
@@ -201,11 +201,7 @@ def rehearse(
         needs = _needs(build_step, slice_, options, chips)
         say(f"{topology} {options_text(describe_options(options))}".rstrip())
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")
-        if needs.memory > needs.available:
-            raise RehearsalError(
-                f"{topology} {needs.text(steps)}: that does not fit. Take a smaller model, batch "
-                f"or slice; what is large changes nothing of how ranks communicate"
-            )
+        check_fits(topology, needs, steps)
         plain = _plain_steps(build_step, slice_.num_ranks, options, steps)
         table = _Table(slice_.num_ranks, plain, say)
         first = len(chips.runs)
@@ -235,6 +231,15 @@ def _needs(
         compile_seconds=seconds,
         step_seconds=flops / chips.flops_per_second(),
     )
+
+
+def check_fits(topology: str, needs: Needs, steps: int) -> None:
+    """Raise RehearsalError if a rehearsal takes more memory than there is."""
+    if needs.memory > needs.available:
+        raise RehearsalError(
+            f"{steps} step(s) on {topology}: {needs.text(steps)}: that does not fit. Take a "
+            f"smaller model, batch or slice; how ranks communicate does not depend on their size"
+        )
 
 
 def _held_bytes(traced: Traced, num_ranks: int) -> int:

@@ -213,7 +213,7 @@ def everywhere(topology: str) -> dict[str, Done]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "way"), itertools.product(PLACES, WAYS))
+@pytest.mark.parametrize(("topology", "way"), [*itertools.product(PLACES, WAYS)])
 def test_every_way_to_train_on_every_slice(topology: str, way: str) -> None:
     assert_right(WAYS[way], everywhere(topology)[way])
 

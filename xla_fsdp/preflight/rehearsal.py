@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
+from xla_fsdp.preflight.compiler import check_installed
 from xla_fsdp.preflight.report import options_text
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.virtual_chips import QUICK_COMPILE, VirtualChips
@@ -196,6 +197,10 @@ def rehearse(
     if mesh is not None:
         options = {**options, "mesh": mesh_on(slice_, mesh)}
     check_options(build_step, options)
+    check_installed()
+    from xla_fsdp.distributed.xla.virtual_ranks import prepare_devices  # loads torch_xla
+
+    prepare_devices(slice_.num_ranks)
     say = tell or (lambda text: None)
     with VirtualChips(slice_.num_ranks, xla_flags) as chips:
         needs = _needs(build_step, slice_, options, chips)

@@ -198,4 +198,5 @@ def to_tensor(dtype: str, shape: tuple[int, ...], data: np.ndarray[Any, Any]) ->
 
     if not math.prod(shape):
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+    writable = data if data.flags.writeable else data.copy()
+    return torch.from_numpy(writable).view(getattr(torch, dtype)).reshape(shape)

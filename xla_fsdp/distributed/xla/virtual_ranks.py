@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,21 +167,21 @@ class _VirtualTpu(ops.RankRuntime):
 
 
 def prepare_devices(num_ranks: int) -> None:
-    """Start torch_xla's CPU devices.
+    """Start torch_xla's CPU devices, at least ``num_ranks``.
 
     Raises:
-        RuntimeError: if it has started with fewer than ``num_ranks``, or on something else.
+        RuntimeError: if it has started with fewer, or on something else.
     """
-    import os
-
     if not ops.runtime_started():
-        os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(num_ranks))
+        given = os.environ.get("CPU_NUM_DEVICES", "")
+        count = max(int(given) if given.isdecimal() else 0, num_ranks)
+        os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(count))
     kind, count = os.environ.get("PJRT_DEVICE"), ops.local_device_count()
     if kind != "CPU" or count < num_ranks:
         raise RuntimeError(
             f"a rehearsal of {num_ranks} ranks wants as many CPU devices, and this process uses "
-            f"PJRT_DEVICE={kind} with {count} device(s). Run it in a process of its own, with "
-            f"PJRT_DEVICE=CPU and CPU_NUM_DEVICES={num_ranks}"
+            f"PJRT_DEVICE={kind} with {count} device(s). Run it in a process of its own, or start "
+            f"Python with PJRT_DEVICE=CPU and CPU_NUM_DEVICES={num_ranks}"
         )
 
 

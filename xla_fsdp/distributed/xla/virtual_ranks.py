@@ -25,11 +25,16 @@ from torch import Tensor
 
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.cpu_rank_patches import COLLECTIVE_NODES, host_reads
-from xla_fsdp.distributed.xla.graph import input_buffers, program_of, tensor_id
+from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
+from xla_fsdp.distributed.xla.graph import program_key, input_buffers, program_of, tensor_id
 
 FIRST_SEED = 101
 """torch_xla's seed of a device that has not been given one."""
+
+COLLECTIVES = (
+    b"all-gather", b"all-reduce", b"reduce-scatter", b"all-to-all", b"collective-permute"
+)  # fmt: skip
+"""Opcodes of HLO, as they are in a serialized module."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class VirtualRanks:
         self._coords = coords
         self._execute = execute
         self._root_seeds: dict[int, int] = {}
+        self._programs: dict[tuple[int, bytes], bytes] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -132,8 +138,8 @@ class VirtualRanks:
         numbers = [tensor_id(each) for each in tensors]  # before some are replaced
         pending = dict(zip(numbers, tensors, strict=True))
         results = [pending[each] for each in sorted(pending)]  # in the order of their making
-        request = Request(program_of(results), self._values(results))
-        if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(results)):
+        request = Request(self._program(rank, results), self._values(results))
+        if any(opcode in request.hlo for opcode in COLLECTIVES):
             outputs = self._run.meet(rank, "a program with collectives", request, self._execute)
         else:
             [outputs] = self._execute([request])
@@ -145,6 +151,13 @@ class VirtualRanks:
             # Only this forgets what views and changes in place were traced, for later programs.
             if torch._is_functional_tensor(each):  # not what another one wraps
                 each.data = computed[number]
+
+    def _program(self, rank: int, results: list[Tensor]) -> bytes:
+        """Lower the graph of ``results``, unless this rank has done so before."""
+        key = rank, program_key(results)
+        if key not in self._programs:
+            self._programs[key] = program_of(results)
+        return self._programs[key]
 
     def _values(self, results: list[Tensor]) -> list[Tensor]:
         inputs = [value for _, value in input_buffers(results)]

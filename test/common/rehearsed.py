@@ -39,9 +39,10 @@ def build_step(
 
     def step() -> Tensor:
         nonlocal steps
-        if fault == "apart" and faulty and steps == 1:
-            with torch.no_grad():
-                next(model.parameters()).mul_(2.0)
+        if fault == "apart" and steps == 1:
+            with torch.no_grad():  # by a value, as all ranks are to trace the same
+                param = next(model.parameters())
+                param.mul_(torch.tensor([1.0 + faulty]).to(param.device))
         if fault == "raises" and faulty and steps == 1:
             raise ValueError("no batch is left")
         parts = [labelled(steps, rank) for rank in places]

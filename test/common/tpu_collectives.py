@@ -66,33 +66,22 @@ def texts(topology: str, *options: str) -> Texts:
         program = Path(folder, "program")
         program.write_bytes(hlo)
         code = "import sys; from jax._src.lib import xla_client as c; "
-        code += "print(c.XlaComputation(open(sys.argv[1], 'rb').read()).as_hlo_text())"
+        code += (
+            "print(c.XlaComputation(open(sys.argv[1], 'rb').read()).get_hlo_module().to_string())"
+        )
         done = run_python("-c", code, str(program), env={"JAX_PLATFORMS": "cpu"})
         assert done.returncode == 0, done.stderr
-        return Texts(_with_signs(done.stdout), after)
+        return Texts(done.stdout, after)
 
 
-def _with_signs(text: str) -> str:
-    """Put the % before names that ``Module`` reads them by."""
-    lines = []
-    for line in text.splitlines():
-        start = re.match(r"^(\s+(?:ROOT )?)([\w.\-]+) = ", line)
-        if start is None:
-            lines.append(line)
-            continue
-        head, rest = line[: start.end()], line[start.end() :]
-        lines.append(head + re.sub(r"(?<=[(, ])([a-z][\w\-]*\.\d+)(?=[,)])", r"%\1", rest))
-    return "\n".join(lines)
-
-
-def collectives(module: Module) -> Iterator[Found]:
+def collectives(module: Module, num_ranks: int) -> Iterator[Found]:
     """Collectives of all computations that are run; each once, though it may be split."""
     seen = set()
     for execution in module.executions:
         for each in execution.computation.instructions:
             kind = each.opcode.removesuffix("-start")
             if kind in (*GROUPED, "collective-permute"):
-                groups = groups_of(each, module.num_devices)
+                groups = groups_of(each, num_ranks)
                 found = Found(kind, groups, _dtype(execution.computation, each), each.origin)
                 key = (found, each.find(r"channel_id=(\d+)"))
                 if key not in seen:
@@ -104,7 +93,7 @@ def _dtype(inside: Computation, each: Instruction) -> str:
     return inside.by_name[each.operands[0]].dtypes[0]
 
 
-def groups_of(each: Instruction, num_devices: int) -> Groups:
+def groups_of(each: Instruction, num_ranks: int) -> Groups:
     """Ranks of each group, or the pairs of a permutation."""
     if listed := re.search(
         r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}", each.attributes
@@ -115,7 +104,7 @@ def groups_of(each: Instruction, num_devices: int) -> Groups:
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", each.attributes
     )
     if iota is None:
-        return frozenset({tuple(range(num_devices))})
+        return frozenset({tuple(range(num_ranks))})
     shape, dims, order = (
         tuple(map(int, (part or "").split(","))) if part else () for part in iota.groups()
     )

@@ -44,13 +44,13 @@ def modules(name: str) -> tuple[Module, Module, int]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
 def test_groups_are_those_that_were_asked_for(name: str) -> None:
-    before, after, _ = modules(name)
+    before, after, num_ranks = modules(name)
     asked: dict[str, set[Found]] = defaultdict(set)
-    for each in collectives(before):
+    for each in collectives(before, num_ranks):
         asked[each.origin].add(each)
     strangers = [
         each
-        for each in collectives(after)
+        for each in collectives(after, num_ranks)
         if each.groups not in {known.groups for known in asked.get(each.origin, asked_of(asked))}
     ]
     assert not strangers
@@ -64,7 +64,7 @@ def asked_of(asked: dict[str, set[Found]]) -> set[Found]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
 def test_every_rank_is_in_one_group_of_each_collective_and_in_one_ring(name: str) -> None:
     _, after, num_ranks = modules(name)
-    for each in collectives(after):
+    for each in collectives(after, num_ranks):
         if each.kind == "collective-permute":
             cycles = rings(each.groups)
             assert cycles is not None, each
@@ -76,9 +76,9 @@ def test_every_rank_is_in_one_group_of_each_collective_and_in_one_ring(name: str
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
 def test_reductions_have_the_dtype_that_was_asked_for(name: str) -> None:
-    before, after, _ = modules(name)
-    wanted = {each.dtype for each in collectives(before) if each.kind in REDUCTIONS}
-    found = {each.dtype for each in collectives(after) if each.kind in REDUCTIONS}
+    before, after, num_ranks = modules(name)
+    wanted = {each.dtype for each in collectives(before, num_ranks) if each.kind in REDUCTIONS}
+    found = {each.dtype for each in collectives(after, num_ranks) if each.kind in REDUCTIONS}
     assert found <= wanted
 
 

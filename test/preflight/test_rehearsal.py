@@ -24,7 +24,7 @@ from test.common.ranks import cached_outcome, run_warm
 from test.common.replicas import largest_error, values
 from test.common.replicas import train_plain as train_plain_replica
 from xla_fsdp.preflight import RehearsalError
-from xla_fsdp.preflight.rehearsal import Needs, check_fits
+from xla_fsdp.preflight.rehearsal import Needs, RankStep, Table, check_fits
 from xla_fsdp.preflight.topologies import GIB
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
@@ -46,7 +46,6 @@ QUICK: dict[str, tuple[str, Case]] = {
     ),
     "streamed ends": ("v5e:2x2", Case("SignsToLossNet", options=ROWS, computes_loss=True)),
 }
-FAULTS = ("none", "infinite", "apart", "raises")
 BROKEN = {"broken ring": "ring", "stale input": "stale"}
 
 
@@ -89,22 +88,19 @@ def test_a_mistake_is_seen(name: str) -> None:
 
 
 @cached_outcome
-def rehearsed() -> tuple[int, list[list[str]], list[str]]:
-    """Exit code, and the lines of each fault, and of the errors."""
+def rehearsed(fault: str) -> tuple[int, list[str], list[str]]:
+    """Exit code, and lines of output and of errors."""
     run = ("-m", "xla_fsdp.preflight", "test.common.rehearsed:build_step", "--run", "2")
     where = ("--topology", "v5e:2x2", "--mesh", "replica=2,shard=2")
-    done = run_warm(*run, *where, "--sweep", f"fault={','.join(FAULTS)}")
-    tables = [text.splitlines() for text in done.stdout.split("v5e:2x2 mesh")[1:]]
-    return done.returncode, tables, done.stderr.splitlines()
-
-
-def table_of(fault: str) -> list[str]:
-    return rehearsed()[1][FAULTS.index(fault)]
+    done = run_warm(*run, *where, "--set", f"fault={fault}")
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
 def test_steps_are_printed_beside_those_of_the_plain_model() -> None:
-    head, needs, names, *rows = table_of("none")
-    assert head == "=replica 2 x shard 2 fault=none"
+    code, lines, errors = rehearsed("none")
+    assert (code, errors) == (0, [])
+    head, needs, names, *rows = lines
+    assert head == "v5e:2x2 mesh=replica 2 x shard 2 fault=none"
     pattern = (
         r"2 step\(s\) of 4 ranks on this machine: needs about [\d.]+ of [\d.]+ GiB of memory, "
     )
@@ -120,25 +116,51 @@ def test_steps_are_printed_beside_those_of_the_plain_model() -> None:
         assert float(norm) == pytest.approx(float(plain_norm), rel=1e-4)
 
 
-def test_what_is_not_finite_or_differs_between_ranks_is_told() -> None:
-    infinite, apart = table_of("infinite"), table_of("apart")
-    assert infinite[3].split()[5:7] == ["no", "yes"]
-    assert "      the loss is not finite on ranks [0, 1, 2, 3]" in infinite
-    assert apart[3].split()[5:7] == ["yes", "yes"]
-    assert apart[4].split()[5:7] == ["yes", "no"]
-    [line] = apart[5:]
-    assert re.search(
-        r"must be the same on ranks that hold copies, and differs: \[\d\], \[\d\]", line
-    )
+@pytest.mark.slow
+def test_what_is_not_finite_is_told() -> None:
+    code, lines, _ = rehearsed("infinite")
+    assert code == 1
+    assert lines[3].split()[5:7] == ["no", "yes"]
+    assert "      the loss is not finite on ranks [0, 1, 2, 3]" in lines
 
 
+@pytest.mark.slow
+def test_what_differs_between_ranks_is_told() -> None:
+    code, lines, _ = rehearsed("apart")
+    assert code == 1
+    assert lines[3].split()[5:7] == ["yes", "yes"]
+    assert lines[4].split()[5:7] == ["yes", "no"]
+    pattern = r"must be the same on ranks that hold copies, and differs: \[\d\], \[\d\]"
+    assert all(re.search(pattern, line) for line in lines[5:])
+
+
+@pytest.mark.slow
 def test_what_a_rank_raises_is_told_in_one_line() -> None:
-    code, _, errors = rehearsed()
+    code, _, errors = rehearsed("raises")
     assert code == 1
     start = "xla_fsdp.preflight: v5e:2x2 mesh=replica 2 x shard 2 fault=raises: RankError: "
     assert errors == [
         f"{start}rank 1 raised ValueError: no batch is left (--traceback shows where)"
     ]
+
+
+def test_a_table_tells_where_numbers_are_not_finite_and_who_differs() -> None:
+    lines: list[str] = []
+    table = Table(2, [], lines.append)
+    shard = {("weight", (0,)): "a", ("steps", ()): "1"}
+    table.add(0, 0, RankStep(1.0, 4.0, (), shard))
+    assert lines == []
+    table.add(0, 1, RankStep(2.0, 5.0, ("the loss",), {**shard, ("weight", (0,)): "b"}))
+    [result] = table.results
+    assert (result.loss, result.grad_norm, result.is_sound) == (1.5, 3.0, False)
+    assert lines[2:] == [
+        "      the loss is not finite on ranks [1]",
+        "      weight must be the same on ranks that hold copies, and differs: [0], [1]",
+    ]
+    table.add(1, 0, RankStep(None, None, (), shard))
+    table.add(1, 1, RankStep(None, None, (), {("weight", (1,)): "b", ("steps", ()): "1"}))
+    assert table.results[1].is_sound
+    assert lines[-1].split()[:5] == ["2", "-", "-", "yes", "yes"]
 
 
 def test_what_does_not_fit_is_refused_beforehand() -> None:

@@ -36,6 +36,9 @@ PLAIN = "plain"
 OVERHEAD = 3 * GIB // 2
 """Bytes that torch_xla and JAX take themselves."""
 
+TRACED_STEPS = 4
+"""What tracing once takes, in steps: two and a third that counts FLOPs, and building the model."""
+
 REMAT = 4 / 3
 """FLOPs of a step that computes its forward twice, relative to one that does so once."""
 
@@ -195,7 +198,7 @@ def rehearse(
         raise ValueError(f"steps={steps}; make at least 1")
     slice_ = find_topology(topology)
     if mesh is not None:
-        options = {**options, "mesh": mesh_on(slice_, mesh)}
+        options = {"mesh": mesh_on(slice_, mesh), **options}
     check_options(build_step, options)
     check_installed()
     from xla_fsdp.distributed.xla.virtual_ranks import prepare_devices  # loads torch_xla
@@ -208,7 +211,7 @@ def rehearse(
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")
         check_fits(topology, needs, steps)
         plain = _plain_steps(build_step, slice_.num_ranks, options, steps)
-        table = _Table(slice_.num_ranks, plain, say)
+        table = Table(slice_.num_ranks, plain, say)
         first = len(chips.runs)
         run_on_chips(_make_steps, slice_.coords, chips, (build_step, options, steps, table))
     used = {number for number in chips.runs[first:] if chips.is_joint(number)}
@@ -225,16 +228,18 @@ def _needs(
     """Trace a step as one rank does, which takes no memory, and compile it."""
     from xla_fsdp.preflight.tracing import trace_step
 
+    started = time.monotonic()
     traced = trace_step(lambda: build_step(**options), slice_.coords)
+    tracing = (time.monotonic() - started) / TRACED_STEPS
     started = time.monotonic()
     largest = max(chips.memory(program.hlo, slice_.num_ranks) for program in traced.programs)
-    seconds = time.monotonic() - started
-    flops = slice_.num_ranks * REMAT * traced.model_flops
+    compiling = time.monotonic() - started
+    flops = REMAT * traced.model_flops / chips.flops_per_second()
     return Needs(
         memory=largest + _held_bytes(traced, slice_.num_ranks) + OVERHEAD,
         available=available_memory(),
-        compile_seconds=seconds,
-        step_seconds=flops / chips.flops_per_second(),
+        compile_seconds=compiling,
+        step_seconds=slice_.num_ranks * (tracing + flops),
     )
 
 
@@ -277,7 +282,7 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class _RankStep:
+class RankStep:
     """What a rank holds after a step.
 
     Args:
@@ -295,7 +300,7 @@ class _RankStep:
 
 
 def _make_steps(
-    rank: int, build_step: Callable[..., Any], options: dict[str, Any], steps: int, table: _Table
+    rank: int, build_step: Callable[..., Any], options: dict[str, Any], steps: int, table: Table
 ) -> None:
     from xla_fsdp.distributed.xla import ops
 
@@ -364,7 +369,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _after_step(loss: Any, seen: _Seen) -> _RankStep:
+def _after_step(loss: Any, seen: _Seen) -> RankStep:
     from xla_fsdp.distributed.xla import ops
     from xla_fsdp.fsdp.engine.clip_grad import shared_by
 
@@ -389,7 +394,7 @@ def _after_step(loss: Any, seen: _Seen) -> _RankStep:
     found = _number(loss)
     if found is not None and not math.isfinite(found):
         not_finite.append("the loss")
-    return _RankStep(found, squares if seen.grads else None, tuple(not_finite), digests)
+    return RankStep(found, squares if seen.grads else None, tuple(not_finite), digests)
 
 
 def _name(param: Tensor, number: int) -> str:
@@ -452,7 +457,7 @@ def _plain_steps(
 # ---------------------------------------------------------------- the table
 
 
-class _Table:
+class Table:
     """Puts together what ranks hold after each step, and tells it line by line."""
 
     def __init__(
@@ -462,10 +467,10 @@ class _Table:
         self._num_ranks = num_ranks
         self._plain = plain
         self._say = say
-        self._found: dict[int, dict[int, _RankStep]] = defaultdict(dict)
+        self._found: dict[int, dict[int, RankStep]] = defaultdict(dict)
         self._started = time.monotonic()
 
-    def add(self, number: int, rank: int, found: _RankStep) -> None:
+    def add(self, number: int, rank: int, found: RankStep) -> None:
         """Take what a rank holds after step ``number``."""
         self._found[number][rank] = found
         if len(self._found[number]) < self._num_ranks:
@@ -508,7 +513,7 @@ def _figure(value: float | None) -> str:
     return f"{'-' if value is None else format(value, '.6g'):>11}"
 
 
-def _joined(ranks: Sequence[_RankStep], seconds: float, plain: _PlainStep) -> StepResult:
+def _joined(ranks: Sequence[RankStep], seconds: float, plain: _PlainStep) -> StepResult:
     losses = [each.loss for each in ranks if each.loss is not None]
     squares = [each.squares for each in ranks if each.squares is not None]
     return StepResult(
@@ -522,7 +527,7 @@ def _joined(ranks: Sequence[_RankStep], seconds: float, plain: _PlainStep) -> St
     )
 
 
-def _not_finite(ranks: Sequence[_RankStep]) -> Iterator[str]:
+def _not_finite(ranks: Sequence[RankStep]) -> Iterator[str]:
     where: dict[str, list[int]] = defaultdict(list)
     for rank, each in enumerate(ranks):
         for name in each.not_finite:
@@ -531,7 +536,7 @@ def _not_finite(ranks: Sequence[_RankStep]) -> Iterator[str]:
         yield f"{name} is not finite on ranks {which}"
 
 
-def _disagreements(ranks: Sequence[_RankStep]) -> Iterator[str]:
+def _disagreements(ranks: Sequence[RankStep]) -> Iterator[str]:
     holders: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = {}
     for rank, each in enumerate(ranks):
         for key, digest in each.digests.items():

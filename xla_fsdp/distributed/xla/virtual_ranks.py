@@ -26,7 +26,7 @@ from torch import Tensor
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
-from xla_fsdp.distributed.xla.graph import program_key, input_buffers, program_of, tensor_id
+from xla_fsdp.distributed.xla.graph import input_buffers, program_key, program_of, tensor_id
 
 FIRST_SEED = 101
 """torch_xla's seed of a device that has not been given one."""

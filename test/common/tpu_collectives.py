@@ -136,10 +136,10 @@ def rings(pairs: Groups) -> list[list[int]] | None:
 
 def _main(topology: str, file: str, *options: str) -> None:
     from test.common.tpu_steps import build
-    from xla_fsdp.preflight.api import compiler_flags
     from xla_fsdp.preflight.compiler import compile_program
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.tpu_flags import compiler_flags
 
     slice_ = find_topology(topology)
     keywords: dict[str, Any] = {

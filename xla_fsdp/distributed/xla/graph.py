@@ -20,7 +20,7 @@ def program_of(tensors: Sequence[Tensor]) -> bytes:
 
 def program_key(tensors: Sequence[Tensor]) -> bytes:
     """Return a hash of the graph that computes ``tensors``; equal ones have the same program."""
-    return bytes(torch_xla._XLAC._get_program_key(list(tensors)))
+    return bytes(torch_xla._XLAC._get_graph_hash(list(tensors)))
 
 
 def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:

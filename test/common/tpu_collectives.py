@@ -82,11 +82,15 @@ def collectives(module: Module, num_ranks: int) -> Iterator[Found]:
             kind = each.opcode.removesuffix("-start")
             if kind in (*GROUPED, "collective-permute"):
                 groups = groups_of(each, num_ranks)
-                found = Found(kind, groups, _dtype(execution.computation, each), each.origin)
+                found = Found(kind, groups, _dtype(execution.computation, each), _name(each))
                 key = (found, each.find(r"channel_id=(\d+)"))
                 if key not in seen:
                     seen.add(key)
                     yield found
+
+
+def _name(each: Instruction) -> str:
+    return each.origin.rpartition("/")[2]  # without the loops that it is in
 
 
 def _dtype(inside: Computation, each: Instruction) -> str:

@@ -8,6 +8,7 @@ followed through the compiler's passes by the names that it keeps.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 import pytest
@@ -15,12 +16,14 @@ import pytest
 from test.common.tpu_collectives import (
     REDUCTIONS,
     Found,
+    Groups,
     collectives,
     covers_once,
     groups_of,
     rings,
     texts,
 )
+from xla_fsdp.preflight.findings import about_dtypes
 from xla_fsdp.preflight.hlo import Instruction, Module
 from xla_fsdp.preflight.topologies import find_topology
 
@@ -34,7 +37,6 @@ PROGRAMS = {
     "hybrid loop": ("v5e:2x4", "scan=1", "replicas=2"),
     "three axes": ("v5p:2x2x2", "scan=1"),
 }
-SCALARS = 64  # elements; sums of numbers, not of gradients
 
 
 def modules(name: str) -> tuple[Module, Module, int]:
@@ -43,22 +45,19 @@ def modules(name: str) -> tuple[Module, Module, int]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
-def test_groups_are_those_that_were_asked_for(name: str) -> None:
+def test_each_collective_is_left_once_with_its_groups_and_its_dtype(name: str) -> None:
     before, after, num_ranks = modules(name)
-    asked: dict[str, set[Found]] = defaultdict(set)
-    for each in collectives(before, num_ranks):
-        asked[each.origin].add(each)
-    strangers = [
-        each
-        for each in collectives(after, num_ranks)
-        if each.groups not in {known.groups for known in asked.get(each.origin, asked_of(asked))}
-    ]
-    assert not strangers
+    asked, left = (facts(collectives(each, num_ranks)) for each in (before, after))
+    assert {name: each for name, each in left.items() if each != asked.get(name)} == {}
+    assert left.keys() == asked.keys()
 
 
-def asked_of(asked: dict[str, set[Found]]) -> set[Found]:
-    """All collectives, for one whose name the compiler has not kept."""
-    return set().union(*asked.values())
+def facts(found: Iterable[Found]) -> dict[str, set[tuple[Groups, str]]]:
+    """Groups and dtype by torch_xla's name; what the compiler split is there once."""
+    by_name: dict[str, set[tuple[Groups, str]]] = defaultdict(set)
+    for each in found:
+        by_name[each.origin].add((each.groups, each.dtype))
+    return by_name
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
@@ -75,11 +74,16 @@ def test_every_rank_is_in_one_group_of_each_collective_and_in_one_ring(name: str
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
-def test_reductions_have_the_dtype_that_was_asked_for(name: str) -> None:
-    before, after, num_ranks = modules(name)
-    wanted = {each.dtype for each in collectives(before, num_ranks) if each.kind in REDUCTIONS}
+def test_gradients_are_reduced_in_the_dtype_that_the_options_say(name: str) -> None:
+    _, after, num_ranks = modules(name)
     found = {each.dtype for each in collectives(after, num_ranks) if each.kind in REDUCTIONS}
-    assert found <= wanted
+    assert found == {"f32" if "fp32_reduce_scatter=1" in PROGRAMS[name] else "bf16"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])
+def test_products_are_in_bf16(name: str) -> None:
+    _, after, _ = modules(name)
+    assert list(about_dtypes([after], "bf16")) == []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tpu) for name in PROGRAMS])

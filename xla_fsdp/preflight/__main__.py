@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
+        if options.run and (options.json or options.html):
+            raise ValueError("--run makes steps and writes no report; leave out --json and --html")
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="OPTION=VALUE,VALUE")
     parser.add_argument(
-        "--run", type=int, default=0, metavar="STEPS", help="make so many steps on virtual chips"
+        "--run", type=_steps, metavar="STEPS", help="make so many steps on virtual chips"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
@@ -82,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--flags", default="", help="more compiler flags, as LIBTPU_INIT_ARGS")
     parser.add_argument("--traceback", action="store_true", help="show where a step raised")
     return parser
+
+
+def _steps(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of steps, 1 or more")
+    return int(word)
 
 
 def _load(target: str) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.turns",
         "tpu_flags",
         "wrap",
     ),
@@ -91,7 +92,9 @@ PUBLIC = {
         PrepareModuleOutput Replicate RowwiseParallel SequenceParallel Shard TensorPlacement
         loss_parallel parallel_cross_entropy parallelize_module
     """,
-    "xla_fsdp.preflight": "CompileError PreflightWarning Report preflight",
+    "xla_fsdp.preflight": """
+        CompileError PreflightWarning Rehearsal RehearsalError Report preflight rehearse
+    """,
     "xla_fsdp.integrations.accelerate": "Accelerator",
     "xla_fsdp.integrations.lightning": "install",
     "xla_fsdp.integrations.transformers": "install",

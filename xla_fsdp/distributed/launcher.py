@@ -219,11 +219,11 @@ def _run_cpu_ranks(
     run = Run(num_ranks)
     start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
     with patches.running(run), _crash_report(), _one_torch_thread(num_ranks):
-        _supervise(run, start, sync_timeout)
+        supervise(run, start, sync_timeout)
     return [run.results.get(rank) for rank in range(num_ranks)]
 
 
-def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
+def supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
     """Start the ranks and wait for them in the main thread, which so still receives Ctrl-C."""
     try:
         start()

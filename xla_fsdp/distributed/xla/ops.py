@@ -264,8 +264,8 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
-    # inference mode. A few tensors there are no functional ones (a causal mask of transformers,
-    # after steps of a fake rank), and have versions alone.
+    # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
+    # other count.
     return [
         torch._functionalize_mutation_counter(tensor)
         if torch._is_functional_tensor(tensor)

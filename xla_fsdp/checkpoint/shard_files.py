@@ -13,7 +13,7 @@ from glob import escape, glob
 from typing import Any
 
 from xla_fsdp.checkpoint.checksum import is_checksum
-from xla_fsdp.checkpoint.copying import ChecksumVerifier, RecentBlocks, verified, verifying
+from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
@@ -34,7 +34,13 @@ from xla_fsdp.checkpoint.safetensors_file import (
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
 from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, TensorSource, read_bytes
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    LocalFile,
+    RecentBlocks,
+    TensorSource,
+    read_bytes,
+)
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
 DEFAULT_SUFFIX = "*.pth"

@@ -21,7 +21,8 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError
@@ -56,6 +57,28 @@ class Attempt(NamedTuple):
         return f"{self.folder}/{name}"
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which complete steps are not deleted, apart from the newest.
+
+    Args:
+        last: number of the newest steps; None for all.
+        period: steps that are multiples of it are kept in any case.
+        chosen: further steps, such as the best ones.
+    """
+
+    last: int | None = None
+    period: int | None = None
+    chosen: frozenset[int] = frozenset()
+
+    def steps(self, steps: Iterable[int]) -> set[int]:
+        """Return those of these steps that are kept."""
+        ordered = sorted(steps)
+        kept = set(ordered[-(self.last or len(ordered)) :])
+        periodic = {s for s in ordered if self.period and s % self.period == 0}
+        return kept | periodic | (self.chosen & set(ordered))
+
+
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the greatest step that is completely saved in ``directory``, or None."""
     newest = next(newest_complete(open_storage(directory)), None)
@@ -64,13 +87,21 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 def all_attempts(storage: Storage) -> list[Attempt]:
     """Return every attempt, complete or not, in order."""
-    matches = (_FOLDER.fullmatch(name) for name in storage.names())
-    return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
+    return _attempts(storage.names())
 
 
 def complete_attempts(storage: Storage) -> list[Attempt]:
     """Return the complete attempts, in order."""
-    return sorted(newest_complete(storage))
+    return _complete(storage.tree())
+
+
+def _complete(tree: Mapping[str, Collection[str]]) -> list[Attempt]:
+    return [each for each in _attempts(tree) if MARKER in tree.get(each.folder, ())]
+
+
+def _attempts(folders: Iterable[str]) -> list[Attempt]:
+    matches = (_FOLDER.fullmatch(name) for name in folders)
+    return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
 
 
 def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attempt]:
@@ -115,9 +146,8 @@ def read_job(storage: Storage, folder: str = "") -> JobRecord | None:
         CheckpointError: if it cannot be read or is malformed.
     """
     name = f"{folder}/{JOB}" if folder else JOB
-    if JOB not in storage.names(folder):
-        return None
-    return JobRecord.from_bytes(storage.read(name), f"{storage.where}/{name}")
+    data = storage.find(name)
+    return None if data is None else JobRecord.from_bytes(data, f"{storage.where}/{name}")
 
 
 def is_owner(storage: Storage, job: str) -> bool:
@@ -132,24 +162,33 @@ def remove(storage: Storage, attempt: Attempt) -> None:
     storage.delete_folder(attempt.folder)
 
 
-def tidy(storage: Storage, newest: Attempt, keep_last: int | None, job: str) -> list[str]:
+def tidy(
+    storage: Storage, newest: Attempt, keep: Keep, job: str, remains: Collection[Attempt]
+) -> list[str]:
     """Delete every attempt that ``newest``, which is complete and of ``job``, makes superfluous, as
     long as ``job`` owns the directory.
 
-    Deletes incomplete attempts, all but the last attempt of each step, all but the last
-    ``keep_last`` steps, and whatever is later than ``newest``: ``Save.begin`` refuses to save
-    before a later step that is complete on every host, so those are remains of a crash.
+    Deletes incomplete attempts, all but the last attempt of each step, and steps not to keep.
+
+    Args:
+        storage: of the run.
+        newest: the attempt that was saved.
+        keep: which complete steps are kept.
+        job: that saved it.
+        remains: attempts that were there when ``newest`` began, to delete even if they are later:
+            ``Save.begin`` refuses to save before a later step that is complete on every host.
 
     Returns:
         One line for each attempt that could not be deleted; the next call tries again.
     """
-    listed = all_attempts(storage)
-    complete = [each for each in complete_attempts(storage) if each <= newest]
+    tree = storage.tree()
+    listed = _attempts(tree)
+    complete = [each for each in _complete(tree) if each <= newest]
     current = {each.step: each for each in complete}  # the last attempt of each step
-    remaining = [current[step] for step in sorted(current)][-(keep_last or len(current)) :]
+    kept = {newest, *(current[step] for step in keep.steps(current))}
     problems: list[str] = []
     for attempt in listed:
-        if attempt not in remaining:
+        if attempt not in kept and (attempt < newest or attempt in remains):
             try:
                 if not is_owner(storage, job):
                     return problems

@@ -1,4 +1,4 @@
-"""Read, write and list files below a directory, local or remote (fsspec); write files atomically.
+"""Read, write and list files below a directory, local or remote; write files atomically.
 
 Invariants: a local file gets its name only when it is complete and on disk. A remote file may be
 incomplete unless it is announced, or was written by ``put``; what an exception interrupts is not
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile
@@ -43,11 +43,22 @@ class Storage(Protocol):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file in a folder by its name; {} if it does not exist."""
 
+    def tree(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files in every folder, by its name; asks the store once."""
+
     def read(self, name: str) -> bytes:
         """Read a file."""
 
-    def source(self, name: str) -> ByteSource:
-        """Return a source that reads ranges of a file."""
+    def find(self, name: str) -> bytes | None:
+        """Read a file; None if it does not exist."""
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        """Return a source that reads ranges of a file.
+
+        Args:
+            name: of the file.
+            nbytes: its size, from ``sizes``; None to ask for it.
+        """
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
@@ -67,6 +78,12 @@ class Storage(Protocol):
     def delete_folder(self, folder: str) -> None:
         """Delete a folder and its content, if it exists."""
 
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        """Return the problems that ``check`` finds in a listing.
+
+        A remote store may list a new file late, so it is asked again for some seconds.
+        """
+
 
 def open_storage(directory: str | os.PathLike[str]) -> Storage:
     """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
@@ -77,7 +94,16 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
     where = os.fspath(directory)
     if where.startswith(LOCAL):
         return LocalStorage(where.removeprefix(LOCAL))
-    return RemoteStorage(where) if "://" in where else LocalStorage(where)
+    if "://" not in where:
+        return LocalStorage(where)
+    from xla_fsdp.checkpoint.remote_storage import RemoteStorage  # which needs fsspec
+
+    return RemoteStorage(where)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is that of a remote file."""
+    return "://" in path and not path.startswith(LOCAL)
 
 
 class LocalStorage:
@@ -102,11 +128,19 @@ class LocalStorage:
             return {e.name: e.stat().st_size for e in os.scandir(path) if e.is_file()}
         return {}
 
+    def tree(self) -> dict[str, dict[str, int]]:
+        return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
+
     def read(self, name: str) -> bytes:
         with failing(self._root / name, "cannot be read"):
             return (self._root / name).read_bytes()
 
-    def source(self, name: str) -> ByteSource:
+    def find(self, name: str) -> bytes | None:
+        with failing(self._root / name, "cannot be read"), suppress(FileNotFoundError):
+            return (self._root / name).read_bytes()
+        return None
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         return LocalFile(str(self._root / name))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
@@ -153,129 +187,8 @@ class LocalStorage:
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
 
-
-class RemoteStorage:
-    """A directory at a URL; fsspec's own configuration has the options of the file system."""
-
-    per_host = False
-
-    def __init__(self, where: str) -> None:
-        import fsspec
-
-        self.where = where
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(where)
-        except (ValueError, ImportError) as error:
-            raise CheckpointError(f"{where}: {error}") from error
-
-    def names(self, folder: str = "") -> list[str]:
-        found: list[str] = []
-        self._fs.invalidate_cache()  # other machines write here too
-        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
-            found = self._fs.ls(self._path(folder), detail=False)
-        names = (each.rstrip("/").rpartition("/")[2] for each in found)
-        return sorted(name for name in names if name and not name.startswith("."))
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        self._fs.invalidate_cache()
-        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
-            listed = self._fs.ls(self._path(folder), detail=True)
-            return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
-        return {}
-
-    def read(self, name: str) -> bytes:
-        with failing(self._url(name), "cannot be read", Exception):
-            return self._fs.cat_file(self._path(name))
-
-    def source(self, name: str) -> ByteSource:
-        return RemoteFile(self._fs, self._path(name), self._url(name))
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        path = self._path(name)
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            try:
-                self._write(path, chunks)
-            except BaseException:
-                with suppress(Exception):  # there may be a partial file
-                    self._fs.rm_file(path)
-                raise
-
-    def put(self, name: str, data: bytes) -> None:
-        folder, _, base = self._path(name).rpartition("/")
-        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(folder, exist_ok=True)
-            # A put is atomic in most object stores, and a move in most file systems.
-            try:
-                self._fs.pipe_file(temporary, data)
-                self._fs.mv(temporary, f"{folder}/{base}")
-            except BaseException:
-                with suppress(Exception):
-                    self._fs.rm_file(temporary)
-                raise
-
-    def create(self, name: str, data: bytes) -> bool:
-        path = self._path(name)
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            try:
-                self._fs.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-        return True
-
-    def delete(self, name: str) -> None:
-        with (
-            failing(self._url(name), "could not be removed", Exception),
-            suppress(FileNotFoundError),
-        ):
-            self._fs.rm_file(self._path(name))
-
-    def delete_folder(self, folder: str) -> None:
-        with (
-            failing(self._url(folder), "could not be removed", Exception),
-            suppress(FileNotFoundError),
-        ):
-            self._fs.rm(self._path(folder), recursive=True)
-
-    def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
-        file = self._fs.open(path, "wb")
-        try:
-            for chunk in chunks:
-                file.write(chunk)
-        except BaseException:
-            # Closing would complete the upload of what is there, and so would the destructor.
-            with suppress(Exception):
-                file.discard()
-            with suppress(Exception):
-                file.closed = True
-            raise
-        file.close()
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
-
-    def _url(self, name: str) -> str:
-        return f"{self.where.rstrip('/')}/{name}"
-
-
-class RemoteFile:
-    """The bytes of a remote file; each read is one request."""
-
-    def __init__(self, fs: Any, path: str, url: str) -> None:
-        self._fs, self._path, self._url = fs, path, url
-        with failing(url, "cannot be read", Exception):
-            self.nbytes: int = fs.size(path)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        if not len(buffer):
-            return
-        with failing(self._url, "cannot be read", Exception):
-            data = self._fs.cat_file(self._path, start=start, end=start + len(buffer))
-        if len(data) != len(buffer):
-            raise CheckpointError(f"{self._url}: ends at byte {start + len(data)}: truncated")
-        buffer[:] = data
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        return check()
 
 
 # ---------------------------------------------------------------- atomic writing

@@ -37,7 +37,13 @@ from xla_fsdp.checkpoint.save_step import (
     disagreements,
     write_rank_file,
 )
-from xla_fsdp.checkpoint.step_directory import Attempt, job_token, newest_complete, read_job
+from xla_fsdp.checkpoint.step_directory import (
+    Attempt,
+    Keep,
+    job_token,
+    newest_complete,
+    read_job,
+)
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.xla import ops
@@ -228,7 +234,7 @@ class TrainState:
 # Keys are each rank's own model, so CPU ranks, which are threads of one process, do not share
 # entries.
 _pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
-"""Asynchronous saves that nobody has waited for yet."""
+"""The last save of each model, which may still be written, or deleting older steps."""
 _replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary()
 """Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
 
@@ -237,7 +243,8 @@ class PendingSave:
     """A save that a thread may still be writing."""
 
     def __init__(self, save: Save) -> None:
-        self._save: Save | None = save
+        self._save = save
+        self._done = False
 
     def wait(self) -> None:
         """Wait until the step is complete on disk. Every rank must call it.
@@ -245,9 +252,18 @@ class PendingSave:
         Raises:
             CheckpointError: if a rank could not write its file. The step does not count then.
         """
-        save, self._save = self._save, None
-        if save is not None:
-            save.wait()
+        done, self._done = self._done, True
+        if not done:
+            self._save.wait()
+
+    def finish(self) -> None:
+        """Wait until older steps are deleted, too. Every rank must call it.
+
+        Raises:
+            CheckpointError: as ``wait``.
+        """
+        self.wait()
+        self._save.finish()
 
 
 def save_checkpoint(
@@ -307,13 +323,11 @@ def save_checkpoint(
     metadata = state.metadata
     file = ShardFile(metadata.rank, metadata.world_size, file_format)
     job = Job(job_token(), _replaced.get(model, frozenset()), take_over)
-    save = Save(open_storage(directory), _ranks(), file, number, keep_last, job)
+    save = Save(open_storage(directory), _ranks(), file, number, Keep(keep_last), job)
     save.begin(state.find_save_problems(extra))
     save.start(state.content(extra), write_rank_file)
-    pending = PendingSave(save)
-    if asynchronous:
-        _pending[model] = pending
-    else:
+    pending = _pending[model] = PendingSave(save)
+    if not asynchronous:
         pending.wait()
     return pending
 
@@ -401,7 +415,7 @@ def _ranks() -> Ranks:
 
 def _wait_for_earlier(model: ShardedModule) -> None:
     if earlier := _pending.pop(model, None):
-        earlier.wait()
+        earlier.finish()
 
 
 def _agreed_attempt(

@@ -1,6 +1,6 @@
-"""A bucket of Google Cloud Storage on this machine: ``gcp-storage-emulator``, with faults before it.
+"""A bucket of Google Cloud Storage on this machine: ``gcp-storage-emulator``, and faults before it.
 
-The emulator has no conditional writes, so the layer before it answers those (``ifGenerationMatch``).
+The emulator has no conditional writes, so the layer before it has (``ifGenerationMatch``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, typed
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, listed, raise_if, typed
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     VALUES_KEY,
@@ -31,7 +31,13 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import make_plan
-from xla_fsdp.checkpoint.reshard import LoadTarget, ReadPlan, SourceCheckpoint, plan_read
+from xla_fsdp.checkpoint.reshard import (
+    LoadTarget,
+    ReadPlan,
+    Selection,
+    SourceCheckpoint,
+    plan_read,
+)
 from xla_fsdp.checkpoint.shard_files import (
     MODEL_PREFIX,
     Shard,
@@ -53,6 +59,7 @@ from xla_fsdp.checkpoint.tensor_source import (
 )
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
+EVERYTHING = Selection()
 PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
 
 
@@ -75,7 +82,10 @@ class LoadedStep:
 
 
 def load_step(
-    storage: Storage, attempt: Attempt, target: LoadTarget, *, strict: bool = True
+    storage: Storage,
+    attempt: Attempt,
+    target: LoadTarget,
+    selection: Selection = EVERYTHING,
 ) -> LoadedStep:
     """Read the part of a complete attempt that a rank needs.
 
@@ -83,9 +93,10 @@ def load_step(
         storage: of the calling rank.
         attempt: to load, which is complete.
         target: describes the rank's part of the model and the optimizer.
-        strict: whether a name that is only in the checkpoint or only in ``target`` is an error.
+        selection: of the tensors to read.
 
     Raises:
+        MismatchError: if ``target`` is another model.
         CheckpointError: with every problem found.
     """
     marker = read_marker(storage, attempt)
@@ -95,8 +106,11 @@ def load_step(
     shards = files.shards()
     plan = make_plan(shards[own].metadata, shards[own].state_dict)
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
-    found = plan_read(SourceCheckpoint(plan, shards, own), target, strict=strict)
-    raise_if([f"{storage.where}/{attempt.folder}: {problem}" for problem in found.problems])
+    source = SourceCheckpoint(selection.plan(plan), shards, own)
+    found = plan_read(source, target, selection)
+    if found.problems:
+        where = f"{storage.where}/{attempt.folder}"
+        raise MismatchError([f"{where}: {problem}" for problem in found.problems])
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS

@@ -66,6 +66,7 @@ from xla_fsdp.checkpoint.step_directory import (
     remove,
     tidy,
     write_marker,
+    write_metrics,
 )
 from xla_fsdp.checkpoint.storage import Buffer, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSpec, bytes_of
@@ -268,6 +269,7 @@ class Save:
         step: to save.
         keep: complete steps not to delete.
         job: that saves; of the tokens of all ranks, rank 0's counts.
+        metrics: of the step, as JSON; the leader's are written.
     """
 
     def __init__(
@@ -278,10 +280,11 @@ class Save:
         step: int,
         keep: Keep,
         job: Job,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         self._storage, self._ranks, self._file = storage, ranks, file
         self._step, self._keep = step, keep
-        self._job = job
+        self._job, self._metrics = job, metrics or {}
         self._attempt = Attempt(step)
         self._leads = False  # whether this rank marks and deletes in its directory
         self._shared = True  # whether all ranks see the same files
@@ -370,13 +373,19 @@ class Save:
                 "number of shards": self._file.num_shards,
                 "file_format": self._file.suffix,
                 "keep_last": self._keep.last,
+                "keep_period": self._keep.period,
             },
             job=self._job.token,
             replaced=sorted(self._job.replaced),
             take_over=self._job.take_over,
             owner=None if owner is None else vars(owner),
             number=max((each.number + 1 for each in attempts), default=0),
-            complete=list(islice(newest_complete(self._storage), LOOKED_AT)),
+            complete=list(
+                islice(
+                    (e for e in newest_complete(self._storage) if e not in self._keep.damaged),
+                    LOOKED_AT,
+                )
+            ),
         )
 
     def _refuse_other_jobs(self, places: Sequence[_Place]) -> None:
@@ -446,13 +455,14 @@ class Save:
         self._shared = len(set(leaders)) == 1
         here = leaders[self._ranks.rank]
         self._leads = self._ranks.rank == (0 if self._shared else here)
-        # Of replicas that see the same directory, the first one is written.
-        writers: dict[int, int] = {}
+        # Of replicas that see the same directory, one is written; they share the writing.
+        holders: dict[int, list[int]] = defaultdict(list)
         for rank, place in enumerate(places):
             if leaders[rank] == here:
-                writers.setdefault(place.shard, rank)
-        self._writes = self._ranks.rank in writers.values()
-        self._expected = [replace(self._file, shard=shard) for shard in sorted(writers)]
+                holders[place.shard].append(rank)
+        writers = [ranks[shard % len(ranks)] for shard, ranks in holders.items()]
+        self._writes = self._ranks.rank in writers
+        self._expected = [replace(self._file, shard=shard) for shard in sorted(holders)]
 
     # ------------------------------------------------------------ the thread
 
@@ -537,6 +547,8 @@ class Save:
             files = {**files, **_files(self._announced())}
         self._check_listed(files)
         if not self._marked:
+            if self._metrics:
+                write_metrics(self._storage, self._attempt, self._metrics)
             marker = Marker(self._step, self._file.num_shards, dict(files), self._job.token)
             write_marker(self._storage, self._attempt, marker)
             self._marked = True

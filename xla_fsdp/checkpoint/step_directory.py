@@ -1,7 +1,7 @@
 """Name, list and delete the checkpoints of one run in its directory.
 
     run/job.json
-    run/step_00000010/job.json complete.json rank-00000-of-00002.safetensors ...json
+    run/step_00000010/job.json complete.json rank-00000-of-00002.safetensors ...json metrics.json
 
 Every time a step is saved, this *attempt* gets a new folder (``step_00000010.1``, ...). Its
 ``job.json`` names the job whose files are in it, a rank announces its file by a ``.json`` of the
@@ -17,19 +17,23 @@ saw that it is still the owner.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from math import isnan
+from typing import Any, NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import JobRecord, Marker
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
 MARKER = "complete.json"
+METRICS = "metrics.json"
 JOB = "job.json"
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 
@@ -58,25 +62,66 @@ class Attempt(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Best:
+    """Which steps are the best, by a metric that was saved with them.
+
+    Args:
+        metric: its name.
+        mode: "min" if smaller is better, "max" if greater is.
+        keep: number of the best steps that are not deleted.
+    """
+
+    metric: str
+    mode: str = "min"
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode={self.mode!r}; expected 'min' or 'max'")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep!r}; expected a whole number, 1 or more")
+
+    def ordered(self, metrics: Mapping[Attempt, Mapping[str, Any]]) -> list[Attempt]:
+        """Return the attempts that have the metric, as a number, the best and latest first."""
+        known = {
+            each: float(own[self.metric])
+            for each, own in metrics.items()
+            if isinstance(own.get(self.metric), int | float) and not isnan(own[self.metric])
+        }
+        sign = 1 if self.mode == "min" else -1
+        latest_first = sorted(known, reverse=True)
+        return sorted(latest_first, key=lambda each: sign * known[each])
+
+
+@dataclass(frozen=True)
 class Keep:
     """Which complete steps are not deleted, apart from the newest.
 
     Args:
         last: number of the newest steps; None for all.
         period: steps that are multiples of it are kept in any case.
-        chosen: further steps, such as the best ones.
+        best: steps that are kept for a metric.
+        damaged: attempts that could not be read: they are left, and do not count as steps.
     """
 
     last: int | None = None
     period: int | None = None
-    chosen: frozenset[int] = frozenset()
+    best: Best | None = None
+    damaged: frozenset[Attempt] = frozenset()
 
-    def steps(self, steps: Iterable[int]) -> set[int]:
-        """Return those of these steps that are kept."""
-        ordered = sorted(steps)
-        kept = set(ordered[-(self.last or len(ordered)) :])
-        periodic = {s for s in ordered if self.period and s % self.period == 0}
-        return kept | periodic | (self.chosen & set(ordered))
+    def kept(
+        self, complete: Iterable[Attempt], metrics: Callable[[Attempt], Mapping[str, Any]]
+    ) -> set[Attempt]:
+        """Return those of the complete attempts, in order, that are kept."""
+        sound = [each for each in complete if each not in self.damaged]
+        current = {each.step: each for each in sound}  # the last attempt of each step
+        ordered = [current[step] for step in sorted(current)]
+        kept = {*self.damaged, *ordered[-(self.last or len(ordered)) :]}
+        kept |= {each for each in ordered if self.period and each.step % self.period == 0}
+        if self.best is not None and self.last is not None:
+            known = {each: metrics(each) for each in ordered}
+            kept.update(self.best.ordered(known)[: self.best.keep])
+        return kept
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
@@ -129,6 +174,20 @@ def read_marker(storage: Storage, attempt: Attempt) -> Marker:
     marker = Marker.from_bytes(storage.read(attempt.file(MARKER)), name)
     check_step(marker, attempt.folder, name)
     return marker
+
+
+def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, Any]) -> None:
+    """Write the metrics of an attempt, before its marker."""
+    storage.put(attempt.file(METRICS), json.dumps(dict(metrics), indent=1).encode())
+
+
+def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, Any]:
+    """Read the metrics that were saved with an attempt; {} if there are none, or no JSON dict."""
+    try:
+        metrics = json.loads(storage.find(attempt.file(METRICS)) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
 
 
 def check_step(marker: Marker, folder: str, name: str) -> None:
@@ -184,8 +243,7 @@ def tidy(
     tree = storage.tree()
     listed = _attempts(tree)
     complete = [each for each in _complete(tree) if each <= newest]
-    current = {each.step: each for each in complete}  # the last attempt of each step
-    kept = {newest, *(current[step] for step in keep.steps(current))}
+    kept = {newest} | keep.kept(complete, partial(read_metrics, storage))
     problems: list[str] = []
     for attempt in listed:
         if attempt not in kept and (attempt < newest or attempt in remains):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scenarios import fsdp, make, message
@@ -24,6 +24,9 @@ class Small(nn.Module):
         super().__init__()
         self.inp = nn.Linear(3, 5)
         self.out = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inp(x))
 
 
 class Counter:

@@ -41,6 +41,7 @@ from xla_fsdp.checkpoint.reshard import (
 from xla_fsdp.checkpoint.shard_files import (
     MODEL_PREFIX,
     Shard,
+    open_remote_torch,
     open_safetensors,
     open_torch,
     values_of,
@@ -311,7 +312,7 @@ class _TensorOfRank:
 
 
 class TorchRankFiles:
-    """The ``.pth`` files of all ranks of one job, in a local directory; all are opened at once.
+    """The ``.pth`` files of all ranks of one job; all are opened at once, remote ones copied.
 
     Args:
         storage: that holds them.
@@ -327,14 +328,11 @@ class TorchRankFiles:
         self, storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
     ) -> None:
         paths = [path_of(storage, attempt.file(name)) for name in names]
-        if not isinstance(storage, LocalStorage):
-            raise CheckpointError(
-                f"{paths[0]}: .pth files can only be loaded from a local directory"
-            )
+        open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
         for name in names:
             checked_source(storage, attempt.file(name), marker.files[name].nbytes)
         recent = RecentBlocks(PARTLY_READ)
-        self._shards = [verified_shard(open_torch(path), recent) for path in paths]
+        self._shards = [verified_shard(open_file(path), recent) for path in paths]
         raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
         if any(VALUES_KEY not in shard.notes for shard in self._shards):
             raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")

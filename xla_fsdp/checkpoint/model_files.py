@@ -98,7 +98,7 @@ def kind_of(path: str) -> Kind:
     """
     if path.endswith(SAFETENSORS):
         return Kind.SAFETENSORS
-    return Kind.DIRECTORY if path.endswith(os.sep) or os.path.isdir(path) else Kind.TORCH
+    return Kind.DIRECTORY if path.endswith("/") or os.path.isdir(path) else Kind.TORCH
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:

@@ -32,6 +32,7 @@ PART = 1 << 25  # bytes of a request that writes, and of the longest that reads
 TOGETHER = 8  # parts of a file that are on their way at a time
 COMPOSED = 32  # parts that Google Cloud Storage puts together in one request
 READ = 1 << 23  # bytes of a request that reads many small neighbours at once
+SMALLEST_READ = 1 << 18
 RECENT = 32 * READ  # bytes of such requests that are kept for the next neighbour
 
 _PASSING = {
@@ -118,17 +119,21 @@ class RemoteStorage:
     Args:
         where: the URL.
         patience: with requests that fail.
+        files_at_once: number of files of which small parts are read in turns.
     """
 
     per_host = False
 
-    def __init__(self, where: str, patience: Patience | None = None) -> None:
+    def __init__(
+        self, where: str, patience: Patience | None = None, files_at_once: int = 1
+    ) -> None:
         import fsspec
 
         self.where = where
         self._patience = patience or Patience()
         self._recent = RecentBlocks(RECENT)
         self._slots = Semaphore(2 * TOGETHER)
+        self._block = max(SMALLEST_READ, min(READ, RECENT // (2 * files_at_once)))
         try:
             self._fs, self._root = fsspec.core.url_to_fs(where)
         except (ValueError, ImportError) as error:
@@ -164,7 +169,7 @@ class RemoteStorage:
         if nbytes is None:
             nbytes = self._ask(name, "cannot be read", lambda: self._size(path))
         ask = partial(self._range, name)
-        return RemoteFile(ask, nbytes, path, self._recent, self._slots)
+        return RemoteFile(ask, nbytes, path, self._block, self._recent, self._slots)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = self._path(name)
@@ -397,7 +402,8 @@ class RemoteFile:
         ask: returns the bytes of a range.
         nbytes: of the file.
         path: of the file; the files of one storage have different ones.
-        recent: blocks of ``READ`` bytes of all files, which were read last.
+        block: bytes of a request for small neighbours.
+        recent: blocks of all files, which were read last.
         slots: for long reads of all files.
     """
 
@@ -406,19 +412,21 @@ class RemoteFile:
         ask: Callable[[int, int], bytes],
         nbytes: int,
         path: str,
+        block: int,
         recent: RecentBlocks,
         slots: Semaphore,
     ) -> None:
         self.nbytes, self.place = nbytes, path
-        self._ask, self._recent, self._slots = ask, recent, slots
+        self._ask, self._block, self._recent, self._slots = ask, block, recent, slots
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         stop = start + len(buffer)
-        if len(buffer) > READ // 2:
+        if len(buffer) > self._block // 2:
             self._read_parts(start, buffer)
             return
-        for index in range(start // READ, -(-stop // READ)):
-            low, high = index * READ, min((index + 1) * READ, max(self.nbytes, stop))
+        for index in range(start // self._block, -(-stop // self._block)):
+            low = index * self._block
+            high = min(low + self._block, max(self.nbytes, stop))
             block = self._recent.get(
                 (self.place, index), lambda low=low, high=high: self._ask(low, high)
             )

@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile
+from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, read_bytes
 
 Buffer = bytes | memoryview
 
 LOCAL = "file://"
+
+UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
 
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
@@ -85,8 +88,12 @@ class Storage(Protocol):
         """
 
 
-def open_storage(directory: str | os.PathLike[str]) -> Storage:
+def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> Storage:
     """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
+
+    Args:
+        directory: the path or URL.
+        files_at_once: number of files of which small parts are read in turns.
 
     Raises:
         CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it.
@@ -98,7 +105,7 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
         return LocalStorage(where)
     from xla_fsdp.checkpoint.remote_storage import RemoteStorage  # which needs fsspec
 
-    return RemoteStorage(where)
+    return RemoteStorage(where, files_at_once=files_at_once)
 
 
 def is_url(path: str) -> bool:
@@ -202,19 +209,26 @@ class AtomicFiles:
 
     Args:
         overwrite: whether existing files may be replaced.
+        verify: whether to read files again that were uploaded, and compare.
     """
 
-    def __init__(self, *, overwrite: bool) -> None:
-        self._overwrite = overwrite
+    def __init__(self, *, overwrite: bool, verify: bool = False) -> None:
+        self._overwrite, self._verify = overwrite, verify
         self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
         self._folders: list[Path] = []
+        self._staging: str | None = None
 
     def add(self, path: str) -> str:
         """Return the temporary path for ``path``; create its directory.
 
-        The temporary name is in the same directory, and hidden, so that no pattern matches it.
+        The temporary name is in the same directory, and hidden, so that no pattern matches it; for
+        a URL it is in a temporary directory on this machine, from which ``commit`` uploads it.
         """
         folder, name = os.path.split(path)
+        if is_url(path):
+            self._staging = self._staging or tempfile.mkdtemp(prefix="xla_fsdp-")
+            self._temporary[path] = os.path.join(self._staging, f"{len(self._temporary)}-{name}")
+            return self._temporary[path]
         with failing(folder):
             self._folders += make_folder(Path(folder))
         temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
@@ -227,26 +241,72 @@ class AtomicFiles:
         Raises:
             CheckpointError: if a file exists and must not be replaced, or cannot be renamed.
         """
-        taken = [path for path in self._temporary if os.path.lexists(path)]
+        taken = [path for path in self._temporary if exists(path)]
         if taken and not self._overwrite:
             raise CheckpointError([f"{path}: {EXISTS}" for path in taken])
         for path, temporary in list(self._temporary.items()):
-            with failing(path):
-                sync(temporary)
-                _replace(temporary, path)
+            if is_url(path):
+                upload(temporary, path, verify=self._verify)
+                _remove(temporary)
+            else:
+                with failing(path):
+                    sync(temporary)
+                    _replace(temporary, path)
+                _sync_folder(Path(path).parent)
             del self._temporary[path]
-            _sync_folder(Path(path).parent)
         self._folders.clear()
 
     def __enter__(self) -> AtomicFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for temporary in self._temporary.values():
-            _remove(temporary)
+        for temporary in (*self._temporary.values(), self._staging):
+            if temporary is not None:
+                _remove(temporary)
         for folder in reversed(self._folders):
             with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
+
+
+def exists(path: str) -> bool:
+    """Return whether there is something at a path or URL."""
+    if not is_url(path):
+        return os.path.lexists(path)
+    folder, name = os.path.split(path.rstrip("/"))
+    return name in open_storage(folder).names()
+
+
+def upload(path: str, url: str, *, verify: bool) -> None:
+    """Write a local file, or all files of a directory, to a URL.
+
+    Raises:
+        CheckpointError: if that fails, or what is there afterwards is not what was written.
+    """
+    if os.path.isdir(path):
+        # The description of a directory of torch.distributed.checkpoint, .metadata, is the last.
+        for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):
+            upload(os.path.join(path, name), f"{url.rstrip('/')}/{name}", verify=verify)
+        return
+    folder, name = os.path.split(url)
+    storage, file = open_storage(folder), LocalFile(path)
+    chunks = [(at, min(UPLOADED, file.nbytes - at)) for at in range(0, file.nbytes, UPLOADED)]
+    storage.write(name, (read_bytes(file, *chunk) for chunk in chunks))
+    there = storage.source(name)
+    if there.nbytes != file.nbytes:
+        raise CheckpointError(f"{url}: has {there.nbytes} bytes, but {file.nbytes} were written")
+    for chunk in chunks if verify else ():
+        if read_bytes(there, *chunk) != read_bytes(file, *chunk):
+            raise CheckpointError(f"{url}: bytes from {chunk[0]} on are not what was written there")
+
+
+def fetch(url: str, folder: str) -> str:
+    """Copy a file at a URL into a local folder; return its path."""
+    above, name = os.path.split(url)
+    source, path = open_storage(above).source(name), os.path.join(folder, name)
+    with failing(path), open(path, "wb") as file:
+        for at in range(0, source.nbytes, UPLOADED):
+            file.write(read_bytes(source, at, min(UPLOADED, source.nbytes - at)))
+    return path
 
 
 # torch turns a failed write into a RuntimeError of several lines. Remote file systems have their

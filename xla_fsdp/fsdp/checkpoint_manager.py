@@ -106,7 +106,8 @@ class CheckpointManager:
         best: a metric whose smallest value is the best, or a ``Best``; the best steps are kept in
             any case.
         async_: whether ``save`` returns when everything is in host memory, of which it takes one
-            copy of the shards. The next call of a method waits until that step is complete.
+            copy of the shards. The next ``save`` that is due, ``restore`` and ``wait`` wait until
+            that step is complete.
         local_directory: on a disk of each host, for steps that are saved more often.
         local_interval_steps: a step is saved there if it is a multiple of this.
         local_keep_last: number of steps that are kept there.
@@ -230,6 +231,7 @@ class CheckpointManager:
                 ``step`` is not there; if the model or the objects are other ones.
         """
         check_wrapped(model)
+        self.wait()
         wait_for_earlier(model)
         state, ranks = TrainState(model, optimizer, objects or {}), own_ranks()
         candidates, owners = self._candidates(ranks, step)

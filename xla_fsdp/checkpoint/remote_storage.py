@@ -153,8 +153,9 @@ class RemoteStorage:
         found = self._ask("", "cannot be listed", lambda: self._find(), missing={})
         folders: dict[str, dict[str, int]] = {}
         for path, each in found.items():
-            above, _, name = path.rpartition("/")
-            folders.setdefault(above.rpartition("/")[2], {})[name] = each["size"]
+            folder, slash, name = path.removeprefix(f"{self._root}/").partition("/")
+            if slash and each["type"] == "file":
+                folders.setdefault(folder, {})[name] = each["size"]
         return folders
 
     def read(self, name: str) -> bytes:

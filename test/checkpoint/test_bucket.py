@@ -176,6 +176,27 @@ def test_the_command_reads_and_writes_urls(
     assert damage_of(f"{out}/run", 2) == []
 
 
+def test_steps_are_listed_in_a_table(faults: Faults, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 20):
+        save_step(URL, step, 2)
+    storage = open_storage(URL)
+    storage.put("step_00000020/metrics.json", b'{"loss": 0.5}')
+    storage.put("step_00000030/job.json", b"{}")
+    assert run_main("list", "--ckpt_prefix", URL) == 0
+    head, first, second, third = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "folder", "state", "ranks", "files", "bytes", "job", "metrics"]
+    assert first.split()[:5] == ["1", "step_00000001", "complete", "2", "2"]
+    assert second.split()[-2:] == ["one", "loss=0.5"]
+    assert third.split()[:3] == ["30", "step_00000030", "incomplete"]
+    name = "step_00000020/rank-00001-of-00002.safetensors"
+    storage.put(name, storage.read(name)[:-1] + b"x")
+    assert run_main("list", "--ckpt_prefix", URL, "--verify") == 2
+    said = capsys.readouterr()
+    states = [line.split()[2] for line in said.out.splitlines()]
+    assert states == ["state", "verified", "damaged", "incomplete"]
+    assert f"{URL}/{name}" in said.err
+
+
 def test_the_command_reads_torch_files_at_urls(
     faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

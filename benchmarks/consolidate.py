@@ -12,9 +12,9 @@ them in these ways, each in a child process and with cold caches:
     copy            our files, copied: an upper bound of the disk's speed
 
 The ways take turns, and medians are shown; "start-up" is what a child takes beside its merge, most
-of it imports. The merged files are compared tensor by tensor. A child that needs more than ``--memory_limit``
-bytes is reported as such. Temporary files, about five times the largest size, go to ``--directory``
-and are removed.
+of it imports. The merged files are compared tensor by tensor. A child that needs more than
+``--memory_limit`` bytes is reported as such. Temporary files, about five times the largest size, go
+to ``--directory`` and are removed.
 """
 
 from __future__ import annotations

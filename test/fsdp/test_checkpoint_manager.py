@@ -148,8 +148,10 @@ def partly(rank: int, folder: Path) -> Any:
     manager = CheckpointManager(folder)
     manager.save(1, model, optimizer)
     other = new_model(1.0)
-    manager.restore(other, only=["inp."])
+    stepped = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    manager.restore(other, stepped, only=["inp."])
     first = values(other)
+    assert stepped.param_groups[0]["lr"] == 0.5
     swapped = new_model(1.0)
     swap = {"inp.bias": "out.weight"}
     wrong = message(lambda: manager.restore(swapped, key_map=swap))

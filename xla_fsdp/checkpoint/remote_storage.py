@@ -321,7 +321,7 @@ class RemoteStorage:
         finally:
             for part in written:
                 with suppress(Exception):
-                    self._patience.repeat(lambda part=part: self._fs.rm_file(part))
+                    self._patience.repeat(partial(self._fs.rm_file, part))
 
     def _write_all(
         self,
@@ -359,7 +359,7 @@ class RemoteStorage:
             joined = [path] if last else [f"{hidden}-{level}.{n:05d}" for n in range(len(groups))]
             written += [] if last else joined
             for target, group in zip(joined, groups, strict=True):
-                self._patience.repeat(lambda to=target, of=group: self._fs.merge(to, of))
+                self._patience.repeat(partial(self._fs.merge, target, group))
             if last:
                 return
 
@@ -428,9 +428,7 @@ class RemoteFile:
         for index in range(start // self._block, -(-stop // self._block)):
             low = index * self._block
             high = min(low + self._block, max(self.nbytes, stop))
-            block = self._recent.get(
-                (self.place, index), lambda low=low, high=high: self._ask(low, high)
-            )
+            block = self._recent.get((self.place, index), partial(self._ask, low, high))
             begin, end = max(start, low), min(stop, high)
             buffer[begin - start : end - start] = block[begin - low : end - low]
 

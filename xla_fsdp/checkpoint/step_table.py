@@ -27,7 +27,8 @@ def describe_steps(
         storage: of the directory.
         verify: returns what is wrong with a complete attempt's folder; None to leave that out.
     """
-    tree, rows, problems = storage.tree(), [HEAD], []
+    tree, problems = storage.tree(), list[str]()
+    rows: list[tuple[str, ...]] = [HEAD]
     for attempt in all_attempts(storage):
         sizes = tree.get(attempt.folder, {})
         row, found = _row(storage, attempt, sizes)

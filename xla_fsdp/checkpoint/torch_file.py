@@ -228,7 +228,7 @@ def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
     tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     data = torch.UntypedStorage(spec.nbytes, device="meta")
     data._fake_device = torch.device("cpu")
-    where = (0, tuple(spec.shape), tensor.stride(), False, OrderedDict())
+    where: tuple[Any, ...] = (0, tuple(spec.shape), tensor.stride(), False, OrderedDict())
     if spec.dtype not in torch.storage._dtype_to_storage_type_map():
         return torch._utils._rebuild_tensor_v3, (data, *where, spec.dtype)
     typed = torch.storage.TypedStorage(wrap_storage=data, dtype=spec.dtype, _internal=True)

@@ -286,7 +286,7 @@ def recast(metadata: Any) -> None:
     ("damage", "message"),
     [
         (edit(move), "model.norm.weight have the same bytes of __"),
-        (edit(forget), "'model.norm.weight' at torch.Size([0]) has no item in the files"),
+        (edit(forget), "'model.norm.weight' at (0,) has no item in the files"),
         (edit(shrink), "the parts of model.embed.weight of shape (11, 5) do not fill it exactly"),
         (edit(rename_path), "'model.norm.weight' comes from ('model', 'norm.bias'), which is an"),
         (edit(recast), "model.norm.weight is TensorSpec(dtype=torch.float32, shape=(5,)) in its"),

@@ -5,14 +5,18 @@ An argument ``where`` is the path of a value in the metadata, such as ``params.2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from reprlib import Repr
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
+MAX_DIMS = 64
+MAX_SIZE = 1 << 63
 MAX_LINE = 2000  # characters of a printed message: a file may hold names of any length
 
 
@@ -34,9 +38,10 @@ def raise_if(problems: Sequence[str]) -> None:
 
 
 def prefixed(error: CheckpointError, name: str) -> CheckpointError:
-    """Return the error with ``"{name}: "`` before every line that does not begin with it."""
-    lines = (problem.removeprefix(f"{name}: ") for problem in error.problems)
-    return CheckpointError([f"{name}: {line}" for line in lines])
+    """Return the error with ``"{name}: "`` before every line that does not begin with the name."""
+    return CheckpointError(
+        [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
+    )
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:
@@ -52,6 +57,19 @@ def item(data: dict[Any, Any], key: str, kind: type[T], where: str) -> T:
     if key not in data:
         raise CheckpointError(f"{path} is missing")
     return typed(data[key], kind, path)
+
+
+def checked_shape(value: Any, where: str) -> tuple[int, ...]:
+    """Return ``value`` as a shape; raise ``CheckpointError`` unless torch can have such tensors."""
+    if type(value) not in (list, tuple, torch.Size) or len(value) > MAX_DIMS:
+        raise CheckpointError(f"{where} is {shown(value)}, expected at most {MAX_DIMS} sizes")
+    sizes = [size for size in value if type(size) is int and 0 <= size < MAX_SIZE]
+    # Also without the sizes that are 0, as torch computes strides from the others.
+    if len(sizes) < len(value) or math.prod(size or 1 for size in sizes) >= MAX_SIZE:
+        raise CheckpointError(
+            f"{where} is {shown(value)}, expected sizes from 0 on whose product is below 2^63"
+        )
+    return tuple(sizes)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -103,9 +121,20 @@ def listed(names: Iterable[str], count: int, limit: int = 8) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the ``repr`` of a value read from a file, cut to 80 characters."""
-    text = repr(value)
+    """Return the ``repr`` of a value read from a file, cut to 80 characters; of a large one, only
+    the beginning is looked at."""
+    text = _Short().repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 4, 80, 40, 80
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 4096 else "a huge integer"
 
 
 def one_line(text: str) -> str:

@@ -20,6 +20,7 @@ from xla_fsdp.checkpoint.errors import (
     listed,
     one_line,
     prefixed,
+    shown,
 )
 from xla_fsdp.checkpoint.format import Marker, OptimizerRecord, rank_file_name, state_name
 from xla_fsdp.checkpoint.full_tensors import MergePlan
@@ -254,7 +255,7 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         pairs = ((i, *pair) for i, pair in enumerate(zip(expected, found, strict=False)))
     else:
-        return f"{path}: {found!r}, expected {expected!r}"
+        return f"{path}: {shown(found)}, expected {shown(expected)}"
     inner = (_first_difference(a, b, f"{path}.{key}".lstrip(".")) for key, a, b in pairs)
     return next((text for text in inner if text), f"{path}: the number of entries")
 

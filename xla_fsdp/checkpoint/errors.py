@@ -45,8 +45,13 @@ def prefixed(error: CheckpointError, name: str) -> CheckpointError:
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:
-    """Return ``value``; raise ``CheckpointError`` unless it is a ``kind`` (a bool is no int)."""
+    """Return ``value``; raise ``CheckpointError`` unless it is a ``kind``.
+
+    A bool is no int, and an int of more than 64 bits is none either.
+    """
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        if isinstance(value, int) and abs(value) >= MAX_SIZE:
+            raise CheckpointError(f"{where} is {shown(value)}, expected an integer below 2^63")
         return value
     raise CheckpointError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
 

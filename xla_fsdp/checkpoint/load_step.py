@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems
 from xla_fsdp.checkpoint.copying import RecentBlocks
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, typed
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed, raise_if, typed
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     VALUES_KEY,
@@ -84,14 +84,17 @@ def load_step(
     own = target.metadata.rank if same_size else 0
     files = _open(storage, attempt, marker, own)
     shards = files.shards()
-    plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    try:
+        plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    except CheckpointError as error:
+        raise prefixed(error, shards[own].source) from error
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
     found = plan_read(SourceCheckpoint(plan, shards, own), target, strict=strict)
     raise_if([f"{storage.where}/{attempt.folder}: {problem}" for problem in found.problems])
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
-    values = typed(values_of(files.open(own)), dict, "values")
+    values = typed(values_of(files.open(own)), dict, f"{shards[own].source}: values")
     return _read(found, values, threads, same_ranks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.copying import ChecksumVerifier, RecentBlocks, verified, verifying
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, prefixed
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
@@ -274,7 +274,10 @@ def values_of(shard: Shard) -> Any:
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
     if absent := [name for name in names if name not in shard.others]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-    return unpack(packed, [shard.others[name].load() for name in names])
+    try:
+        return unpack(packed, [shard.others[name].load() for name in names])
+    except CheckpointError as error:
+        raise prefixed(error, shard.source) from error
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,13 @@ from xla_fsdp.checkpoint.checksum import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.storage import failing
-from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    RecentBlocks,
+    TensorSource,
+    pieces,
+    read_bytes,
+)
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
 # or, in tests, a divisor of it.
@@ -203,6 +209,8 @@ class VerifiedBytes:
     def __init__(self, name: str, source: TensorSource, recent: RecentBlocks) -> None:
         self.nbytes = source.spec.nbytes
         self._name, self._data, self._recent = name, source.data, recent
+        first = next(pieces(source.data, 0, self.nbytes))
+        self.place, self.at = first.place, first.at
         self._crcs = crcs_in(source.checksum or "")
         self._block = self.nbytes if len(self._crcs) == 1 else BLOCK
         if len(self._crcs) not in (1, -(-self.nbytes // BLOCK)):
@@ -234,11 +242,10 @@ class VerifiedBytes:
         """Return a block that is needed in part; the next read often needs the rest of it."""
         return self._recent.get((self._name, index), lambda: self._read_anew(index))
 
-    def _read_anew(self, index: int) -> memoryview:
+    def _read_anew(self, index: int) -> bytes:
         at = index * self._block
-        block = memoryview(bytearray(min(self._block, self.nbytes - at)))
-        self._data.read_into(at, block)
-        self._verify(index, block)
+        block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
+        self._verify(index, memoryview(block))
         return block
 
     def _verify(self, first: int, data: memoryview) -> None:
@@ -252,29 +259,6 @@ class VerifiedBytes:
                     f"{min(low + self._block, self.nbytes):,}). Load an earlier step, or a copy of "
                     f"this one"
                 )
-
-
-class RecentBlocks:
-    """The blocks that were read last, at most ``COUNT``; for several threads."""
-
-    COUNT = 16
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[Hashable, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, read: Callable[[], memoryview]) -> memoryview:
-        """Return the block under ``key``, or ``read()`` if it is not there."""
-        with self._lock:
-            found = self._blocks.get(key)
-        if found is None:
-            found = read()
-        with self._lock:
-            self._blocks[key] = found
-            self._blocks.move_to_end(key)
-            while len(self._blocks) > self.COUNT:
-                self._blocks.popitem(last=False)
-        return found
 
 
 def verified(

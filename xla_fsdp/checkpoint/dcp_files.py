@@ -74,11 +74,11 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.model_files import optimizer_content
-from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions, find_url_problems
 from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing, is_url
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,
@@ -115,6 +115,8 @@ class DcpJob(Job):
 
     def find_problems(self, *, overwrite: bool) -> list[str]:
         path = self.directory.rstrip(os.sep)
+        if is_url(path):
+            return find_url_problems(path, overwrite=overwrite)
         parent = os.path.dirname(path) or "."
         if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
             return [f"{path}: {EXISTS}"]

@@ -31,6 +31,10 @@ class CheckpointError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint that may be whole cannot be loaded into this model or these objects."""
+
+
 def raise_if(problems: Sequence[str]) -> None:
     """Raise one ``CheckpointError`` for all problems, if there are any."""
     if problems:

@@ -98,7 +98,7 @@ def kind_of(path: str) -> Kind:
     """
     if path.endswith(SAFETENSORS):
         return Kind.SAFETENSORS
-    return Kind.DIRECTORY if path.endswith(os.sep) or os.path.isdir(path) else Kind.TORCH
+    return Kind.DIRECTORY if path.endswith("/") or os.path.isdir(path) else Kind.TORCH
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
@@ -253,7 +253,7 @@ def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
     Raises:
         CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
     """
-    names = {name: _renamed(name, rules) for name in full.model}
+    names = {name: new_name(name, rules) for name in full.model}
     problems = [
         f"key_map: {rule.old}={rule.new} fits no name of the model"
         for rule in rules
@@ -287,7 +287,7 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
     return replace(full, model={name: cast(value) for name, value in full.model.items()})
 
 
-def _renamed(name: str, rules: Sequence[Rule]) -> str:
+def new_name(name: str, rules: Sequence[Rule]) -> str:
     rule = next((rule for rule in rules if name.startswith(rule.old)), None)
     return name if rule is None else rule.new + name.removeprefix(rule.old)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from xla_fsdp.checkpoint.copying import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing, sync
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, exists, failing, is_url, sync
 from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 
@@ -175,7 +176,7 @@ def write_outputs(
         CheckpointError: if a file cannot be read or written, is damaged, or exists already. No
             file has its final name then.
     """
-    with AtomicFiles(overwrite=options.overwrite) as files:
+    with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         begun = [(output, files.add(output.path)) for output in outputs]
         tasks: list[CopyTask] = []
         for output, temporary in begun:
@@ -204,6 +205,10 @@ def find_output_problems(
     needed: dict[str, int] = {}
     for output in outputs:
         path, directory = output.path, os.path.dirname(output.path) or "."
+        if is_url(path):
+            problems += find_url_problems(path, overwrite=overwrite)
+            needed[tempfile.gettempdir()] = needed.get(tempfile.gettempdir(), 0) + output.nbytes
+            continue
         while make_directories and not os.path.lexists(directory):
             directory = os.path.dirname(directory) or "."
         if os.path.isdir(path):
@@ -221,6 +226,14 @@ def find_output_problems(
         if size > free:
             problems.append(f"{directory}: {size:,} bytes are needed, and {free:,} are free")
     return problems
+
+
+def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
+    """Return the reason why nothing can be written to a URL, if there is one."""
+    try:
+        return [f"{url}: {EXISTS}"] if exists(url) and not overwrite else []
+    except CheckpointError as error:
+        return error.problems
 
 
 def _copy(

@@ -40,8 +40,14 @@ from xla_fsdp.checkpoint.outputs import (
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, verifying_shards
+from xla_fsdp.checkpoint.shard_files import (
+    Shard,
+    has_marker,
+    read_marker_file,
+    verifying_shards,
+)
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, job_token
+from xla_fsdp.checkpoint.storage import is_url
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
@@ -132,8 +138,10 @@ class MarkerOutput(Output):
 
 def step_of(shard: Shard) -> int:
     """Return the step of a shard file; 0 if it is not in a step's directory."""
-    folder = os.path.dirname(os.path.abspath(shard.source))
-    if not os.path.exists(os.path.join(folder, MARKER)):
+    folder = os.path.dirname(
+        shard.source if is_url(shard.source) else os.path.abspath(shard.source)
+    )
+    if not has_marker(folder):
         return 0
     return read_marker_file(folder).step
 

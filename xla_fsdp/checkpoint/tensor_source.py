@@ -14,6 +14,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -183,6 +184,46 @@ class LocalFile:
         return status.st_size
 
 
+class RecentBlocks:
+    """The blocks of files that were read last, for several threads.
+
+    Args:
+        limit: bytes of all blocks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._blocks: OrderedDict[Hashable, Future[bytes]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, read: Callable[[], bytes]) -> memoryview:
+        """Return the block under ``key``, or ``read()``, once, if it is not there."""
+        with self._lock:
+            found = self._blocks.get(key)
+            block = self._blocks.setdefault(key, Future())
+            self._blocks.move_to_end(key)
+        if found is None:
+            try:
+                block.set_result(read())
+            except BaseException as error:
+                block.set_exception(error)
+                with self._lock:  # the next caller tries again
+                    del self._blocks[key]
+                raise
+            self._trim(len(block.result()))
+        return memoryview(block.result())
+
+    def _trim(self, more: int) -> None:
+        with self._lock:
+            self._bytes += more
+            for key in list(self._blocks):
+                if self._bytes <= self._limit:
+                    return
+                if self._blocks[key].done():
+                    self._bytes -= len(self._blocks.pop(key).result())
+
+
 class TensorBytes:
     """The bytes of a tensor in memory, on any device and with any strides.
 
@@ -236,12 +277,18 @@ class Joined:
         self.nbytes = self._stops[-1] if self._stops else 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        index, done = bisect_right(self._stops, start), 0
-        while done < len(buffer):
-            part, stop = self._parts[index], self._stops[index]
-            count = min(len(buffer) - done, stop - start - done)
-            part.read_into(start + done - (stop - part.nbytes), buffer[done : done + count])
-            done += count
+        end = start + len(buffer)
+        for part, low, stop in self.parts(start, end):
+            high = min(stop, end)
+            part.read_into(low - (stop - part.nbytes), buffer[low - start : high - start])
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the parts that bytes ``start`` to ``stop`` are in, with the first of these bytes
+        and with the end of the part."""
+        index = bisect_right(self._stops, start)
+        while start < stop:
+            yield self._parts[index], start, self._stops[index]
+            start = self._stops[index]
             index += 1
 
 
@@ -258,6 +305,36 @@ class Cast:
         first = start // self._new.itemsize
         self._source.read_into(first * self._old.itemsize, bytes_of(elements))
         buffer[:] = bytes_of(elements.to(self._new))
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a source, which are at ``at`` of the file ``place``, or after
+    what has a smaller ``at``."""
+
+    place: str
+    at: int
+    start: int
+    stop: int
+
+
+def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
+    """Divide bytes ``start`` to ``stop`` of a source by the files that they are read from."""
+    if isinstance(source, Part):
+        first = source._start
+        for piece in pieces(source._source, first + start, first + stop):
+            yield piece._replace(start=piece.start - first, stop=piece.stop - first)
+    elif isinstance(source, Joined):
+        for part, low, high in source.parts(start, stop):
+            base = high - part.nbytes
+            for piece in pieces(part, low - base, min(stop, high) - base):
+                yield piece._replace(start=piece.start + base, stop=piece.stop + base)
+    elif isinstance(source, Cast):
+        old, new = source._old.itemsize, source._new.itemsize
+        for piece in pieces(source._source, start // new * old, stop // new * old):
+            yield piece._replace(start=piece.start // old * new, stop=piece.stop // old * new)
+    else:
+        at = getattr(source, "at", start)
+        yield Piece(str(getattr(source, "place", "")), at, start, stop)
 
 
 # ---------------------------------------------------------------- tensor parallelism

@@ -13,6 +13,7 @@ import math
 import os
 import stat
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field

@@ -85,7 +85,8 @@ def test_problems_are_lines_on_stderr_and_exit_code_2(
 def test_no_match_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ckpt_prefix", f"{tmp_path}/mnist"]) == 2
     assert capsys.readouterr().err == (
-        f"consolidate_sharded_ckpts: no shard file matches {tmp_path}/mnist*.pth\n"
+        f"consolidate_sharded_ckpts: no shard file matches {tmp_path}/mnist*.pth, and there is "
+        f"no directory {tmp_path}/mnist\n"
     )
     assert snapshot(tmp_path) == {}
 

@@ -20,6 +20,7 @@ import secrets
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,11 +75,18 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.model_files import optimizer_content
-from xla_fsdp.checkpoint.outputs import Job, WriteOptions, find_url_problems
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
 from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing, is_url
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    failing,
+    is_url,
+    remove_abandoned,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,
@@ -133,17 +141,40 @@ class DcpJob(Job):
         yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
 
     def write(self, options: WriteOptions) -> None:
-        # Written files are not verified even with ``options.verify``: DCP's have no checksums.
         path = self.directory.rstrip(os.sep)
-        with AtomicFiles(overwrite=options.overwrite) as files:
-            temporary = files.add(path)
+        remove_abandoned(os.path.dirname(path))
+        with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
+            temporary = files.add(path, directory=True)
             with failing(path):
-                _save(self.full, temporary, options)
+                written = _save(self.full, temporary, options)
             raise_if(find_damage(self.verifiers, unread=options.verify))
+            if options.verify:
+                try:
+                    _verify_written(temporary, written)
+                except CheckpointError as error:
+                    lines = [line.replace(temporary, path) for line in error.problems]
+                    raise CheckpointError(lines) from error
             files.commit()
 
 
-def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
+def _verify_written(directory: str, written: Mapping[Index, int]) -> None:
+    """Read a directory again, and compare with the CRC-32s of what DCP was given to write."""
+    for name in os.listdir(directory):
+        sync(os.path.join(directory, name))
+        drop_page_cache(os.path.join(directory, name))
+    reader = _Reader(directory)
+    problems = [
+        f"{directory}: {entry} is not what was written there; the disk is failing"
+        for (entry, offsets), crc in written.items()
+        if zlib.crc32(bytes_of(reader.load((entry, offsets)))) != crc
+    ]
+    for entry in reader.metadata.values:
+        reader.value(entry)
+    raise_if(problems)
+
+
+def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> Mapping[Index, int]:
+    """Write a directory; return the CRC-32 of every part of a tensor."""
     # By id of the meta tensor that DCP plans with; the tensor is held so that its id stays unique.
     sources: dict[int, tuple[TensorSource, Tensor]] = {}
 
@@ -165,9 +196,10 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
             dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
         first, _ = next(iter(error.failures.values()))
-        if isinstance(first, CheckpointError):
-            raise first from error
-        raise OSError(str(first)) from error
+        if isinstance(first, CheckpointError) or not isinstance(first, Exception):
+            raise first from error  # the reason, or an interrupt
+        raise OSError(f"{type(first).__name__}: {first}") from error
+    return planner.crcs
 
 
 @dataclass(frozen=True)
@@ -199,6 +231,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self._sources = sources
         self._progress = progress
         self._rows: dict[MetadataIndex, _Rows] = {}
+        self.crcs: dict[Index, int] = {}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -211,6 +244,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if rows is None:
             return super().resolve_data(write_item)
         tensor = rows.load()
+        offsets = tuple(write_item.index.offset or ())
+        self.crcs[write_item.index.fqn, offsets] = zlib.crc32(bytes_of(tensor))
         self._progress(tensor.nbytes)
         return tensor
 
@@ -459,6 +494,10 @@ class _Reader:
 
     def value(self, entry: str) -> Any:
         return self._item((entry, None))
+
+    def load(self, index: Index) -> Tensor:
+        """Read a part of a tensor."""
+        return typed(self._item(index), TensorSource, index[0]).load()
 
     def part(self, entry: str, tensor: _Tensor, chunk: _Box) -> TensorSource:
         """Return a part of a tensor, in memory."""

@@ -31,6 +31,19 @@ from xla_fsdp.checkpoint.format import MemberRecord
 BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
 
 
+def full_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
+    working directory changes; a URL as it is.
+
+    Raises:
+        CheckpointError: if the path is empty, as where a variable of a shell is not set.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise CheckpointError("the path is empty; expected one ('.' is the working directory)")
+    return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
+
+
 class ByteSource(Protocol):
     """A number of bytes that can be read from any offset."""
 

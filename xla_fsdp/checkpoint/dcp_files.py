@@ -463,6 +463,7 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
         {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
         ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
         {state_name(name, what): t for name, each in states.items() for what, t in each.items()},
+        verified=True,
     )
 
 
@@ -546,7 +547,7 @@ def _loaded(item: bytes) -> Any:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The bytes of a tensor."""
+    """The bytes of a tensor, which are verified as they are read."""
 
     reader: _Reader
     entry: str

@@ -24,10 +24,12 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read, merged or written.
 
     The message has one line for each problem; the attribute ``problems`` is the list of them.
+    Whatever names are in them, a line stays one line.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        lines = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(line) for line in lines]
         super().__init__("\n".join(self.problems))
 
 
@@ -43,7 +45,7 @@ def raise_if(problems: Sequence[str]) -> None:
 
 def prefixed(error: CheckpointError, name: str) -> CheckpointError:
     """Return the error with ``"{name}: "`` before every line that does not begin with the name."""
-    return CheckpointError(
+    return type(error)(
         [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
     )
 
@@ -148,5 +150,11 @@ class _Short(Repr):
 
 def one_line(text: str) -> str:
     """Return a message as one line that is safe to print: cut, with control characters escaped."""
-    short = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+    return printable(text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}...")
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

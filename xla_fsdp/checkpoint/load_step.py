@@ -344,8 +344,13 @@ class TorchRankFiles:
         recent = RecentBlocks(PARTLY_READ)
         self._shards = [verified_shard(open_file(path), recent) for path in paths]
         raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
-        if any(VALUES_KEY not in shard.notes for shard in self._shards):
-            raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")
+        raise_if(
+            [
+                f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+                for shard in self._shards
+                if VALUES_KEY not in shard.notes
+            ]
+        )
 
     def shards(self) -> list[Shard]:
         return self._shards

@@ -67,6 +67,7 @@ class Shard:
         notes: further metadata in the header of a safetensors file; in both kinds of files, the
             JSON of values beside the tensors under ``VALUES_KEY``.
         digest: of the file's description; None if it was not read from one.
+        verified: whether whatever is read is verified, without checksums that are listed.
         copy: the temporary directory with a copy of a remote file, which goes with the shard.
     """
 
@@ -77,6 +78,7 @@ class Shard:
     others: Mapping[str, TensorSource] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     digest: str | None = None
+    verified: bool = False
     copy: Any = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:

@@ -58,7 +58,7 @@ from xla_fsdp.checkpoint.shard_files import (
     verifying_shards,
 )
 from xla_fsdp.checkpoint.storage import Storage, is_url, open_storage
-from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, source_of
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, full_path, source_of
 
 OUTPUT_MARK = "_consolidated"
 
@@ -171,8 +171,8 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
 
 def output_path(ckpt_prefix: str, save_path: str) -> str:
-    """Return ``save_path``, or the default path of the merged file if that is empty."""
-    return save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth"
+    """Return the full ``save_path``, or the default path of the merged file if that is empty."""
+    return full_path(save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth")
 
 
 def read_shards(
@@ -279,6 +279,7 @@ def open_shard(path: str, storage: Storage | None = None) -> Shard:
                 f"machine first"
             )
         return open_remote_torch(path)
+    path = full_path(path)
     if os.path.exists(os.path.join(path, DCP_METADATA)):
         from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
 
@@ -311,6 +312,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     Raises:
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
     """
+    save_path = full_path(save_path)
     full, verifiers = merge_shards(shards, optimizer=options.optimizer)
     if options.rules:
         full = renamed(full, options.rules)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems
-from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, listed, raise_if, typed
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    listed,
+    prefixed,
+    raise_if,
+    typed,
+)
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     VALUES_KEY,
@@ -105,7 +112,10 @@ def load_step(
     own = target.metadata.rank if same_size else 0
     files = _open(storage, attempt, marker, own)
     shards = files.shards()
-    plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    try:
+        plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    except CheckpointError as error:
+        raise prefixed(error, shards[own].source) from error
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
     source = SourceCheckpoint(selection.plan(plan), shards, own)
     found = plan_read(source, target, selection)
@@ -115,7 +125,7 @@ def load_step(
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
-    values = typed(values_of(files.open(own)), dict, "values")
+    values = typed(values_of(files.open(own)), dict, f"{shards[own].source}: values")
     return _read(found, values, threads, same_ranks)
 
 
@@ -334,8 +344,13 @@ class TorchRankFiles:
         recent = RecentBlocks(PARTLY_READ)
         self._shards = [verified_shard(open_file(path), recent) for path in paths]
         raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
-        if any(VALUES_KEY not in shard.notes for shard in self._shards):
-            raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")
+        raise_if(
+            [
+                f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+                for shard in self._shards
+                if VALUES_KEY not in shard.notes
+            ]
+        )
 
     def shards(self) -> list[Shard]:
         return self._shards

@@ -28,7 +28,15 @@ from xla_fsdp.checkpoint.copying import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, exists, failing, is_url, sync
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    exists,
+    failing,
+    is_url,
+    remove_abandoned,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 
@@ -101,7 +109,7 @@ class SafetensorsOutput(Output):
 
     def begin(self, temporary: str) -> list[CopyTask]:
         header = self.header()
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.truncate(header.file_size)  # zeros, which take no room on most file systems yet
         return [
             CopyTask(self.tensors[name], temporary, entry.start)
@@ -155,7 +163,7 @@ class BytesOutput(Output):
         return len(self.content)
 
     def begin(self, temporary: str) -> list[CopyTask]:
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.write(self.content)
         return []
 
@@ -177,6 +185,8 @@ def write_outputs(
             file has its final name then.
     """
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
+        for folder in {os.path.dirname(output.path) for output in outputs}:
+            remove_abandoned(folder)
         begun = [(output, files.add(output.path)) for output in outputs]
         tasks: list[CopyTask] = []
         for output, temporary in begun:
@@ -255,7 +265,7 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     """Read all written tensors again, and compare their CRC-32."""
     for path in dict.fromkeys(task.path for task in tasks):
         sync(path)
-        _drop_page_cache(path)
+        drop_page_cache(path)
     sources = [Part(LocalFile(t.path), t.start, t.source.spec.nbytes) for t in tasks]
     found = read_crcs(sources, threads=threads)
     raise_if(
@@ -268,8 +278,9 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     )
 
 
-def _drop_page_cache(path: str) -> None:
-    # So that the next read comes from the disk. macOS has no such call.
+def drop_page_cache(path: str) -> None:
+    """Let the next read come from the disk."""
+    # macOS has no such call.
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

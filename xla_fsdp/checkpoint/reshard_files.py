@@ -48,7 +48,7 @@ from xla_fsdp.checkpoint.shard_files import (
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, job_token
 from xla_fsdp.checkpoint.storage import is_url
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.tensor_source import TensorSource, full_path
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
 
@@ -101,7 +101,7 @@ def plan_reshard(
     content = _content(plan, same, world_size)
     job = job_token()
     content = replace(content, metadata=replace(content.metadata, step=step, job=job))
-    folder = os.path.join(directory, Attempt(step).folder)
+    folder = os.path.join(full_path(directory), Attempt(step).folder)
     files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
     marker = Marker(step, world_size, {}, job)
     outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
@@ -132,7 +132,7 @@ class MarkerOutput(Output):
     def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
         headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
         files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.write(replace(self.marker, files=files).to_bytes())
 
 

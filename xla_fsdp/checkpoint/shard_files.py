@@ -18,7 +18,7 @@ from weakref import finalize
 
 from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, prefixed
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
@@ -43,6 +43,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     RecentBlocks,
     TensorSource,
+    full_path,
     read_bytes,
 )
 from xla_fsdp.checkpoint.torch_file import read_torch_file
@@ -68,6 +69,7 @@ class Shard:
         notes: further metadata in the header of a safetensors file; in both kinds of files, the
             JSON of values beside the tensors under ``VALUES_KEY``.
         digest: of the file's description; None if it was not read from one.
+        verified: whether whatever is read is verified, without checksums that are listed.
         copy: that was made of a remote file, and is deleted with the shard.
     """
 
@@ -78,6 +80,7 @@ class Shard:
     others: Mapping[str, TensorSource] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     digest: str | None = None
+    verified: bool = False
     copy: Any = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
@@ -94,7 +97,7 @@ class Shard:
 
 
 def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
-    """Return the shard files of one checkpoint, sorted.
+    """Return the full paths of the shard files of one checkpoint, sorted.
 
     Args:
         ckpt_prefix: start of their paths, taken literally, or as a pattern if that matches nothing;
@@ -104,10 +107,17 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
             for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
 
     Raises:
-        CheckpointError: if a step is not complete.
+        CheckpointError: if a step is not complete, or no prefix and no pattern is given.
     """
     if is_url(ckpt_prefix):
         return _find_remote(ckpt_prefix, ckpt_suffix)
+    if not ckpt_prefix and ckpt_suffix == DEFAULT_SUFFIX:
+        raise CheckpointError("ckpt_prefix is empty; expected one ('.' is the working directory)")
+    found = _find_local(os.path.expanduser(ckpt_prefix), ckpt_suffix)
+    return [full_path(path) for path in found]
+
+
+def _find_local(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
     if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
@@ -149,7 +159,7 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
     count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{count} in {ckpt_prefix}{ckpt_suffix}"
-    if list(paths) == [ckpt_prefix]:
+    if list(paths) == [full_path(ckpt_prefix)]:
         return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
     folder = os.path.dirname(paths[0])
     kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
@@ -163,14 +173,17 @@ def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
     """Return the error message if ``find_files`` finds nothing."""
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
-    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
+    nor = "" if ckpt_suffix != DEFAULT_SUFFIX else f", and there is no directory {ckpt_prefix}"
+    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}{nor}"
 
 
 def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
     if ckpt_suffix != DEFAULT_SUFFIX:
         return False
     return bool(
-        open_storage(ckpt_prefix).names() if is_url(ckpt_prefix) else os.path.isdir(ckpt_prefix)
+        open_storage(ckpt_prefix).names()
+        if is_url(ckpt_prefix)
+        else os.path.isdir(os.path.expanduser(ckpt_prefix))
     )
 
 
@@ -343,7 +356,10 @@ def values_of(shard: Shard) -> Any:
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
     if absent := [name for name in names if name not in shard.others]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-    return unpack(packed, [shard.others[name].load() for name in names])
+    try:
+        return unpack(packed, [shard.others[name].load() for name in names])
+    except CheckpointError as error:
+        raise prefixed(error, shard.source) from error
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:

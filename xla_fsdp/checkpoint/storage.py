@@ -7,17 +7,20 @@ uploaded.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, read_bytes
+from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, full_path, read_bytes
 
 Buffer = bytes | memoryview
 
@@ -98,9 +101,9 @@ def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> S
     Raises:
         CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it.
     """
-    where = os.fspath(directory)
+    where = full_path(directory)
     if where.startswith(LOCAL):
-        return LocalStorage(where.removeprefix(LOCAL))
+        return LocalStorage(full_path(where.removeprefix(LOCAL)))
     if "://" not in where:
         return LocalStorage(where)
     from xla_fsdp.checkpoint.remote_storage import RemoteStorage  # which needs fsspec
@@ -154,7 +157,7 @@ class LocalStorage:
         path = str(self._root / name)
         with AtomicFiles(overwrite=True) as files:
             temporary = files.add(path)
-            with failing(path), open(temporary, "xb", buffering=0) as file:
+            with failing(path), open(temporary, "wb", buffering=0) as file:
                 for chunk in chunks:
                     rest = memoryview(chunk)
                     while rest:
@@ -217,9 +220,12 @@ class AtomicFiles:
         self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
         self._folders: list[Path] = []
         self._staging: str | None = None
+        self._token = f"{secrets.token_hex(4)}.xla_fsdp"
+        self._lock: int | None = None
 
-    def add(self, path: str) -> str:
-        """Return the temporary path for ``path``; create its directory.
+    def add(self, path: str, *, directory: bool = False) -> str:
+        """Return the path of a new and empty temporary file for ``path``, or of a directory; create
+        the directory that it is in.
 
         The temporary name is in the same directory, and hidden, so that no pattern matches it; for
         a URL it is in a temporary directory on this machine, from which ``commit`` uploads it.
@@ -231,8 +237,10 @@ class AtomicFiles:
             return self._temporary[path]
         with failing(folder):
             self._folders += make_folder(Path(folder))
-        temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+        temporary = os.path.join(folder, f".{name}.{self._token}.tmp")
         self._temporary[path] = temporary
+        with failing(path):
+            self._lock = _locked(temporary, folder=directory, before=self._lock)
         return temporary
 
     def commit(self) -> None:
@@ -244,13 +252,16 @@ class AtomicFiles:
         taken = [path for path in self._temporary if exists(path)]
         if taken and not self._overwrite:
             raise CheckpointError([f"{path}: {EXISTS}" for path in taken])
+        for path, temporary in self._temporary.items():
+            if not is_url(path):
+                with failing(path):
+                    sync(temporary)
         for path, temporary in list(self._temporary.items()):
             if is_url(path):
                 upload(temporary, path, verify=self._verify)
                 _remove(temporary)
             else:
                 with failing(path):
-                    sync(temporary)
                     _replace(temporary, path)
                 _sync_folder(Path(path).parent)
             del self._temporary[path]
@@ -263,9 +274,69 @@ class AtomicFiles:
         for temporary in (*self._temporary.values(), self._staging):
             if temporary is not None:
                 _remove(temporary)
+        if self._lock is not None:
+            os.close(self._lock)
         for folder in reversed(self._folders):
             with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
+
+
+_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old)?")
+
+
+def remove_abandoned(folder: str) -> None:
+    """Delete the temporary files in a folder whose process has ended without doing so.
+
+    The last file that a living ``AtomicFiles`` made is locked, which no kill can leave behind.
+    Where the file system has no locks, nothing is deleted.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if match := _TEMPORARY.fullmatch(name):
+                found[match[1]].append(os.path.join(folder, name))
+    for paths in found.values():
+        if not any(map(_is_locked, paths)):
+            for path in paths:
+                _remove(path)
+
+
+def _locked(path: str, *, folder: bool, before: int | None) -> int | None:
+    """Make an empty file or folder that is locked from the beginning; release the lock before.
+
+    Returns:
+        The descriptor that holds the lock; None if the file system has none.
+    """
+    new = f"{path}.new"
+    if folder:
+        os.mkdir(new)
+    descriptor: int | None = os.open(
+        new, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
+    )
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        descriptor = None
+    os.rename(new, path)
+    if before is not None:
+        os.close(before)
+    return descriptor
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a process has locked a file, or whether that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def exists(path: str) -> bool:

@@ -31,6 +31,19 @@ from xla_fsdp.checkpoint.format import MemberRecord
 BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
 
 
+def full_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
+    working directory changes; a URL as it is.
+
+    Raises:
+        CheckpointError: if the path is empty, as where a variable of a shell is not set.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise CheckpointError("the path is empty; expected one ('.' is the working directory)")
+    return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
+
+
 class ByteSource(Protocol):
     """A number of bytes that can be read from any offset."""
 
@@ -130,39 +143,22 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-def convert_tensors(
-    content: Any, convert: Callable[[Any], Any], *, from_pickle: bool = False
-) -> Any:
+def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor converted.
 
     Args:
         content: nested containers.
         convert: called with every tensor or ``TensorSource``; returns its replacement.
-        from_pickle: whether ``content`` was read from a file. It may then contain itself, or one
-            list a million times, so each container is copied only once; and all mappings become
-            ``OrderedDict``, whatever class the file names.
     """
-    copies: dict[int, Any] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor | TensorSource):
-            return convert(value)
-        if type(value) is tuple:
-            return tuple(walk(each) for each in value)
-        if not isinstance(value, Mapping | list):
-            return value
-        if from_pickle and id(value) in copies:
-            return copies[id(value)]
-        if isinstance(value, list):
-            items = copies[id(value)] = []
-            items += [walk(each) for each in value]
-            return items
-        kind: Any = OrderedDict if from_pickle else type(value)
-        made = copies[id(value)] = kind()
-        made.update((key, walk(each)) for key, each in value.items())
-        return made
-
-    return walk(content)
+    if isinstance(content, Tensor | TensorSource):
+        return convert(content)
+    if type(content) in (list, tuple):
+        return type(content)(convert_tensors(each, convert) for each in content)
+    if not isinstance(content, Mapping):
+        return content
+    made: Any = type(content)()
+    made.update((key, convert_tensors(each, convert)) for key, each in content.items())
+    return made
 
 
 # ---------------------------------------------------------------- sources of bytes

@@ -426,7 +426,8 @@ def read_state(
     attempt may be whole nevertheless. Changes nothing."""
     try:
         loaded = load_step(storage, attempt, state.target(), selection)
-        problems = state.find_load_problems(loaded)
+        where = f"{storage.where}/{attempt.folder}"
+        problems = [f"{where}: {problem}" for problem in state.find_load_problems(loaded)]
     except CheckpointError as error:
         return None, error.problems, isinstance(error, MismatchError)
     return loaded, problems, bool(problems)

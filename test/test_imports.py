@@ -53,7 +53,8 @@ LIGHT = [
 
 PUBLIC = {
     "xla_fsdp": """
-        BackwardPrefetch BlockScan CPUOffload CPUOffloadPolicy CheckpointError FSDPModule
+        BackwardPrefetch BlockScan CPUOffload CPUOffloadPolicy CheckpointError
+        CheckpointManager FSDPModule
         FullOptimStateDictConfig FullStateDictConfig LinearCrossEntropy LocalCollectives
         LocalOptimStateDictConfig LocalStateDictConfig Mesh MixedPrecision MixedPrecisionPolicy
         OffloadPolicy PendingSave Preemption RankError ShardedGradScaler
@@ -77,8 +78,8 @@ PUBLIC = {
     "xla_fsdp.tpu_flags": "compiler_flags",
     "xla_fsdp.compat": "apply_xla_patch_to_nn_linear install recursive_wrap",
     "xla_fsdp.checkpoint": """
-        CheckpointError GroupRecord Kind Layout MemberRecord MergeOptions OptimizerRecord
-        ParamRecord Shard ShardMetadata StateRecord WriteOptions
+        Best CheckpointError CheckpointManager GroupRecord Kind Layout MemberRecord
+        MergeOptions OptimizerRecord ParamRecord Shard ShardMetadata StateRecord WriteOptions
         consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts find_problems
         merge_files open_shard plan_reshard read_shards
     """,

@@ -21,6 +21,8 @@ from .distributed.launcher import (
 from .distributed.mesh import Mesh as Mesh
 from .distributed.mesh import init_mesh as init_mesh
 from .distributed.preemption import Preemption as Preemption
+from .fsdp.checkpoint_manager import CheckpointManager as CheckpointManager
+from .fsdp.checkpoint_manager import Restored as Restored
 from .fsdp.chunked import (
     LinearCrossEntropy as LinearCrossEntropy,
 )

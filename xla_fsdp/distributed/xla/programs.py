@@ -24,6 +24,10 @@ from xla_fsdp.distributed.xla.graph import buffer_id
 SEED_FACTOR, SEED_ADDED = 7012063, 1012031  # how torch_xla's sync advances the random number state
 
 
+class ProgramGone(Exception):
+    """torch_xla no longer has a program: its cache holds 2048."""
+
+
 @dataclass(frozen=True)
 class ProgramInputs:
     """The inputs of a traced program, in order.
@@ -98,11 +102,16 @@ def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a result of ``run_traced`` with other inputs, together with the other ranks.
 
     Raises:
-        RuntimeError: if torch_xla has dropped the program from its cache.
+        ProgramGone: if torch_xla has dropped the program from its cache.
     """
 
     def run() -> list[Tensor]:
-        return torch_xla._XLAC._run_cached_graph(program, list(inputs))
+        try:
+            return torch_xla._XLAC._run_cached_graph(program, list(inputs))
+        except RuntimeError as error:
+            if "Failed to get computation by hash" in str(error):
+                raise ProgramGone from error
+            raise
 
     return ops.runtime().run_together(run)
 

@@ -6,6 +6,7 @@ is it known which of the host's numbers change from step to step, and it may be 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops, programs
+from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Count, Key, OptimizerNumbers, add_to_all
@@ -201,17 +202,33 @@ class Program:
                 host.value, host.device_value = values[0], ops.upload(values[0])
         return ""
 
+    @functools.cached_property
+    def _read_and_new(self) -> list[int]:
+        return [n for n in (*self.emptied, *self.new) if ("slot", n) in self.inputs]
+
     # ------------------------------------------------------------ a replay
 
     def replay(self, arguments: Sequence[Any]) -> list[Any]:
-        """Run the program; return the leaves of what the step returns."""
+        """Run the program; return the leaves of what the step returns.
+
+        Raises:
+            programs.ProgramGone: if it has to be traced again; nothing has changed then.
+        """
         inputs = [self._input(reference, arguments) for reference in self.inputs]
+        if programs.find_pending(inputs):  # the caller has changed something between steps
+            host.settle()
         ops.runtime().repeat_collectives(self.collectives)
-        for number in (*self.emptied, *self.new):
+        replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
+        for number in (*self.emptied, *self.new):  # old gradients are freed before the step
             self.slots[number].set(None)
         self._ids = []
-        results = programs.run_again(self.code, inputs)
-        del inputs
+        try:
+            results = programs.run_again(self.code, inputs)
+        except programs.ProgramGone:
+            for slot, value in replaced:
+                slot.set(value)
+            raise
+        del inputs, replaced
         programs.count_change(self.place(results, arguments))
         programs.advance_seed()
         add_to_all(self._counts, self.numbers.deltas)

@@ -130,9 +130,14 @@ class _RankStep:
         key = tree, *map(_kind, leaves)
         reason = self._find(key, leaves)
         if isinstance(reason, Program):
-            self.replays += 1
-            found = reason.replay(leaves)
-            return pytree.tree_unflatten(found, reason.returned.tree)
+            try:
+                found = reason.replay(leaves)
+            except programs.ProgramGone:
+                self._programs[key].remove(reason)
+                reason = "torch_xla had dropped the program"
+            else:
+                self.replays += 1
+                return pytree.tree_unflatten(found, reason.returned.tree)
         self._count(reason)
         return self._trace(key, args, kwargs, leaves)
 

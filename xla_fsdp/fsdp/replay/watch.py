@@ -345,7 +345,7 @@ class Watched:
         yield "torch's modes (grad, autocast, default dtype)", _modes
         for module, label in self.labels.items():
             yield label, _ModuleFacts(module)
-        yield "requires_grad, or hooks, of parameters", self._param_facts
+        yield "requires_grad, hooks, or whether there is a gradient, of parameters", self._param_facts
         for unit in self.units:
             yield "a unit's settings or state", functools.partial(_unit_facts, unit)
         for number, optimizer in enumerate(self.optimizers):

@@ -92,7 +92,9 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
         if a != b
     ]
     a, b = first["values"], second["values"]
-    return found + [name for name in a if not torch.equal(a[name], b[name])] + [*(a.keys() ^ b.keys())]
+    return (
+        found + [name for name in a if not torch.equal(a[name], b[name])] + [*(a.keys() ^ b.keys())]
+    )
 
 
 # ---------------------------------------------------------------- jobs
@@ -185,6 +187,13 @@ def batch_norm() -> Job:
 
     model = nested(make(BatchNormNet))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    train = _train(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if model.training:
+            return train(x, y)
+        with torch.no_grad():
+            return F.cross_entropy(model(x), y)
 
     def between(number: int) -> None:
         if number in (10, 12):
@@ -199,7 +208,7 @@ def batch_norm() -> Job:
     def batches(number: int) -> tuple[Tensor, Tensor]:
         return batch(number, 4 if number in (13, 14, 25) else ROWS)
 
-    return Job(model, optimizer, _train(model, optimizer), between, batches)
+    return Job(model, optimizer, step, between, batches)
 
 
 def accumulation() -> Job:
@@ -216,9 +225,7 @@ def accumulation() -> Job:
             optimizer.zero_grad()
         return loss
 
-    return Job(
-        model, optimizer, step, batch=lambda number: (*batch(number), number % 3 == 2)
-    )
+    return Job(model, optimizer, step, batch=lambda number: (*batch(number), number % 3 == 2))
 
 
 def averages() -> Job:

@@ -7,7 +7,7 @@ in every step; here the caller names them once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -21,7 +21,11 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
 from xla_fsdp.distributed.xla.graph import buffer_id
 
-SEED_FACTOR, SEED_ADDED = 7012063, 1012031  # how torch_xla's sync advances the random number state
+# How the random number state changes in torch_xla: when a sync ends a step, and for each drawing of
+# random numbers. Both modulo 2^64.
+STEP_FACTOR, STEP_ADDED = 7012063, 1012031
+DRAW_FACTOR, DRAW_ADDED = 214013, 2531011
+MOST_DRAWS = 1 << 16
 
 
 class ProgramGone(Exception):
@@ -35,12 +39,12 @@ class ProgramInputs:
     Args:
         values: a tensor for each, which holds its buffer.
         buffers: numbers that identify the buffers, as ``graph.buffer_id``.
-        seed: position of the random number state, None if nothing random was traced.
+        seeds: positions of random number states.
     """
 
     values: list[Tensor]
     buffers: list[int]
-    seed: int | None
+    seeds: list[int]
 
 
 def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
@@ -50,7 +54,7 @@ def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
     return ProgramInputs(
         list(values),
         list(torch_xla._XLAC._get_tensors_handle(values)),
-        ids.index(seed) if seed in ids else None,
+        [position for position, each in enumerate(ids) if each == seed],
     )
 
 
@@ -151,15 +155,33 @@ def count_change(tensors: Sequence[Tensor]) -> None:
     torch._C._autograd._unsafe_set_version_counter(counted, versions)
 
 
-def base_seed() -> Tensor:
-    """Return the random number state of the caller's device, int64 [], as programs take it."""
-    return torch_xla._XLAC._get_base_seed_as_tensor(str(ops.device()))
+# ---------------------------------------------------------------- random numbers
 
 
-def advance_seed() -> None:
-    """Advance the random number state as ``torch_xla.sync()`` does after a program."""
-    on = ops.device()
-    ops.set_rng_state((SEED_ADDED + ops.get_rng_state(on) * SEED_FACTOR) % 2**64, on)
+def seed_after(seed: int, draws: int) -> int:
+    """Return the random number state after so many drawings."""
+    for _ in range(draws):
+        seed = (DRAW_ADDED + DRAW_FACTOR * seed) % 2**64
+    return seed
+
+
+def next_seed(seed: int) -> int:
+    """Return the random number state after the ``torch_xla.sync()`` of a step."""
+    return (STEP_ADDED + STEP_FACTOR * seed) % 2**64
+
+
+def draws_until(seed: int, wanted: int, change: Callable[[int], int] = int) -> int | None:
+    """Return after how many drawings ``change(state)`` is ``wanted``; None if it never is."""
+    for draws in range(MOST_DRAWS):
+        if change(seed) == wanted:
+            return draws
+        seed = (DRAW_ADDED + DRAW_FACTOR * seed) % 2**64
+    return None
+
+
+def seed_value(seed: int) -> Tensor:
+    """Return a random number state as programs take it, int64 [], on the device."""
+    return ops.upload(torch.tensor(seed - (2**64 if seed >= 2**63 else 0)))
 
 
 # ---------------------------------------------------------------- reads while tracing

@@ -6,6 +6,7 @@ is it known which of the host's numbers change from step to step, and it may be 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,9 @@ from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Count, Key, OptimizerNumbers, add_to_all
 from xla_fsdp.fsdp.replay.watch import Slot
 
-SEED = ("seed",)
 Reference = tuple[Any, ...]
 """Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("object", n),
-("host", n), ("result", n) or SEED."""
+("host", n), ("result", n); ("seed", n) is the random number state after n drawings."""
 
 
 @dataclass
@@ -91,6 +91,8 @@ class Program:
         outputs: where each result of the program goes; a slot that gets a new tensor is in ``new``.
         emptied: slots that hold nothing after the step.
         objects: tensors that are held in no known place.
+        last_seed: the random number state from which the next step's is computed: ("draws", n)
+            after n drawings, or ("constant", state).
         unreduced: units of each context with unreduced gradients after the step.
     """
 
@@ -107,11 +109,34 @@ class Program:
     returned: Returned
     numbers: Numbers
     collectives: tuple[str, ...]
+    last_seed: tuple[str, int]
     unreduced: list[tuple[FSDPContext, list[FSDPState]]]
     confirmed: bool = False
     varied: set[Key] = field(default_factory=set)
     _ids: list[int] = field(default_factory=list)
     _counts: list[Count] = field(default_factory=list)
+
+    def compact(self) -> Program:
+        """Return the program without slots that it does not use."""
+        leaves = self.returned.leaves
+        references = [*self.inputs, *(goal for goals in self.outputs for goal in goals), *leaves]
+        used = {reference[1] for reference in references if reference[0] == "slot"}
+        order = sorted(used.union(self.emptied, self.new))
+        number = {old: new for new, old in enumerate(order)}
+
+        def renumbered(reference: Reference) -> Reference:
+            return ("slot", number[reference[1]]) if reference[0] == "slot" else reference
+
+        return dataclasses.replace(
+            self,
+            slots=[self.slots[old] for old in order],
+            shapes=[self.shapes[old] for old in order],
+            inputs=[*map(renumbered, self.inputs)],
+            outputs=[[*map(renumbered, goals)] for goals in self.outputs],
+            new={number[old] for old in self.new},
+            emptied=[number[old] for old in self.emptied],
+            returned=Returned([*map(renumbered, leaves)], self.returned.tree),
+        )
 
     # ------------------------------------------------------------ confirmation
 
@@ -120,6 +145,7 @@ class Program:
         return (
             self.code == other.code
             and self.facts == other.facts
+            and self.last_seed == other.last_seed
             and self.inputs == other.inputs
             and self.outputs == other.outputs
             and [slot.where for slot in self.slots] == [slot.where for slot in other.slots]
@@ -230,11 +256,19 @@ class Program:
             raise
         del inputs, replaced
         programs.count_change(self.place(results, arguments))
-        programs.advance_seed()
+        self._advance_seed()
         add_to_all(self._counts, self.numbers.deltas)
         for context, units in self.unreduced:
             context.unreduced[:] = units
         return self.leaves(results, arguments)
+
+    def _advance_seed(self) -> None:
+        on = ops.device()
+        kind, number = self.last_seed
+        last = number
+        if kind == "draws":
+            last = programs.seed_after(ops.get_rng_state(on), number)
+        ops.set_rng_state(programs.next_seed(last), on)
 
     def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
         """Put the results of the program where they belong; return what has changed in place."""
@@ -271,7 +305,9 @@ class Program:
             return self.hosts[reference[1]].device_value
         if kind == "object":
             return self.objects[reference[1]]()
-        return programs.base_seed()
+        return programs.seed_value(
+            programs.seed_after(ops.get_rng_state(ops.device()), reference[1])
+        )
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:

@@ -90,9 +90,9 @@ class Seen(TorchFunctionMode):
                 self.places[float(plain(value))] = user_place()
             return True
         elif isinstance(value, list | tuple):
-            return any([self._note(each) for each in value])
+            return bool(sum([self._note(each) for each in value]))  # every one, so not any()
         elif isinstance(value, dict):
-            return any([self._note(each) for each in value.values()])
+            return self._note(list(value.values()))
         return False
 
     # ------------------------------------------------------------ a Reader

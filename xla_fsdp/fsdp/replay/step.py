@@ -1,8 +1,8 @@
 """``compile_step``: trace a training step a few times, then run its program again and again.
 
-The first steps are traced as always. Each is turned into a ``Program``; when the next one traces the
-same program, it is confirmed and replayed from then on, for as long as nothing that it depends on
-has changed.
+The first steps are traced as always. Each is turned into a ``Program``; when the next one traces
+the same program, it is confirmed and replayed from then on, for as long as nothing that it depends
+on has changed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
+from xla_fsdp.distributed.xla.graph import tensor_id
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
 from xla_fsdp.fsdp.replay.program import (
-    SEED,
     HostInput,
     Numbers,
     Program,
@@ -51,8 +51,8 @@ def compile_step(step: Callable[..., Any] | None = None, *, unknown: str = "rais
     """Make a training or evaluation step that is traced a few times and then replayed.
 
     The step runs its program itself; a ``torch_xla.sync()`` after it is not needed. Its Python code
-    runs only while it is traced: what it does to lists and other objects of the host does not happen
-    in a replay.
+    runs only while it is traced: what it does to lists and other objects of the host does not
+    happen in a replay.
 
     Args:
         step: a function of tensors and plain values. It makes a whole step (forward, backward,
@@ -122,6 +122,7 @@ class _RankStep:
         self._watched = Watched(step, [], [], self._device)
         self._modules: list[Any] = []
         self._optimizers: list[Any] = []
+        self._others: list[weakref.ref[Tensor]] = []
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if self._traces_always:
@@ -191,21 +192,23 @@ class _RankStep:
             if module not in self._watched.labels:
                 self._modules.append(module)
         self._optimizers += trace.seen.optimizers.values()
+        self._others = [weakref.ref(each) for each in trace.seen.tensors()]
         if self._watched.knows([*trace.seen.modules], [*trace.seen.optimizers.values()]):
             self._learn(key, trace)
         return result
 
     def _renew(self) -> None:
         """Watch the modules, optimizers and parameters that there are now."""
-        new = Watched(self._step, self._modules, self._optimizers, self._device)
         old = self._watched
+        new = Watched(self._step, self._modules, self._optimizers, self._device, self._others)
         same = (
             [*map(id, new.modules)] == [*map(id, old.modules)]
             and [*map(id, new.optimizers)] == [*map(id, old.optimizers)]
             and [*map(id, new.params)] == [*map(id, old.params)]
         )
+        self._watched = new
         if not same:
-            self._watched, self._programs = new, {}
+            self._programs = {}
 
     def _learn(self, key: Any, trace: _Trace) -> None:
         problem = trace.problem or self._find_counter(trace)
@@ -266,6 +269,7 @@ class _Trace:
         self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         self._arguments = list(leaves)
         ops.compute([*self._own(leaves), *self._before.values()])
+        self._seed = ops.get_rng_state(device)
         self.facts = watched.facts()
         self.facts_after = self.facts
         self._options = self._numbers.options()
@@ -344,7 +348,14 @@ class _Trace:
         del held, outputs, groups, result
         programs.drop_pending()
         ops.sync()  # step closures, and the random number state
+        if self.program is not None:
+            self.program.last_seed = self._last_seed()
         return pytree.tree_unflatten([plain(each) for each in leaves], tree)
+
+    def _last_seed(self) -> tuple[str, int]:
+        now = ops.get_rng_state(self._device)
+        draws = programs.draws_until(self._seed, now, programs.next_seed)
+        return ("constant", now) if draws is None else ("draws", draws)
 
     def _run_program(
         self,
@@ -367,10 +378,10 @@ class _Trace:
             and buffer not in kept
         ]
         builder = _Builder(self._slots, self._before, after, self._arguments, self._buffers, idle)
-        references, hosts = builder.inputs(inputs, self._found)
+        references, hosts = builder.inputs(inputs, self._found, self._seed)
         collectives = ops.runtime().traced_collectives()
         code, results = programs.run_traced(outputs, inputs.values, donated)
-        goals = [builder.goals(group, leaves) for group in groups]
+        goals = [builder.goals(group) for group in groups]
         self.problem = builder.problem
         self.program = Program(
             code=code,
@@ -386,10 +397,11 @@ class _Trace:
             returned=Returned(builder.returned(leaves, groups), tree),
             numbers=self._numbers_after(),
             collectives=collectives,
+            last_seed=("draws", 0),
             unreduced=[
                 (unit.context, list(unit.context.unreduced)) for unit in self._watched.units
             ],
-        )
+        ).compact()
         self.program.place(results, self._arguments)
         for group, goal, value in zip(groups, goals, results, strict=True):
             if not goal:  # what the step's code has kept elsewhere
@@ -411,7 +423,10 @@ class _Trace:
             place = self._place_of(value)
             found.append(f"{what:g}" if isinstance(what, float) else str(what))
             found[-1] += f" (entered at {place})" if place else ""
-        return found and f"the host computes a value anew in every step: {'; '.join(found)}" or ""
+        if not found:
+            return ""
+        shown = "; ".join(dict.fromkeys(found))
+        return f"the host computes a value anew in every step: {shown}"
 
     def _place_of(self, value: Tensor) -> str:
         if value.dim():
@@ -428,8 +443,6 @@ class _Trace:
 
 def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group Python tensors that are the same XLA tensor."""
-    from xla_fsdp.distributed.xla.graph import tensor_id
-
     groups: dict[int, list[Tensor]] = {}
     for each in tensors:
         groups.setdefault(tensor_id(each), []).append(each)
@@ -475,14 +488,15 @@ class _Builder:
         return [self._numbers[where] for where in self._before if where not in self._after]
 
     def inputs(
-        self, inputs: programs.ProgramInputs, found: HostNumbers
+        self, inputs: programs.ProgramInputs, found: HostNumbers, seed: int
     ) -> tuple[list[Reference], list[HostInput]]:
         """Return where each input comes from, and those that come from the host."""
         references: list[Reference] = []
         values: list[Tensor] = []
+        seeds = self._seeds(inputs, seed)
         for number, (buffer, value) in enumerate(zip(inputs.buffers, inputs.values, strict=True)):
-            if number == inputs.seed:
-                references.append(SEED)
+            if number in seeds:
+                references.append(("seed", seeds[number]))
             elif buffer in self._buffers:
                 references.append(self._named(self._buffers[buffer][0]))
             elif buffer in self._idle:
@@ -496,7 +510,15 @@ class _Builder:
         ]
         return references, hosts
 
-    def goals(self, group: Sequence[Tensor], leaves: Sequence[Any]) -> list[Reference]:
+    def _seeds(self, inputs: programs.ProgramInputs, seed: int) -> dict[int, int]:
+        """Return after how many drawings each random number state is what an input holds; a state
+        that is not reached so was set by the step itself."""
+        states = host.copies([inputs.values[position] for position in inputs.seeds])
+        draws = [programs.draws_until(seed, state.item() % 2**64) for state in states]
+        pairs = zip(inputs.seeds, draws, strict=True)
+        return {position: count for position, count in pairs if count is not None}
+
+    def goals(self, group: Sequence[Tensor]) -> list[Reference]:
         """Return where a result goes, whose traced tensor these Python tensors are."""
         found: list[Reference] = []
         for tensor in group:

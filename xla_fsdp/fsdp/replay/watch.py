@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,43 @@ class Cell:
         self.cell.cell_contents = value
 
 
-Slot = Entry | NestedEntry | Gradient | Cell
+@dataclass(frozen=True)
+class Item:
+    """A tensor in a list."""
+
+    items: list[Any]
+    number: int
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.items), self.number
+
+    def get(self) -> Any:
+        return self.items[self.number] if self.number < len(self.items) else None
+
+    def set(self, value: Tensor | None) -> None:
+        self.items[self.number] = value
+
+
+@dataclass(frozen=True)
+class Somewhere:
+    """A tensor that some object holds, which the step does not replace."""
+
+    reference: weakref.ref[Tensor]
+    number: int
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return "somewhere", self.number
+
+    def get(self) -> Any:
+        return self.reference()
+
+    def set(self, value: Tensor | None) -> None:
+        raise TypeError("a tensor in an unknown place cannot be replaced")
+
+
+Slot = Entry | NestedEntry | Gradient | Cell | Item | Somewhere
 
 
 # ---------------------------------------------------------------- values that code names
@@ -157,7 +194,7 @@ class _Names:
             self._code(function)
         else:
             self._objects.append((type(function).__name__, function, 0))
-            call = getattr(type(function), "__call__", None)
+            call = vars(type(function)).get("__call__")
             if isinstance(call, types.FunctionType):
                 self.function(call)
 
@@ -210,7 +247,8 @@ class _Names:
             self._seen.add(id(value))
             for number, each in enumerate(value):
                 if not isinstance(each, PLAIN):
-                    self._add(f"{label}[{number}]", each, None, depth + 1)
+                    held = Item(value, number) if isinstance(value, list) else None
+                    self._add(f"{label}[{number}]", each, held, depth + 1)
         elif not isinstance(value, type | types.ModuleType):
             self._seen.add(id(value))
             self._objects.append((label, value, depth))
@@ -246,6 +284,7 @@ class Watched:
         modules: whose forward it has called.
         optimizers: whose step it has called.
         device: this rank's.
+        others: tensors that it has used, wherever they are held.
     """
 
     def __init__(
@@ -254,9 +293,11 @@ class Watched:
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         device: torch.device,
+        others: Sequence[weakref.ref[Tensor]] = (),
     ) -> None:
         named = named_by(function)
         self.device = device
+        self._others = list(others)
         self.optimizers = list(dict.fromkeys([*named.optimizers, *optimizers]))
         roots = dict.fromkeys([*named.modules, *modules])
         self.labels: dict[nn.Module, str] = {}
@@ -309,6 +350,12 @@ class Watched:
             value = slot.get()
             if isinstance(value, Tensor) and value.device == self.device:
                 found.setdefault(slot.where, (label, slot))
+        known = {id(slot.get()) for _, slot in found.values()}
+        for reference in self._others:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in known:
+                slot = Somewhere(reference, id(tensor))
+                found[slot.where] = ("a tensor that some object holds", slot)
         return found
 
     def _places(self) -> Iterator[tuple[str, Slot]]:
@@ -345,7 +392,10 @@ class Watched:
         yield "torch's modes (grad, autocast, default dtype)", _modes
         for module, label in self.labels.items():
             yield label, _ModuleFacts(module)
-        yield "requires_grad, hooks, or whether there is a gradient, of parameters", self._param_facts
+        yield (
+            "requires_grad, hooks, or whether there is a gradient, of parameters",
+            self._param_facts,
+        )
         for unit in self.units:
             yield "a unit's settings or state", functools.partial(_unit_facts, unit)
         for number, optimizer in enumerate(self.optimizers):

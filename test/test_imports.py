@@ -59,7 +59,8 @@ PUBLIC = {
         ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictOptions
         StateDictSettings StateDictType StreamedEmbedding SyncBatchNorm UnshardHandle
         CompileStepError CompiledStep XlaFullyShardedDataParallel checkpoint_module
-        checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
+        checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step
+        consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
         distribute_tensor full_state_dict fully_shard get_model_state_dict
         get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
         load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict

@@ -1,7 +1,7 @@
 """Training jobs for ``compile_step``: what they train, how, and what happens between the steps.
 
-``outcome(job, way)`` trains for ``STEPS`` steps: by plain steps with a sync ("plain"), by a compiled
-step that is never replayed ("traced"), or by one that is ("replayed").
+``outcome(job, way)`` trains for ``STEPS`` steps: by plain steps with a sync ("plain"), by a
+compiled step that is never replayed ("traced"), or by one that is ("replayed").
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ All jobs of a number of ranks run in one launch, 30 steps each, three times.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +159,7 @@ def traced_instead(rank: int) -> list[Any]:
 
 def test_such_a_step_can_be_traced_every_time() -> None:
     found, replays, warned = result("traced_instead")
-    assert [b - a for a, b in zip(found, found[1:], strict=False)] == pytest.approx([6.0] * 5)
+    assert [b - a for a, b in itertools.pairwise(found)] == pytest.approx([6.0] * 5)
     assert replays == 0
     assert any("every step is traced, because the host computes" in each for each in warned)
 

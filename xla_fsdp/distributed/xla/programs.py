@@ -28,7 +28,7 @@ DRAW_FACTOR, DRAW_ADDED = 214013, 2531011
 MOST_DRAWS = 1 << 16
 
 
-class ProgramGone(Exception):
+class ProgramGoneError(Exception):
     """torch_xla no longer has a program: its cache holds 2048."""
 
 
@@ -106,7 +106,7 @@ def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a result of ``run_traced`` with other inputs, together with the other ranks.
 
     Raises:
-        ProgramGone: if torch_xla has dropped the program from its cache.
+        ProgramGoneError: if torch_xla has dropped the program from its cache.
     """
 
     def run() -> list[Tensor]:
@@ -114,7 +114,7 @@ def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
             return torch_xla._XLAC._run_cached_graph(program, list(inputs))
         except RuntimeError as error:
             if "Failed to get computation by hash" in str(error):
-                raise ProgramGone from error
+                raise ProgramGoneError from error
             raise
 
     return ops.runtime().run_together(run)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import host, ops, programs
+from xla_fsdp.distributed.xla import ops, programs
+from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Count, Key, OptimizerNumbers, add_to_all
@@ -238,11 +239,11 @@ class Program:
         """Run the program; return the leaves of what the step returns.
 
         Raises:
-            programs.ProgramGone: if it has to be traced again; nothing has changed then.
+            programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
         """
         inputs = [self._input(reference, arguments) for reference in self.inputs]
         if programs.find_pending(inputs):  # the caller has changed something between steps
-            host.settle()
+            settle()
         ops.runtime().repeat_collectives(self.collectives)
         replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
         for number in (*self.emptied, *self.new):  # old gradients are freed before the step
@@ -250,7 +251,7 @@ class Program:
         self._ids = []
         try:
             results = programs.run_again(self.code, inputs)
-        except programs.ProgramGone:
+        except programs.ProgramGoneError:
             for slot, value in replaced:
                 slot.set(value)
             raise

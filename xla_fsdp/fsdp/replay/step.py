@@ -133,7 +133,7 @@ class _RankStep:
         if isinstance(reason, Program):
             try:
                 found = reason.replay(leaves)
-            except programs.ProgramGone:
+            except programs.ProgramGoneError:
                 self._programs[key].remove(reason)
                 reason = "torch_xla had dropped the program"
             else:

@@ -26,6 +26,7 @@ _SKIPPED = tuple(
     for each in (torch.__file__, torch_xla.__file__, __file__, contextlib.__file__)
 )
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_XLA = str(Path(ops.__file__).parent) + os.sep
 
 
 class CompileStepError(RuntimeError):
@@ -41,6 +42,14 @@ def user_place() -> str:
             return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "backward (a hook, or what runs in autograd's own thread)"
+
+
+def _reads_ourselves() -> bool:
+    """Return whether the code that reads a value is this package's."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((*_SKIPPED, _XLA, "<")):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 class Seen(TorchFunctionMode):
@@ -81,7 +90,8 @@ class Seen(TorchFunctionMode):
         if isinstance(value, Tensor):
             if not value.is_xla:  # type: ignore[attr-defined]
                 return True
-            if id(value) not in self._tensors:
+            known = self._tensors.get(id(value))  # of a tensor that is gone, perhaps
+            if known is None or known() is not value:
                 self._tensors[id(value)] = weakref.ref(value)
         elif isinstance(value, bool):
             return False
@@ -101,6 +111,8 @@ class Seen(TorchFunctionMode):
         tensors = value if isinstance(value, list | tuple) else [value]
         if value is not None and not any(isinstance(t, Tensor) and t.is_xla for t in tensors):  # type: ignore[attr-defined]
             return
+        if value is not None and _reads_ourselves() and not any(map(ops.is_pending, tensors)):
+            return  # whether blocks have equal buffers, which programs of scans depend on
         place = user_place()
         self.first_read = self.first_read or place
         if self._refuses:

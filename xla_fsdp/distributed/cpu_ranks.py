@@ -92,6 +92,10 @@ class Run:
             self.record(rank, collectives[0])
             self._traced[rank] += collectives[1:]
 
+    def forget(self, rank: int) -> None:
+        """Drop what ``rank`` traced since it last passed the gate; it will not be executed."""
+        self._traced[rank].clear()
+
     def needs_gate(self, rank: int) -> bool:
         """Return whether ``rank`` traced a collective since it last passed the gate."""
         return bool(self._traced[rank])

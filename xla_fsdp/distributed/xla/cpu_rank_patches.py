@@ -108,6 +108,9 @@ class _CpuRanks(ops.RankRuntime):
     def traced_collectives(self) -> tuple[str, ...]:
         return self._run.traced(index_of(ops.device()))
 
+    def forget_collectives(self) -> None:
+        self._run.forget(index_of(ops.device()))
+
     def repeat_collectives(self, collectives: Sequence[str]) -> None:
         self._run.repeat(index_of(ops.device()), collectives)
 

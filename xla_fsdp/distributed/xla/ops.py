@@ -84,6 +84,9 @@ class RankRuntime:
         """Return the collectives that the caller has traced but not executed; CPU ranks only."""
         return ()
 
+    def forget_collectives(self) -> None:
+        """Drop the collectives that the caller has traced; they are not executed."""
+
     def repeat_collectives(self, collectives: Sequence[str]) -> None:
         """Note that the program about to run executes the given results of
         ``traced_collectives``."""

@@ -327,6 +327,7 @@ class _Trace:
                 slot.set(self._before[where])
         for count, number in zip(self._numbers.counts(), self._counts, strict=False):
             count.write(number)
+        ops.runtime().forget_collectives()
         programs.drop_pending()
 
     # ------------------------------------------------------------ the program

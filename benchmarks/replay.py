@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import gpt
-from xla_fsdp import compile_step, launch, scan_blocks
+from xla_fsdp import compile_step, launch, one_rank_at_a_time, scan_blocks
 
 RANKS = 2
 WARM_UP, STEPS = 4, 10
@@ -36,9 +36,15 @@ Measured = tuple[float, float, int]
 def build(way: str, shape: gpt.Shape) -> Callable[[], Any]:
     """Return a step (without a sync) of the model that ``way`` names."""
     import torch_xla
+
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-    model: Any = gpt._wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, {})
+    with one_rank_at_a_time():
+        torch.manual_seed(0)
+        model: Any = gpt.GPT(shape)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block))
+    model = XlaFullyShardedDataParallel(model)
     if way.startswith("stacked"):
         scan_blocks(model.blocks, stacked=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -175,6 +175,58 @@ def test_such_a_step_can_be_traced_every_time() -> None:
     assert any("every step is traced, because the host computes" in each for each in warned)
 
 
+@scenario
+def syncing(rank: int) -> str:
+    import torch_xla
+
+    model = fsdp(make(lambda: nn.Linear(3, 3)))
+    return steps_of(compile_step(torch_xla.compile(lambda x: model(x).sum())))
+
+
+def test_a_sync_inside_is_refused() -> None:
+    assert "the step runs what is pending (torch_xla.sync()) of the device" in result("syncing")
+
+
+# ---------------------------------------------------------------- memory and exceptions
+
+
+@scenario
+def donated(rank: int) -> list[Any]:
+    import torch_xla
+
+    from xla_fsdp.distributed.xla import programs
+
+    model = fsdp(make(lambda: nn.Linear(3, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @compile_step
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = []
+    for _ in range(5):
+        held = [*model.parameters()]
+        held += [state[name] for state in optimizer.state.values() for name in state]
+        held = [each for each in held if each.is_xla]
+        buffers = programs.inputs_of([each + 1 for each in held]).values if held else []
+        step(torch.ones(2, 3).to(torch_xla.device()))
+        kept = [each for each in programs.buffers_of(buffers) if each is not None]
+        found.append((len(held), len(kept)))
+    return [found, step.replays]
+
+
+def test_what_a_step_changes_is_donated() -> None:
+    found, replays = result("donated")
+    numbers = [held for held, _ in found]
+    assert (numbers, replays) == ([2, 6, 6, 6, 6], 2)
+    # Of the number 1, which is an input of the test's own program, and of nothing else.
+    assert all(kept <= 1 for _, kept in found), found
+
+
 # ---------------------------------------------------------------- exceptions
 
 

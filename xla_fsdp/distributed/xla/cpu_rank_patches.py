@@ -98,11 +98,12 @@ class _CpuRanks(ops.RankRuntime):
     ) -> list[Tensor]:
         rank = index_of(ops.device())
         _wait_for(rank)  # the call below would, and hold the interpreter's lock meanwhile
-        if self._run.needs_gate(rank):
-            self._run.pass_gate(rank)
         if prepare is not None:
             with self._run.execution:
                 prepare()
+        # After the last rank has compiled: XLA ends a process whose ranks wait long in a collective.
+        if self._run.needs_gate(rank):
+            self._run.pass_gate(rank)
         return run()
 
     def traced_collectives(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
-from xla_fsdp.distributed.xla.graph import buffer_id
+from xla_fsdp.distributed.xla.graph import buffer_id, tensor_id
+from xla_fsdp.distributed.xla.host import copies
 
 # How the random number state changes in torch_xla: when a sync ends a step, and for each drawing of
 # random numbers. Both modulo 2^64.
@@ -137,6 +138,17 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._functionalize_replace(tensor, torch._from_functional_tensor(value))
         torch._functionalize_commit_update(tensor)  # type: ignore[attr-defined]
         torch._functionalize_sync(tensor)
+
+
+def unshare(tensors: Sequence[Tensor]) -> None:
+    """Give every scalar of some computed tensors a buffer of its own.
+
+    torch_xla keeps one buffer for all equal scalars that come from the host: copies of tensors, and
+    numbers in operations. Programs could not tell such inputs apart, or donate them.
+    """
+    scalars = {tensor_id(each): each for each in tensors if not each.dim()}
+    values = copies(list(scalars.values()))
+    put(list(scalars.values()), [ops.upload(value) for value in values])
 
 
 def drop_pending() -> None:

@@ -268,7 +268,9 @@ class _Trace:
         self._slots = watched.slots()
         self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         self._arguments = list(leaves)
-        ops.compute([*self._own(leaves), *self._before.values()])
+        held = [*self._own(leaves), *self._before.values()]
+        ops.compute(held)
+        programs.unshare(held)
         self._seed = ops.get_rng_state(device)
         self.facts = watched.facts()
         self.facts_after = self.facts

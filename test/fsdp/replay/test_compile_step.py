@@ -212,7 +212,7 @@ def donated(rank: int) -> list[Any]:
         held = [*model.parameters()]
         held += [state[name] for state in optimizer.state.values() for name in state]
         held = [each for each in held if each.is_xla]
-        buffers = programs.inputs_of([each + 1 for each in held]).values if held else []
+        buffers = programs.inputs_of([each.detach() + 1 for each in held]).values if held else []
         step(torch.ones(2, 3).to(torch_xla.device()))
         kept = [each for each in programs.buffers_of(buffers) if each is not None]
         found.append((len(held), len(kept)))

@@ -101,7 +101,7 @@ class _CpuRanks(ops.RankRuntime):
         if prepare is not None:
             with self._run.execution:
                 prepare()
-        # After the last rank has compiled: XLA ends a process whose ranks wait long in a collective.
+        # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
         if self._run.needs_gate(rank):
             self._run.pass_gate(rank)
         return run()

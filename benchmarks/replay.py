@@ -83,7 +83,7 @@ def measure(rank: int, way: str, shape: gpt.Shape) -> Measured:
     xm.rendezvous("all ranks are done")
     inputs = 0
     if way.endswith("replayed"):
-        [[program]] = step._own._programs.values()  # type: ignore[attr-defined]
+        [[*_, program]] = step._own._programs.values()  # type: ignore[attr-defined]
         inputs = len(program.inputs)
     return spent[0] / STEPS * 1e3, spent[1] / STEPS / RANKS * 1e3, inputs
 

@@ -6,6 +6,7 @@ compiled step that is never replayed ("traced"), or by one that is ("replayed").
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -114,16 +115,22 @@ def _train(model: Any, optimizer: Any, clip: float = 0.0) -> Callable[[Tensor, T
 
 
 def sgd() -> Job:
-    """Momentum and weight decay; a learning rate that falls, and a momentum that changes."""
+    """A learning rate that falls, a momentum that changes, state dicts that are loaded."""
     model = nested(make(Net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    saved: dict[str, Any] = {}
 
     def between(number: int) -> None:
         if number:
             schedule.step()
         if number == 12:
             optimizer.param_groups[0]["momentum"] = 0.8
+        if number == 15:
+            saved.update(copy.deepcopy({"m": model.state_dict(), "o": optimizer.state_dict()}))
+        if number == 20:
+            model.load_state_dict(saved["m"])
+            optimizer.load_state_dict(saved["o"])
 
     return Job(model, optimizer, _train(model, optimizer), between)
 
@@ -141,6 +148,10 @@ def adamw() -> Job:
             schedule.step()
         if number == 15:
             optimizer.param_groups[1]["weight_decay"] = 0.05
+        if number == 22:
+            with model.summon_full_params(model), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
 
     return Job(model, optimizer, _train(model, optimizer, clip=0.5), between)
 

@@ -193,6 +193,7 @@ def test_a_sync_inside_is_refused() -> None:
 @scenario
 def donated(rank: int) -> list[Any]:
     import torch_xla
+    import torch_xla.core.xla_model as xm
 
     from xla_fsdp.distributed.xla import programs
 
@@ -214,6 +215,7 @@ def donated(rank: int) -> list[Any]:
         held = [each for each in held if each.is_xla]
         buffers = programs.inputs_of([each.detach() + 1 for each in held]).values if held else []
         step(torch.ones(2, 3).to(torch_xla.device()))
+        xm.wait_device_ops()
         kept = [each for each in programs.buffers_of(buffers) if each is not None]
         found.append((len(held), len(kept)))
     return [found, step.replays]

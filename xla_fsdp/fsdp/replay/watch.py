@@ -162,19 +162,21 @@ class Named:
     Attributes:
         slots: of tensors, with labels.
         plain: reads a plain value, with a label.
+        held: returns which object a name stands for, with a label.
     """
 
     modules: list[nn.Module]
     optimizers: list[Optimizer]
     slots: list[tuple[str, Slot]]
     plain: list[tuple[str, Callable[[], Any]]]
+    held: list[tuple[str, Callable[[], int]]]
 
 
 class _Names:
     """Follows a function's variables, globals and attributes as far as its code names them."""
 
     def __init__(self) -> None:
-        self.found = Named([], [], [], [])
+        self.found = Named([], [], [], [], [])
         self._attributes: set[str] = set()
         self._seen: set[int] = set()
         self._objects: list[tuple[str, Any, int]] = []
@@ -224,6 +226,8 @@ class _Names:
 
     def _add(self, label: str, value: Any, slot: Slot | None, depth: int) -> None:
         found = self.found
+        if slot is not None and not isinstance(value, (*PLAIN, Tensor)):
+            found.held.append((f"which object {label} is", functools.partial(_id_in, slot)))
         if isinstance(value, PLAIN):
             if slot is not None:
                 found.plain.append((label, slot.get))
@@ -252,6 +256,10 @@ class _Names:
         elif not isinstance(value, type | types.ModuleType):
             self._seen.add(id(value))
             self._objects.append((label, value, depth))
+
+
+def _id_in(slot: Slot) -> int:
+    return id(slot.get())
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -401,6 +409,7 @@ class Watched:
         for number, optimizer in enumerate(self.optimizers):
             yield _name(optimizer, number), functools.partial(_optimizer_facts, optimizer)
         yield from self._named.plain
+        yield from self._named.held
 
     def _param_facts(self) -> list[Any]:
         # A grad counts as a fact only by whether it is there.
@@ -438,7 +447,7 @@ class _ModuleFacts:
             plain,
             len(attributes),
             [*map(tuple, self._hooks(attributes))],
-            [*map(tuple, self._held(attributes))],
+            [(id(held), *held) for held in self._held(attributes)],
             [*map(id, attributes["_modules"].values())],
         )
 
@@ -485,13 +494,15 @@ def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
     return (
         [
             (
+                id(group),
                 [*map(id, group["params"])],
                 [v for v in group.values() if v is None or isinstance(v, bool | str)],
                 len(group),
             )
             for group in optimizer.param_groups
         ],
-        [len(state) for state in optimizer.state.values() if isinstance(state, dict)],
+        # New ones, if a state dict was loaded.
+        [(id(state), len(state)) for state in optimizer.state.values() if isinstance(state, dict)],
         tuple(optimizer._optimizer_step_pre_hooks),
         tuple(optimizer._optimizer_step_post_hooks),
     )

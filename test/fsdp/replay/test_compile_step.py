@@ -187,6 +187,25 @@ def test_a_sync_inside_is_refused() -> None:
     assert "the step runs what is pending (torch_xla.sync()) of the device" in result("syncing")
 
 
+@scenario
+def arguments(rank: int) -> list[Any]:
+    import torch_xla
+
+    step = compile_step(lambda x, y: (x * 2 + y).sum())
+    x, y = (torch.full((3,), each).to(torch_xla.device()) for each in (1.0, 5.0))
+    same = [step(x, x).item() for _ in range(4)]
+    other = [step(x, y).item() for _ in range(4)]
+    aliased = message(lambda: [step(x, x.detach()) for _ in range(3)])
+    return [same, other, aliased, message(lambda: step(x, object()))]
+
+
+def test_arguments_that_are_one_tensor_are_another_program() -> None:
+    same, other, aliased, unknown = result("arguments")
+    assert (same, other) == ([9.0] * 4, [21.0] * 4)
+    assert "argument 1 of the step shares its memory with another argument" in aliased
+    assert unknown.startswith("TypeError: a compiled step got a object; pass tensors")
+
+
 # ---------------------------------------------------------------- memory and exceptions
 
 

@@ -25,8 +25,14 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mod": operator.mod,
     "pow": operator.pow,
 }
-UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs}
-COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": operator.abs,
+}
+COMPARISONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
 
 
 @dataclass

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
@@ -123,12 +123,13 @@ class _RankStep:
         self._modules: list[Any] = []
         self._optimizers: list[Any] = []
         self._others: list[weakref.ref[Tensor]] = []
+        self._objects: dict[int, Any] = {}  # arguments that are no tensors or plain values
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if self._traces_always:
             return self._run_plainly(args, kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = tree, *map(_kind, leaves)
+        key = tree, *self._kinds(leaves)
         reason = self._find(key, leaves)
         if isinstance(reason, Program):
             try:
@@ -141,6 +142,27 @@ class _RankStep:
                 return pytree.tree_unflatten(found, reason.returned.tree)
         self._count(reason)
         return self._trace(key, args, kwargs, leaves)
+
+    def _kinds(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return what programs depend on of each argument: all but the values of tensors."""
+        first: dict[int, int] = {}
+        kinds: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                same_as = first.setdefault(id(leaf), number)
+                kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as))
+            elif isinstance(leaf, PLAIN):
+                kinds.append((type(leaf), leaf))
+            elif isinstance(leaf, nn.Module | torch.optim.Optimizer) or callable(leaf):
+                self._objects[id(leaf)] = leaf  # or another object might get its id
+                kinds.append(("object", id(leaf)))
+            else:
+                raise TypeError(
+                    f"a compiled step got a {type(leaf).__name__}; pass tensors and plain values, "
+                    f"in containers that torch.utils._pytree knows if need be, modules, optimizers "
+                    f"and functions"
+                )
+        return kinds
 
     def _run_plainly(self, args: Any, kwargs: Any) -> Any:
         self.traces[self._traces_always] += 1
@@ -245,14 +267,6 @@ class _RankStep:
         self._traces_always, self._programs = problem, {}
 
 
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
-    return "object", id(leaf)
-
-
 class _Trace:
     """One traced step, from the tensors before it to the program that it makes."""
 
@@ -299,8 +313,14 @@ class _Trace:
         ]
         found: dict[int, tuple[Reference, Tensor]] = {}
         for each, buffer in zip(held, programs.buffers_of([t for _, t in held]), strict=True):
-            if buffer is not None:
-                found.setdefault(buffer, each)
+            if buffer is None:
+                continue
+            reference, tensor = found.setdefault(buffer, each)
+            if each[0][0] == "argument" and tensor is not each[1]:
+                known = (
+                    "another argument" if reference[0] == "argument" else "a tensor of the model"
+                )
+                self.problem = f"argument {each[0][1]} of the step shares its memory with {known}"
         return found
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -385,7 +405,7 @@ class _Trace:
         collectives = ops.runtime().traced_collectives()
         code, results = programs.run_traced(outputs, inputs.values, donated)
         goals = [builder.goals(group) for group in groups]
-        self.problem = builder.problem
+        self.problem = self.problem or builder.problem
         self.program = Program(
             code=code,
             facts=self.facts,

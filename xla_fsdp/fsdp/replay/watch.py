@@ -448,6 +448,7 @@ class _ModuleFacts:
             len(attributes),
             [*map(tuple, self._hooks(attributes))],
             [(id(held), *held) for held in self._held(attributes)],
+            [*map(id, attributes["_parameters"].values())],
             [*map(id, attributes["_modules"].values())],
         )
 

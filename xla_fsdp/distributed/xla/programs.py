@@ -151,6 +151,12 @@ def unshare(tensors: Sequence[Tensor]) -> None:
     put(list(scalars.values()), [ops.upload(value) for value in values])
 
 
+def run_pending() -> None:
+    """Execute what is pending on the caller's device, without collectives; the random number state
+    stays."""
+    torch_xla._XLAC._xla_sync_live_tensors(str(ops.device()), [], False)
+
+
 def drop_pending() -> None:
     """Forget what was traced but not computed on the caller's device.
 

@@ -241,9 +241,12 @@ class Program:
         Raises:
             programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
         """
-        inputs = [self._input(reference, arguments) for reference in self.inputs]
-        if programs.find_pending(inputs):  # the caller has changed something between steps
+        # What the caller has traced between steps may read buffers that the program donates.
+        if ops.runtime().traced_collectives():
             settle()
+        else:
+            programs.run_pending()
+        inputs = [self._input(reference, arguments) for reference in self.inputs]
         ops.runtime().repeat_collectives(self.collectives)
         replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
         for number in (*self.emptied, *self.new):  # old gradients are freed before the step

@@ -60,8 +60,9 @@ PUBLIC = {
         OffloadPolicy PendingSave Preemption RankError ShardedGradScaler
         ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictOptions
         StateDictSettings StateDictType StreamedEmbedding SyncBatchNorm UnshardHandle
-        XlaFullyShardedDataParallel checkpoint_module checkpoint_name checkpoint_wrapper
-        clip_grad_norm_ consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
+        CompileStepError CompiledStep XlaFullyShardedDataParallel checkpoint_module
+        checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step
+        consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
         distribute_tensor full_state_dict fully_shard get_model_state_dict
         get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
         load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict

@@ -84,6 +84,20 @@ class Run:
         self.end_seeding(rank)
         self._traced[rank].append(collective)
 
+    def traced(self, rank: int) -> tuple[str, ...]:
+        """Return the collectives that ``rank`` traced since it last passed the gate."""
+        return tuple(self._traced[rank])
+
+    def repeat(self, rank: int, collectives: Sequence[str]) -> None:
+        """Record ``collectives`` for a program of ``rank`` that is not traced again."""
+        if collectives:
+            self.record(rank, collectives[0])
+            self._traced[rank] += collectives[1:]
+
+    def forget(self, rank: int) -> None:
+        """Drop what ``rank`` traced since it last passed the gate; it will not be executed."""
+        self._traced[rank].clear()
+
     def needs_gate(self, rank: int) -> bool:
         """Return whether ``rank`` traced a collective since it last passed the gate."""
         return bool(self._traced[rank])

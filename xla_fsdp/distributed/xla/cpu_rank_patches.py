@@ -104,6 +104,28 @@ class _CpuRanks(ops.RankRuntime):
     def expect_on_all_ranks(self, fact: str) -> None:
         self._run.record(index_of(ops.device()), fact)
 
+    def run_together(
+        self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        rank = index_of(ops.device())
+        _wait_for(rank)  # the call below would, and hold the interpreter's lock meanwhile
+        if prepare is not None:
+            with self._run.execution:
+                prepare()
+        # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
+        if self._run.needs_gate(rank):
+            self._run.pass_gate(rank)
+        return run()
+
+    def traced_collectives(self) -> tuple[str, ...]:
+        return self._run.traced(index_of(ops.device()))
+
+    def forget_collectives(self) -> None:
+        self._run.forget(index_of(ops.device()))
+
+    def repeat_collectives(self, collectives: Sequence[str]) -> None:
+        self._run.repeat(index_of(ops.device()), collectives)
+
     @contextlib.contextmanager
     def keep_host_rng(self) -> Iterator[None]:
         thread = current_rank_thread()

@@ -76,6 +76,26 @@ class RankRuntime:
     def expect_on_all_ranks(self, fact: str) -> None:
         """Fail the run unless all ranks pass the same ``fact``; only CPU ranks check it."""
 
+    def run_together(
+        self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        """Return the results of ``run``, which executes a program, after ``prepare``, which
+        compiles it; CPU ranks wait for each other in between."""
+        if prepare is not None:
+            prepare()
+        return run()
+
+    def traced_collectives(self) -> tuple[str, ...]:
+        """Return the collectives that the caller has traced but not executed; CPU ranks only."""
+        return ()
+
+    def forget_collectives(self) -> None:
+        """Drop the collectives that the caller has traced; they are not executed."""
+
+    def repeat_collectives(self, collectives: Sequence[str]) -> None:
+        """Note that the program about to run executes the given results of
+        ``traced_collectives``."""
+
     def keep_host_rng(self) -> contextlib.AbstractContextManager[None]:
         """Protect the host's random number state from other ranks that draw during the block."""
         return contextlib.nullcontext()

@@ -329,7 +329,7 @@ class _Seen:
             self.optimizers[id(optimizer)] = optimizer
             for param in _params_of(optimizer):
                 if param.grad is not None:
-                    self.grads[id(param)] = param, ops.snapshot(param.grad)
+                    self.grads[id(param)] = param, param.grad.detach().clone()
         self.depth += 1
 
     def after(self) -> None:

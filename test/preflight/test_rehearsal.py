@@ -181,7 +181,7 @@ WAYS: dict[str, Case] = {
     "in place along dim 1": Case("Net", in_place=True, dim=1),
     "frozen": Case("FrozenNet"),
     "batch norm": Case("BatchNormNet"),
-    "tied": Case("TiedNet"),
+    "unit runs twice": Case("TwiceNet"),
     "loop": Case("ScanNet", scan=ALL_LARGE, clip=(0.3, 2.0)),
     "loop, small parameters once": Case("ScanNet", scan={}),
     "stacked": Case("ScanNet", scan={**ALL_LARGE, "stacked": True}),

@@ -62,7 +62,11 @@ def quick() -> dict[str, Done]:
 
 def assert_right(case: Case, done: Done) -> None:
     assert not done.error, done.error
-    assert_parity(case, [rank["it"] for rank in done.ranks])
+    ranks = [rank["it"] for rank in done.ranks]
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    groups = (ranks[0]["metadata"] or {}).get("groups") or [[0]]
+    for group in groups:
+        assert_parity(case, ranks, of=group[0])
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -126,6 +126,18 @@ def test_public_modules_have_their_names() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_torch_xla_does_not_remark_that_there_is_no_tpu(place: str) -> None:
+    # Without a device in the environment it says which one it takes.
+    code = (
+        "import os; del os.environ['PJRT_DEVICE']; import {}, {}; print(os.environ['PJRT_DEVICE'])"
+    )
+    names = ("xla_fsdp", "torch_xla") if place == "first" else ("torch_xla", "xla_fsdp")
+    done = run_python("-c", code.format(*names))
+    assert done.stdout.strip() == "CPU"
+    assert ("Defaulting to" in done.stderr) == (place == "last")
+
+
 def test_launch_is_a_function_even_after_importing_its_command() -> None:
     code = "import xla_fsdp.launch, xla_fsdp; print(xla_fsdp.launch(int, num_ranks=1))"
     done = run_python("-c", code)

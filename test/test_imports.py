@@ -12,6 +12,7 @@ from test.common.import_graph import circles, import_graph, module_name
 from test.common.ranks import ROOT, run_python
 
 PACKAGE = ROOT / "xla_fsdp"
+IGNORED = ("__pycache__", "py.typed")
 MOST_ENTRIES = 15
 """Of the package's folder, so that a listing shows its parts."""
 
@@ -193,7 +194,7 @@ def test_internals_of_torch_xla_are_used_in_one_folder() -> None:
 
 
 def test_the_package_shows_its_parts() -> None:
-    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name != "__pycache__")
+    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name not in IGNORED)
     assert len(entries) <= MOST_ENTRIES, entries
 
 

@@ -34,6 +34,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.turns",
         "tpu_flags",
         "wrap",
     ),
@@ -53,14 +54,16 @@ LIGHT = [
 
 PUBLIC = {
     "xla_fsdp": """
-        BackwardPrefetch BlockScan CPUOffload CPUOffloadPolicy CheckpointError FSDPModule
+        BackwardPrefetch BlockScan CPUOffload CPUOffloadPolicy CheckpointError
+        CheckpointManager FSDPModule
         FullOptimStateDictConfig FullStateDictConfig LinearCrossEntropy LocalCollectives
         LocalOptimStateDictConfig LocalStateDictConfig Mesh MixedPrecision MixedPrecisionPolicy
         OffloadPolicy PendingSave Preemption RankError ShardedGradScaler
         ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictOptions
         StateDictSettings StateDictType StreamedEmbedding SyncBatchNorm UnshardHandle
-        XlaFullyShardedDataParallel checkpoint_module checkpoint_name checkpoint_wrapper
-        clip_grad_norm_ consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
+        CompileStepError CompiledStep XlaFullyShardedDataParallel checkpoint_module
+        checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step
+        consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
         distribute_tensor full_state_dict fully_shard get_model_state_dict
         get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
         load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict
@@ -77,8 +80,8 @@ PUBLIC = {
     "xla_fsdp.tpu_flags": "compiler_flags",
     "xla_fsdp.compat": "apply_xla_patch_to_nn_linear install recursive_wrap",
     "xla_fsdp.checkpoint": """
-        CheckpointError GroupRecord Kind Layout MemberRecord MergeOptions OptimizerRecord
-        ParamRecord Shard ShardMetadata StateRecord WriteOptions
+        Best CheckpointError CheckpointManager GroupRecord Kind Layout MemberRecord
+        MergeOptions OptimizerRecord ParamRecord Shard ShardMetadata StateRecord WriteOptions
         consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts find_problems
         merge_files open_shard plan_reshard read_shards
     """,
@@ -92,7 +95,9 @@ PUBLIC = {
         PrepareModuleOutput Replicate RowwiseParallel SequenceParallel Shard TensorPlacement
         loss_parallel parallel_cross_entropy parallelize_module
     """,
-    "xla_fsdp.preflight": "CompileError PreflightWarning Report preflight",
+    "xla_fsdp.preflight": """
+        CompileError PreflightWarning Rehearsal RehearsalError Report preflight rehearse
+    """,
     "xla_fsdp.integrations.accelerate": "Accelerator",
     "xla_fsdp.integrations.lightning": "install",
     "xla_fsdp.integrations.transformers": "install",

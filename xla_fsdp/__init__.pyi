@@ -21,6 +21,8 @@ from .distributed.launcher import (
 from .distributed.mesh import Mesh as Mesh
 from .distributed.mesh import init_mesh as init_mesh
 from .distributed.preemption import Preemption as Preemption
+from .fsdp.checkpoint_manager import CheckpointManager as CheckpointManager
+from .fsdp.checkpoint_manager import Restored as Restored
 from .fsdp.chunked import (
     LinearCrossEntropy as LinearCrossEntropy,
 )
@@ -88,6 +90,9 @@ from .fsdp.fully_shard import (
 )
 from .fsdp.grad_scaler import ShardedGradScaler as ShardedGradScaler
 from .fsdp.init.from_checkpoint import init_from_checkpoint as init_from_checkpoint
+from .fsdp.replay import CompiledStep as CompiledStep
+from .fsdp.replay import CompileStepError as CompileStepError
+from .fsdp.replay import compile_step as compile_step
 from .fsdp.scan import (
     BlockScan as BlockScan,
 )

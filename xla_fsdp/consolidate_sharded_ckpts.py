@@ -3,20 +3,25 @@
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run --save_path hf/ --dtype bf16
     python -m xla_fsdp.consolidate_sharded_ckpts inspect --ckpt_prefix run --verify
+    python -m xla_fsdp.consolidate_sharded_ckpts list --ckpt_prefix gs://bucket/run
 
 Also installed as ``consolidate_sharded_ckpts``, and in a checkout ``tools/consolidate_ckpts.py``.
 ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are those of torch_xla's command of the
 same name. The exit code is 0, or 2 if there are problems: then nothing is written, and stderr has
-one line for each.
+one line for each. What is interrupted (Ctrl-C, SIGTERM, SIGHUP) removes its temporary files.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from argparse import ArgumentParser, Namespace
+import threading
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
@@ -29,10 +34,34 @@ from xla_fsdp.checkpoint.consolidate import (
 )
 from xla_fsdp.checkpoint.copying import Progress, default_threads
 from xla_fsdp.checkpoint.errors import CheckpointError, one_line, raise_if
+from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION
 from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.shard_files import Shard, describe_found
+from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
+from xla_fsdp.checkpoint.step_table import describe_steps
+from xla_fsdp.checkpoint.storage import open_storage
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+LINE_EVERY = 30.0  # seconds between lines about progress, where there is no terminal
+EXAMPLES = """\
+examples:
+  %(prog)s --ckpt_prefix run
+      merge the newest complete step that save_checkpoint wrote into run/ -> run_consolidated.pth
+  %(prog)s --ckpt_prefix run/step_00000100 --save_path full.safetensors --dtype bf16
+      merge a certain step into one safetensors file
+  %(prog)s --ckpt_prefix run/model --ckpt_suffix "_rank-*.pth" --save_path hf/
+      merge files by prefix and pattern into a directory for from_pretrained
+  %(prog)s --ckpt_prefix gs://bucket/run --save_path gs://bucket/full.safetensors
+      the same in an object store: every URL that fsspec knows is read and written
+  %(prog)s --ckpt_prefix run --save_path new --to_world_size 8
+      shards for another number of ranks
+  %(prog)s inspect --ckpt_prefix run --verify
+      write nothing: list ranks, names and shapes, and verify all checksums
+
+The exit code is 0, 2 if there are problems (one line each on stderr, and nothing is written), or
+128 and the number of the signal that ended it.
+"""
 
 FORMATS = ("pth", "safetensors", "dcp")
 PROGRAM = "consolidate_sharded_ckpts"
@@ -42,24 +71,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
     args = _parser().parse_args(argv)
     try:
-        _refuse_impossible(args)
-        if args.command == "inspect":
-            return _inspect(args)
-        _consolidate(args)
+        with _ended_by_signals():
+            _refuse_impossible(args)
+            if args.command == "list":
+                return _list(args)
+            if args.command == "inspect":
+                return _inspect(args)
+            _consolidate(args)
     except CheckpointError as error:
         _complain(error.problems)
         return 2
+    except KeyboardInterrupt as interrupt:  # Ctrl-C, or one of SIGNALS
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        what = "" if args.command == "inspect" else ": what it had written is removed"
+        _complain([f"interrupted by {signal.Signals(number).name}{what}"])
+        return 128 + number
     return 0
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn signals that would end the process at once into exceptions, so that files are removed.
+
+    A signal that is ignored, as by nohup, stays ignored.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():
+        changed = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _version() -> str:
+    try:
+        own = metadata.version("xla_fsdp")
+    except metadata.PackageNotFoundError:
+        own = "(not installed)"
+    readable = ", ".join(map(str, READABLE_VERSIONS))
+    return f"xla_fsdp {own}; writes shard files of version {VERSION}, reads {readable}"
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog=PROGRAM, description="Merge the shard files of all ranks.")
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        description="Merge, convert, reshard or inspect the shard files of all ranks.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("merge", "inspect"),
+        choices=("merge", "inspect", "list"),
         default="merge",
-        help="merge (default), or inspect: list ranks, names, shapes and problems",
+        help="merge (default); inspect: list ranks, names, shapes and problems, write nothing; or "
+        "list: print a table of the steps of a run",
     )
     _add_inputs(parser)
     _add_outputs(parser)
@@ -78,7 +153,8 @@ def _add_inputs(parser: ArgumentParser) -> None:
         "--ckpt_prefix",
         required=True,
         help="start of the paths of all shard files, or a directory: of save_checkpoint (its "
-        "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint",
+        "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint; "
+        "or a URL of such a directory (gs://bucket/run)",
     )
     parser.add_argument(
         "--ckpt_suffix",
@@ -92,8 +168,9 @@ def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--save_path",
         default="",
-        help="path of the merged file (default: ckpt_prefix + '_consolidated.pth'); a name that "
-        "ends in .safetensors makes a safetensors file, a directory one that Hugging Face loads",
+        help="path or URL of the merged file (default: ckpt_prefix + '_consolidated.pth'); a name "
+        "that ends in .safetensors makes a safetensors file, a directory one that Hugging Face "
+        "loads",
     )
     parser.add_argument(
         "--format", choices=FORMATS, help="of the output (default: as save_path implies)"
@@ -128,11 +205,13 @@ def _inspect(args: Namespace) -> int:
     shards, problems = look_at_shards(
         args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
     )
+    if shards:
+        print(f"found {_found(args, shards)}")
     for line in describe_shards(shards):
         print(one_line(line))
     if args.verify:
         size = sum(tensor.spec.nbytes for shard in shards for _, tensor in shard.tensors())
-        with _progress_bar("verifying", size) as progress:
+        with _progress("verifying", size) as progress:
             damage, known, unknown = verify_shards(
                 shards, args.threads or default_threads(), progress
             )
@@ -140,6 +219,17 @@ def _inspect(args: Namespace) -> int:
         print(f"verified {known} tensors; {unknown} have no checksum")
     _complain(problems)
     return 2 if problems else 0
+
+
+def _list(args: Namespace) -> int:
+    def verify(folder: str) -> list[str]:
+        shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
+        damage, _, _ = verify_shards(shards, args.threads or default_threads(), lambda _: None)
+        return problems + damage
+
+    for line in describe_steps(open_storage(args.ckpt_prefix), verify if args.verify else None):
+        print(line)
+    return 0
 
 
 def _consolidate(args: Namespace) -> None:
@@ -154,17 +244,21 @@ def _consolidate(args: Namespace) -> None:
         optimizer=options.optimizer,
         kind=kind,
     )
-    sources = [shard.source for shard in shards]
-    print(f"found {describe_found(sources, args.ckpt_prefix, args.ckpt_suffix)}")
+    print(f"found {_found(args, shards)}", flush=True)
     job = _job(args, shards, output, options)
     raise_if(job.find_problems(overwrite=args.overwrite))
     if args.dry_run:
         for line in job.describe():
             print(line)
         return
-    with _progress_bar("copying", job.nbytes) as progress:
+    with _progress("copying", job.nbytes) as progress:
         job.write(replace(options.write, progress=progress))
     print(_summary(args, shards, output))
+
+
+def _found(args: Namespace, shards: Sequence[Shard]) -> str:
+    sources = [shard.source for shard in shards]
+    return one_line(describe_found(sources, args.ckpt_prefix, args.ckpt_suffix))
 
 
 def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
@@ -223,14 +317,38 @@ def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
 
 
 @contextmanager
-def _progress_bar(what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal and tqdm is installed."""
+def _progress(what: str, size: int) -> Iterator[Progress]:
+    """Draw a progress bar if stderr is a terminal and tqdm is installed; else print lines."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
-        yield lambda _: None
+        yield _ProgressLines(what, size)
         return
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
         yield bar.update
+
+
+class _ProgressLines:
+    """Prints how much is done, every ``LINE_EVERY`` seconds; for a log."""
+
+    def __init__(self, what: str, size: int) -> None:
+        self._what, self._size, self._done = what, size, 0
+        self._began = self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._last < LINE_EVERY:
+                return
+            self._last = now
+        rate = self._done / (now - self._began)
+        print(
+            f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
+            f"{rate / 1e6:.0f} MB/s, {max(0, self._size - self._done) / rate:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _tqdm() -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-WARM_UP = 3
+WARM_UP = 4
 BLOCKS = 4
 
 

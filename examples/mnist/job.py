@@ -33,6 +33,7 @@ class Options:
     batch_size: int
     num_epochs: int
     max_steps: int | None
+    compile_step: bool
     drop_last: bool
     lr: float
     momentum: float
@@ -92,6 +93,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch_size", type=at_least(1), default=16, help="images per rank")
     group.add_argument("--num_epochs", type=at_least(1), default=2)
     group.add_argument("--max_steps", type=at_least(1), help="end each epoch after so many steps")
+    add_switch(group, "compile_step", True, "trace the first steps only, and replay them")
     add_switch(group, "drop_last", True, "leave out the last, smaller batch of an epoch")
     group.add_argument("--lr", type=number(0), default=0.01, help="times the number of ranks")
     group.add_argument("--momentum", type=number(0, 1), default=0.5)

@@ -48,13 +48,15 @@ from place import Place
 from progress import Progress
 from ranks import average_statistics, global_means, read, this_place, zeros
 from verify import check_equal, evaluate_apart, merge
-from xla_fsdp import RankError, checkpoint_module, launch, one_rank_at_a_time
+from xla_fsdp import RankError, checkpoint_module, compile_step, launch, one_rank_at_a_time
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 CPU_RANKS = "8"
 INTERRUPTED = 130  # the exit code that shells expect after Ctrl-C
 START = time.perf_counter()
+
+Step = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Job:
     batches: TrainBatches
     progress: Progress
     point: Point
+    step: Step
     steps: int = 0  # taken by this run
 
 
@@ -157,8 +160,7 @@ def train_epoch(job: Job) -> None:
     job.model.train()
     with job.progress.epoch(epochs + 1, done, end):
         for step, batch in enumerate(job.batches.epoch(epochs, done, end), start=done + 1):
-            loss, correct = train_step(job.model, job.optimizer, batch, correct)
-            torch_xla.sync()
+            loss, correct = job.step(job.model, job.optimizer, batch, correct)
             seen += len(batch[1])
             job.progress.step()
             if step % job.options.log_interval == 0 or step == end:
@@ -171,6 +173,19 @@ def train_epoch(job: Job) -> None:
     job.point = Point(epochs + 1)
 
 
+def make_step(options: Options) -> Step:
+    """``train_step`` as one program: replayed after the first steps, or traced every time."""
+    if options.compile_step:
+        return compile_step(train_step)
+
+    def traced(*args: Any) -> tuple[Tensor, Tensor]:
+        results = train_step(*args)
+        torch_xla.sync()
+        return results
+
+    return traced
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -178,7 +193,7 @@ def train_step(
     correct: Tensor,
     update: Callable[[torch.optim.Optimizer], Any] = methodcaller("step"),
 ) -> tuple[Tensor, Tensor]:
-    """Trace one step; returns its loss, and ``correct`` plus how many images it got right."""
+    """Make one step; returns its loss, and ``correct`` plus how many images it got right."""
     images, labels = batch
     optimizer.zero_grad()
     output = model(normalize(images)).float()
@@ -277,7 +292,8 @@ def set_up(options: Options, digits: MnistData) -> Job:
     else:
         point = begin_anew(place, options)
     progress = Progress(place, options.loss_log, point)
-    return Job(options, digits, place, model, optimizer, batches, progress, point)
+    step = make_step(options)
+    return Job(options, digits, place, model, optimizer, batches, progress, point, step)
 
 
 def make_batches(digits: MnistData, place: Place, options: Options) -> TrainBatches:
@@ -304,18 +320,17 @@ def compare(job: Job) -> dict[str, float]:
     plain = build_model(job.options.seed).to(job.place.device)
     plain_optimizer = make_optimizer(plain, job.options)
     batch = next(job.batches.epoch(0))
+    plain_step = make_step(job.options)
     correct = zeros(job.place)  # counted as in training, for the same graph
     job.model.train()
 
     def fsdp() -> None:
         nonlocal correct
-        _, correct = train_step(job.model, job.optimizer, batch, correct)
-        torch_xla.sync()
+        _, correct = job.step(job.model, job.optimizer, batch, correct)
 
     def data_parallel() -> None:
         nonlocal correct
-        _, correct = train_step(plain, plain_optimizer, batch, correct, xm.optimizer_step)
-        torch_xla.sync()
+        _, correct = plain_step(plain, plain_optimizer, batch, correct, xm.optimizer_step)
 
     with job.progress.timed("comparison"):
         ways = {"FSDP": fsdp, "data parallel": data_parallel}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +127,15 @@ def test_files_in_torchs_old_format_are_read(tmp_path: Path) -> None:
     assert bits(merged) == bits(model.expected())
 
 
-def test_files_never_execute_anything_and_tensors_stay_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_never_execute_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every_kind().save(tmp_path, 2)
-    calls: list[dict[str, Any]] = []
-    devices: set[str] = set()
-    load = torch.load
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        content = load(*args, **kwargs)
-        devices.update(t.untyped_storage().device.type for t in content["model"].values())
-        return content
+    def unpickle(*_: Any, **__: Any) -> None:
+        raise AssertionError("Python's or torch's own unpickler ran")
 
-    monkeypatch.setattr(torch, "load", spy)
+    monkeypatch.setattr(torch, "load", unpickle)
+    monkeypatch.setattr(pickle._Unpickler, "find_class", unpickle)
     consolidate_sharded_model_checkpoints(str(tmp_path / "mnist"))
-    assert calls == [{"map_location": "cpu", "weights_only": True}] * 2
-    assert devices == {"meta"}
 
 
 # ---------------------------------------------------------------- the output file

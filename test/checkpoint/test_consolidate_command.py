@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from test.common.ranks import ROOT, run_python
+from test.common.saving import save_step
 from test.common.shard_maker import bits, every_kind, snapshot
+from xla_fsdp import consolidate_sharded_ckpts
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.
@@ -85,7 +88,8 @@ def test_problems_are_lines_on_stderr_and_exit_code_2(
 def test_no_match_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ckpt_prefix", f"{tmp_path}/mnist"]) == 2
     assert capsys.readouterr().err == (
-        f"consolidate_sharded_ckpts: no shard file matches {tmp_path}/mnist*.pth\n"
+        f"consolidate_sharded_ckpts: no shard file matches {tmp_path}/mnist*.pth, and there is "
+        f"no directory {tmp_path}/mnist\n"
     )
     assert snapshot(tmp_path) == {}
 
@@ -144,3 +148,42 @@ def test_module_can_be_run_with_m() -> None:
 def test_console_script_is_the_same_main() -> None:
     scripts = entry_points(group="console_scripts", name="consolidate_sharded_ckpts")
     assert {script.value for script in scripts} == {"xla_fsdp.consolidate_sharded_ckpts:main"}
+
+
+def test_version_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--version", "--help"):
+        with pytest.raises(SystemExit) as caught:
+            main([flag])
+        assert caught.value.code == 0
+    version, _, usage = capsys.readouterr().out.partition("\n")
+    assert re.fullmatch(r"xla_fsdp \S+; writes shard files of version 4, reads 1, 2, 3, 4", version)
+    assert "consolidate_sharded_ckpts inspect --ckpt_prefix run --verify" in usage
+    assert "gs://bucket/run" in usage
+
+
+def test_the_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for step in (6, 7):
+        assert save_step(run, step, 2) == [None, None]
+    first = f"found 2 checkpoint files (.safetensors) in {run}/step_00000007, step 7\n"
+    assert main(["--ckpt_prefix", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(first)
+    assert main(["inspect", "--ckpt_prefix", f"{run}/"]) == 0
+    assert capsys.readouterr().out.startswith(first)
+    assert main(["--ckpt_prefix", f"{run}/step_00000006", "--dry_run"]) == 0
+    assert capsys.readouterr().out.startswith(first.replace("7", "6"))
+
+
+def test_progress_is_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_kind().save_safetensors(tmp_path, 2)
+    prefix = ["--ckpt_prefix", str(tmp_path)]
+    monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.0)
+    assert main([*prefix, "--save_path", f"{tmp_path}/full.pth"]) == 0
+    line = r"consolidate_sharded_ckpts: copying: 0\.00 of 0\.00 GB, \d+ MB/s, \d+ s left"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(re.fullmatch(line, each) for each in lines), lines
+    assert main(["inspect", "--verify", *prefix]) == 0
+    assert "consolidate_sharded_ckpts: verifying: " in capsys.readouterr().err

@@ -34,10 +34,12 @@ from test.common.saving import (
 from xla_fsdp.checkpoint import CheckpointError, storage
 from xla_fsdp.checkpoint import save_step as commit
 from xla_fsdp.checkpoint.json_values import pack
+from xla_fsdp.checkpoint.remote_storage import RemoteStorage
 from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
     Attempt,
+    Keep,
     Marker,
     all_attempts,
     complete_attempts,
@@ -113,7 +115,7 @@ def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None
         file = ShardFile(ranks.rank, 2, "safetensors")
         how = {
             "step": 2,
-            "keep_last": 1,
+            "keep": Keep(1),
             **{key: values[ranks.rank] for key, values in other.items()},
         }
         save = Save(open_storage(tmp_path), ranks, file, job=JOB, **how)
@@ -124,7 +126,7 @@ def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None
     first, second = on_threads(2, partial(work, step=(2, 3)))
     assert str(first) == str(second)
     assert "ranks disagree about step: 2 on rank 0; 3 on rank 1" in str(first)
-    first, second = on_threads(2, partial(work, keep_last=(1, None)))
+    first, second = on_threads(2, partial(work, keep=(Keep(1), Keep())))
     assert str(first) == str(second)
     assert "ranks disagree about keep_last: 1 on rank 0; None on rank 1" in str(first)
     assert folders(tmp_path) == ["step_00000001"]
@@ -158,7 +160,7 @@ def begun(directory: str | Path, step: int, job: Job, **options: Any) -> Save:
         Ranks(0, 1, lambda data: [data]),
         ShardFile(0, 1, "safetensors"),
         step,
-        options.get("keep_last"),
+        Keep(options.get("keep_last")),
         job,
     )
     save.begin()
@@ -201,7 +203,7 @@ def test_a_file_that_vanishes_is_missed(
 
     def work(ranks: Ranks) -> None:
         file = ShardFile(ranks.rank, 2, "safetensors")
-        save = Save(open_storage(tmp_path), ranks, file, 2, 1, JOB)
+        save = Save(open_storage(tmp_path), ranks, file, 2, Keep(1), JOB)
         save.begin()
         save.start(picture(2).content(2, ranks.rank, 2))
         other = tmp_path / "step_00000002" / "rank-00001-of-00002.safetensors"
@@ -283,7 +285,7 @@ def test_what_cannot_be_written_names_file_and_rank(tmp_path: Path) -> None:
 def test_a_replica_that_differs_is_no_replica(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
         file = ShardFile(0, 1, "pth")
-        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
+        save = Save(open_storage(tmp_path), ranks, file, 1, Keep(), JOB)
         save.begin()
         save.start(picture(ranks.rank).content(1, 0, 1))
         save.wait()
@@ -301,7 +303,7 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
 
     def work(ranks: Ranks) -> None:
         place = ShardFile(0, 1, "safetensors")
-        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, None, JOB)
+        save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, Keep(), JOB)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
         content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values"))
@@ -454,7 +456,7 @@ def test_what_fails_on_an_object_store_is_no_step(
         def write(*_: Any) -> None:
             raise RuntimeError("quota exceeded")
 
-        patched.setattr(storage.RemoteStorage, "_write", write)
+        patched.setattr(RemoteStorage, "_write", write)
         errors = save_step(remote, 2, 2)
     assert "memory://bucket/run/step_00000002/rank-00000-of-00002.safetensors: could not be" in str(
         errors[1]
@@ -471,7 +473,7 @@ def test_a_file_that_is_still_being_written_is_no_file_yet(
 
     def work(ranks: Ranks) -> tuple[list[str], int | None]:
         storage = open_storage(remote)
-        save = Save(storage, ranks, ShardFile(ranks.rank, 2, "safetensors"), 1, None, JOB)
+        save = Save(storage, ranks, ShardFile(ranks.rank, 2, "safetensors"), 1, Keep(), JOB)
         save.begin()
         go_on = threading.Event()
 
@@ -554,7 +556,7 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
 
     def work(ranks: Ranks) -> tuple[int | None, int | None]:
         file = ShardFile(ranks.rank, 2, "safetensors")
-        save = Save(open_storage(tmp_path), ranks, file, 1, None, JOB)
+        save = Save(open_storage(tmp_path), ranks, file, 1, Keep(), JOB)
         save.begin()
 
         def write(sink: Any, name: str, content: Any) -> Any:

@@ -107,6 +107,11 @@ REFUSALS = (
     ),
     Refusal("hooks in a loop", "in a scanned block has hooks|hook of a scanned block", ("scan",)),
     Refusal("values read in a loop", "a scanned block asks for the values", ("scan",)),
+    Refusal(
+        "computed on the host in a loop",
+        "a scanned block calls .*, which torch_xla computes on the host",
+        ("View",),
+    ),
     Refusal("blocks given other arguments", "was called with other arguments", ("scan",)),
     Refusal("a loop that does not reach its end", "reaches outputs of inner blocks", ("scan",)),
 )

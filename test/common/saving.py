@@ -22,7 +22,7 @@ from xla_fsdp.checkpoint.json_values import pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.reshard import LoadTarget
 from xla_fsdp.checkpoint.save_step import Job, RankContent, Ranks, Save, ShardFile
-from xla_fsdp.checkpoint.step_directory import complete_attempts
+from xla_fsdp.checkpoint.step_directory import Keep, complete_attempts
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
 TIMEOUT = 60
@@ -182,10 +182,11 @@ def save_step(
     def work(ranks: Ranks) -> None:
         storage = open_storage(place_of(directory, ranks.rank, world_size))
         file = ShardFile(ranks.rank, world_size, suffix)
-        save = Save(storage, ranks, file, step, keep_last, job)
+        save = Save(storage, ranks, file, step, Keep(keep_last), job)
         save.begin()
         save.start((shown or picture(step)).content(step, ranks.rank, world_size))
         save.wait()
+        save.finish()
 
     return on_threads(world_size, work)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from test.common import tensor_models
+from test.common.compare import assert_close
 from test.common.scenarios import make
 from test.common.tensor_models import LENGTH, VOCABULARY, plan_of
 from xla_fsdp import init_mesh
@@ -175,3 +176,22 @@ def train_steps(
         torch_xla.sync()
     found = {"losses": losses, "norms": norms, "totals": totals}
     return {**{name: [t.item() for t in each] for name, each in found.items()}, "part": part}
+
+
+def assert_like_plain(case: Case, outcomes: list[dict[str, Any]]) -> None:
+    """Compare with the plain model: losses, norms before clipping, parameters, and the optimizer's
+    state."""
+    expected = reference(case)
+    parts = {each["part"]: torch.tensor(each["losses"]) for each in outcomes}
+    assert set(parts) == set(range(case.parts))
+    mean = torch.stack(list(parts.values())).mean(0)
+    limits = {"atol": 0, "of_largest": TOLERANCE, "smallest": 1e-3}
+    assert_close({"losses": mean}, {"losses": torch.tensor(expected["losses"])}, **limits)
+    for found in outcomes:
+        norms = {name: torch.tensor(found[name]) for name in ("norms", "totals")}
+        assert_close(norms, dict.fromkeys(norms, torch.tensor(expected["norms"])), **limits)
+        assert_close(found["state"], expected["state"], what="state", **limits)
+        for key, states in expected["optimizer"].items() if case.shard else ():
+            assert_close(
+                found["optimizer"][key], states, what=f"optimizer state of {key}", **limits
+            )

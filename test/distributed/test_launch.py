@@ -835,8 +835,8 @@ def test_reading_what_unequal_collectives_compute_is_an_error() -> None:
 
 
 def reads(rank: int) -> list[Any]:
-    """Rank 0 reads a local value between collectives, and alone what a collective computes; then
-    all ranks read."""
+    """Rank 0 reads a local value between collectives, and alone what a collective computes, also by
+    an operator that torch_xla computes on the host; then all ranks read."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -848,6 +848,9 @@ def reads(rank: int) -> list[Any]:
     second = xm.all_reduce("sum", torch.ones(2, device=device))
     found.append((first + second).sum().item() if rank == 0 else 12.0)
     torch_xla.sync()
+    other = xm.all_reduce("sum", torch.ones(2, device=device))
+    found.append(torch.isin(other, other[:1]).tolist() if rank == 0 else [True, True])
+    torch_xla.sync()
     third = xm.all_gather(torch.full((1,), float(rank), device=device))
     found += [third.tolist(), third.to("cpu").tolist(), third.cpu().tolist(), str(third[1])]
     return [*found, float(third.sum()), int(third[1]), bool(third[2] == 2), repr(third.sum())]
@@ -856,10 +859,10 @@ def reads(rank: int) -> list[Any]:
 def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
     gathered = [0.0, 1.0, 2.0]
     for found in run_on_ranks(reads, 3):
-        assert found[:5] == [6.0, 12.0, gathered, gathered, gathered]
-        assert found[5].startswith("tensor(1.")
-        assert found[6:9] == [3.0, 1, True]
-        assert found[9].startswith("tensor(3.")
+        assert found[:6] == [6.0, 12.0, [True, True], gathered, gathered, gathered]
+        assert found[6].startswith("tensor(1.")
+        assert found[7:10] == [3.0, 1, True]
+        assert found[10].startswith("tensor(3.")
 
 
 def seeded_as_usual(rank: int) -> list[float]:

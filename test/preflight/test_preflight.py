@@ -331,6 +331,7 @@ def test_without_the_compiler_the_error_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["json:dumps", "--run", "3", "--json", "x"], "--run makes steps and writes no report"),
         (["json"], "not of the form module:function"),
         (["no_such_module:f"], "cannot import 'no_such_module'"),
         (["json:nothing"], "has no function 'nothing'"),

@@ -182,9 +182,9 @@ def traced_in_little_memory() -> dict[str, Any]:
     from xla_fsdp.distributed.xla.fake_rank import ZeroPages
     from xla_fsdp.distributed.xla.graph import buffer_id
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step, use_one_cpu_device
+    from xla_fsdp.preflight.tracing import trace_step, use_cpu_device
 
-    use_one_cpu_device()
+    use_cpu_device()
     hollow = ZeroPages()
     kinds = [((3, 5), torch.bool), ((), torch.bfloat16), ((0, 2), torch.int64)]
     kinds += [((2,), torch.float8_e4m3fn)] * 2

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
-from test.common.compare import assert_close
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.readme_snippets import snippets
 from test.common.scenarios import make
 from test.common.tensor_models import Llama
-from test.common.tensor_training import TOLERANCE, Case, reference, train
+from test.common.tensor_training import Case, assert_like_plain, train
 
 README = "the recipe of the README"
 ALL = {"sequence": True, "loss": True}
@@ -84,28 +82,14 @@ def outcomes(num_ranks: int, *, slow: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_training_is_that_of_the_plain_model(name: str) -> None:
-    compare(QUICK[name], [each[name] for each in outcomes(QUICK[name].num_ranks, slow=False)])
+    assert_like_plain(
+        QUICK[name], [each[name] for each in outcomes(QUICK[name].num_ranks, slow=False)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_training_is_that_of_the_plain_model_on_every_mesh(name: str) -> None:
-    compare(SLOW[name], [each[name] for each in outcomes(SLOW[name].num_ranks, slow=True)])
-
-
-def compare(case: Case, outcomes: list[dict[str, Any]]) -> None:
-    """Losses, norms before clipping, parameters, and the optimizer's state."""
-    expected = reference(case)
-    parts = {each["part"]: torch.tensor(each["losses"]) for each in outcomes}
-    assert set(parts) == set(range(case.parts))
-    mean = torch.stack(list(parts.values())).mean(0)
-    limits = {"atol": 0, "of_largest": TOLERANCE, "smallest": 1e-3}
-    assert_close({"losses": mean}, {"losses": torch.tensor(expected["losses"])}, **limits)
-    for found in outcomes:
-        norms = {name: torch.tensor(found[name]) for name in ("norms", "totals")}
-        assert_close(norms, dict.fromkeys(norms, torch.tensor(expected["norms"])), **limits)
-        assert_close(found["state"], expected["state"], what="state", **limits)
-        for key, states in expected["optimizer"].items() if case.shard else ():
-            assert_close(
-                found["optimizer"][key], states, what=f"optimizer state of {key}", **limits
-            )
+    assert_like_plain(
+        SLOW[name], [each[name] for each in outcomes(SLOW[name].num_ranks, slow=True)]
+    )

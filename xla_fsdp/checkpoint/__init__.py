@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from xla_fsdp.checkpoint.consistency import find_problems
 from xla_fsdp.checkpoint.consolidate import (
     MergeOptions,
@@ -24,9 +27,12 @@ from xla_fsdp.checkpoint.model_files import Kind, Layout
 from xla_fsdp.checkpoint.outputs import WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard
 from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.step_directory import Best
 
 __all__ = [
+    "Best",
     "CheckpointError",
+    "CheckpointManager",
     "GroupRecord",
     "Kind",
     "Layout",
@@ -46,3 +52,9 @@ __all__ = [
     "plan_reshard",
     "read_shards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CheckpointManager":  # which needs torch_xla, as all that holds a model in training
+        return import_module("xla_fsdp.fsdp.checkpoint_manager").CheckpointManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

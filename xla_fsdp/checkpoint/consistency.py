@@ -20,6 +20,7 @@ from xla_fsdp.checkpoint.errors import (
     listed,
     one_line,
     prefixed,
+    shown,
 )
 from xla_fsdp.checkpoint.format import Marker, OptimizerRecord, rank_file_name, state_name
 from xla_fsdp.checkpoint.full_tensors import MergePlan
@@ -254,7 +255,7 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         pairs = ((i, *pair) for i, pair in enumerate(zip(expected, found, strict=False)))
     else:
-        return f"{path}: {found!r}, expected {expected!r}"
+        return f"{path}: {shown(found)}, expected {shown(expected)}"
     inner = (_first_difference(a, b, f"{path}.{key}".lstrip(".")) for key, a, b in pairs)
     return next((text for text in inner if text), f"{path}: the number of entries")
 
@@ -301,7 +302,7 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
 def verify_shards(
     shards: Sequence[Shard], threads: int, progress: Progress
 ) -> tuple[list[str], int, int]:
-    """Read all tensors that have a checksum, and verify it.
+    """Read all tensors that have a checksum, or are verified as they are read, and verify them.
 
     Returns:
         One line for each damaged tensor; the number of tensors with a checksum, and without.
@@ -316,8 +317,14 @@ def verify_shards(
     wholes = (whole(own, t.spec.nbytes) for (_, t), own in zip(known, crcs, strict=True))
     found = (damage(*tensor, crc) for tensor, crc in zip(known, wholes, strict=True))
     problems = [problem for problem in found if problem]
-    total = sum(1 for shard in shards for _ in shard.tensors())
-    return problems, len(known), total - len(known)
+    others = [(s.verified, t) for s in shards for _, t in s.tensors() if t.checksum is None]
+    verified = [tensor for is_verified, tensor in others if is_verified]
+    for tensor in verified:
+        try:
+            read_crcs([tensor.data], threads=1, progress=progress)
+        except CheckpointError as error:
+            problems += error.problems
+    return problems, len(known) + len(verified), len(others) - len(verified)
 
 
 def _contents(shard: Shard) -> Iterator[str]:

@@ -49,14 +49,16 @@ from xla_fsdp.checkpoint.shard_files import (
     SAFETENSORS,
     Shard,
     find_files,
+    has_marker,
     nothing_found,
+    open_remote_torch,
     open_safetensors,
     open_torch,
     read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.step_directory import MARKER
-from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, source_of
+from xla_fsdp.checkpoint.storage import Storage, is_url, open_storage
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, full_path, source_of
 
 OUTPUT_MARK = "_consolidated"
 
@@ -169,8 +171,8 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
 
 def output_path(ckpt_prefix: str, save_path: str) -> str:
-    """Return ``save_path``, or the default path of the merged file if that is empty."""
-    return save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth"
+    """Return the full ``save_path``, or the default path of the merged file if that is empty."""
+    return full_path(save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth")
 
 
 def read_shards(
@@ -221,9 +223,13 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
     # The pattern of shard files may match earlier outputs too: these are ignored.
     shards: list[Shard] = []
     problems: list[str] = []
+    storages: dict[str, Storage] = {}
     for path in paths:
         try:
-            shards.append(open_shard(path))
+            folder = os.path.dirname(path)
+            if is_url(path) and folder not in storages:
+                storages[folder] = open_storage(folder, files_at_once=len(paths))
+            shards.append(open_shard(path, storages.get(folder)))
         except CheckpointError as error:
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
@@ -242,8 +248,7 @@ def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
         folder, name = os.path.split(shard.source)
         try:
             if folder not in markers:
-                complete = os.path.exists(os.path.join(folder, MARKER))
-                markers[folder] = read_marker_file(folder) if complete else None
+                markers[folder] = read_marker_file(folder) if has_marker(folder) else None
             marker = markers[folder]
             if marker and name in marker.files:
                 raise_if(find_marker_problems(shard, marker))
@@ -251,16 +256,30 @@ def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
             yield shard.source, error.problems
 
 
-def open_shard(path: str) -> Shard:
+def open_shard(path: str, storage: Storage | None = None) -> Shard:
     """Open one rank's shard; its tensors are read from the file on demand.
 
     Args:
-        path: of a torch file, a safetensors file, or a directory of torch.distributed.checkpoint.
+        path: of a torch file, a safetensors file, or a directory of torch.distributed.checkpoint;
+            or a URL of such a file.
+        storage: of its folder, if it is a URL; None to open it.
 
     Raises:
         CheckpointError: with lines that name the file: it cannot be read, has another format, would
             run code, or lacks the model or the metadata.
     """
+    if is_url(path):
+        folder, name = os.path.split(path)
+        storage = storage or open_storage(folder)
+        if path.endswith(SAFETENSORS):
+            return open_safetensors(storage.source(name), path)
+        if storage.names(name):
+            raise CheckpointError(
+                f"{path}: is a directory; copy those of torch.distributed.checkpoint to this "
+                f"machine first"
+            )
+        return open_remote_torch(path)
+    path = full_path(path)
     if os.path.exists(os.path.join(path, DCP_METADATA)):
         from xla_fsdp.checkpoint.dcp_files import import_dcp  # imports much of torch.distributed
 
@@ -293,6 +312,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     Raises:
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
     """
+    save_path = full_path(save_path)
     full, verifiers = merge_shards(shards, optimizer=options.optimizer)
     if options.rules:
         full = renamed(full, options.rules)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from xla_fsdp.checkpoint.checksum import (
     BLOCK,
-    block_crcs,
     combine,
     crcs_in,
     whole_of,
@@ -24,11 +23,21 @@ from xla_fsdp.checkpoint.checksum import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.storage import failing
-from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, read_bytes
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    Joined,
+    Part,
+    RecentBlocks,
+    TensorSource,
+    pieces,
+    read_bytes,
+)
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
 # or, in tests, a divisor of it.
 CHUNK = 4 * BLOCK
+
+COMBINED = 1 << 18  # bytes from which on to combine CRC-32s is faster than to compute them again
 
 Progress = Callable[[int], None]
 
@@ -105,10 +114,12 @@ def _read_all(
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(bytearray(longest))
         buffer = own.buffer[: chunk.length]
-        sources[chunk.index].read_into(chunk.start, buffer)
+        source, crcs = sources[chunk.index], []
+        for at in range(0, chunk.length, BLOCK):
+            crcs.append(read_with_crc(source, chunk.start + at, buffer[at : at + BLOCK]))
         use(chunk, buffer)
         progress(chunk.length)
-        return block_crcs(buffer)
+        return crcs
 
     parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
@@ -117,6 +128,32 @@ def _read_all(
                 block = parts[chunk.index][(chunk.start + at) // BLOCK]
                 block.append((crc, min(BLOCK, chunk.length - at)))
     return [[combine(block) for block in own.values()] for own in parts]
+
+
+def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
+    """Fill ``buffer`` with bytes of a source from ``start`` on, and return their CRC-32.
+
+    Bytes that a verifier reads need not be gone through twice.
+    """
+    if isinstance(source, Part):
+        return read_with_crc(source.source, source.start + start, buffer)
+    if isinstance(source, ChecksumVerifier):
+        return source.read_with_crc(start, buffer)
+    if isinstance(source, Joined):
+        end = start + len(buffer)
+        parts = [(p, low, min(stop, end), stop) for p, low, stop in source.parts(start, end)]
+        if len(buffer) >= len(parts) * COMBINED:
+            return combine(
+                (
+                    read_with_crc(
+                        part, low - (stop - part.nbytes), buffer[low - start : high - start]
+                    ),
+                    high - low,
+                )
+                for part, low, high, stop in parts
+            )
+    source.read_into(start, buffer)
+    return zlib.crc32(buffer)
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:
@@ -142,8 +179,13 @@ class ChecksumVerifier:
         self._read: dict[tuple[int, int], int] = {}  # (start, stop) of a read to its CRC-32
 
     def read_into(self, start: int, buffer: memoryview) -> None:
+        self.read_with_crc(start, buffer)
+
+    def read_with_crc(self, start: int, buffer: memoryview) -> int:
+        """Read, and return the CRC-32 of what was read."""
         self._source.data.read_into(start, buffer)
-        self._read[start, start + len(buffer)] = zlib.crc32(buffer)
+        crc = self._read[start, start + len(buffer)] = zlib.crc32(buffer)
+        return crc
 
     def problem(self, *, unread: bool) -> str | None:
         """Return a line if the tensor is damaged, else None.
@@ -203,6 +245,8 @@ class VerifiedBytes:
     def __init__(self, name: str, source: TensorSource, recent: RecentBlocks) -> None:
         self.nbytes = source.spec.nbytes
         self._name, self._data, self._recent = name, source.data, recent
+        first = next(pieces(source.data, 0, self.nbytes))
+        self.place, self.at = first.place, first.at
         self._crcs = crcs_in(source.checksum or "")
         self._block = self.nbytes if len(self._crcs) == 1 else BLOCK
         if len(self._crcs) not in (1, -(-self.nbytes // BLOCK)):
@@ -234,11 +278,10 @@ class VerifiedBytes:
         """Return a block that is needed in part; the next read often needs the rest of it."""
         return self._recent.get((self._name, index), lambda: self._read_anew(index))
 
-    def _read_anew(self, index: int) -> memoryview:
+    def _read_anew(self, index: int) -> bytes:
         at = index * self._block
-        block = memoryview(bytearray(min(self._block, self.nbytes - at)))
-        self._data.read_into(at, block)
-        self._verify(index, block)
+        block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
+        self._verify(index, memoryview(block))
         return block
 
     def _verify(self, first: int, data: memoryview) -> None:
@@ -252,29 +295,6 @@ class VerifiedBytes:
                     f"{min(low + self._block, self.nbytes):,}). Load an earlier step, or a copy of "
                     f"this one"
                 )
-
-
-class RecentBlocks:
-    """The blocks that were read last, at most ``COUNT``; for several threads."""
-
-    COUNT = 16
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[Hashable, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, read: Callable[[], memoryview]) -> memoryview:
-        """Return the block under ``key``, or ``read()`` if it is not there."""
-        with self._lock:
-            found = self._blocks.get(key)
-        if found is None:
-            found = read()
-        with self._lock:
-            self._blocks[key] = found
-            self._blocks.move_to_end(key)
-            while len(self._blocks) > self.COUNT:
-                self._blocks.popitem(last=False)
-        return found
 
 
 def verified(

@@ -5,7 +5,7 @@ and ``set_state_dict`` load them on any number of ranks; every name of a tied te
 copy. A directory is read as the shard of the only rank, to be merged or resharded.
 
 Invariants: loading runs no code: of the pickle ``.metadata`` only DCP's own classes are accepted,
-no path leads out of the directory, and values are loaded with ``weights_only``. What is read is
+and none of them is called; no path leads out of the directory. What is read is
 verified: items by the CRC-32s of their archives, the metadata against itself and the items. A
 tensor is read on demand, but as a unit; writing takes at most ``ITEM`` bytes per thread (or one row
 of dim 0, if that is larger).
@@ -16,27 +16,26 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
+import secrets
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -51,7 +50,18 @@ from xla_fsdp.checkpoint.copying import (
     default_threads,
     find_damage,
 )
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if, shown
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    checked_shape,
+    dtype_name,
+    dtype_named,
+    item,
+    listed,
+    prefixed,
+    raise_if,
+    shown,
+    typed,
+)
 from xla_fsdp.checkpoint.format import (
     GroupRecord,
     MemberRecord,
@@ -65,10 +75,18 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.model_files import optimizer_content
-from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
+from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    failing,
+    is_url,
+    remove_abandoned,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,
@@ -77,10 +95,12 @@ from xla_fsdp.checkpoint.tensor_source import (
     convert_tensors,
     read_bytes,
 )
+from xla_fsdp.checkpoint.torch_file import Bytes, read_records, read_torch
 from xla_fsdp.distributed.shard_layout import LANES
 
 ITEM = 1 << 26  # bytes of a tensor that a thread has in memory while writing
 
+_PRIME = (1 << 127) - 1
 _END_MAGIC = b"PK\x05\x06"  # of the last 22 bytes of a zip archive without a comment
 
 
@@ -103,6 +123,8 @@ class DcpJob(Job):
 
     def find_problems(self, *, overwrite: bool) -> list[str]:
         path = self.directory.rstrip(os.sep)
+        if is_url(path):
+            return find_url_problems(path, overwrite=overwrite)
         parent = os.path.dirname(path) or "."
         if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
             return [f"{path}: {EXISTS}"]
@@ -119,17 +141,40 @@ class DcpJob(Job):
         yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
 
     def write(self, options: WriteOptions) -> None:
-        # Written files are not verified even with ``options.verify``: DCP's have no checksums.
         path = self.directory.rstrip(os.sep)
-        with AtomicFiles(overwrite=options.overwrite) as files:
-            temporary = files.add(path)
+        remove_abandoned(os.path.dirname(path))
+        with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
+            temporary = files.add(path, directory=True)
             with failing(path):
-                _save(self.full, temporary, options)
+                written = _save(self.full, temporary, options)
             raise_if(find_damage(self.verifiers, unread=options.verify))
+            if options.verify:
+                try:
+                    _verify_written(temporary, written)
+                except CheckpointError as error:
+                    lines = [line.replace(temporary, path) for line in error.problems]
+                    raise CheckpointError(lines) from error
             files.commit()
 
 
-def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
+def _verify_written(directory: str, written: Mapping[Index, int]) -> None:
+    """Read a directory again, and compare with the CRC-32s of what DCP was given to write."""
+    for name in os.listdir(directory):
+        sync(os.path.join(directory, name))
+        drop_page_cache(os.path.join(directory, name))
+    reader = _Reader(directory)
+    problems = [
+        f"{directory}: {entry} is not what was written there; the disk is failing"
+        for (entry, offsets), crc in written.items()
+        if zlib.crc32(bytes_of(reader.load((entry, offsets)))) != crc
+    ]
+    for entry in reader.metadata.values:
+        reader.value(entry)
+    raise_if(problems)
+
+
+def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> Mapping[Index, int]:
+    """Write a directory; return the CRC-32 of every part of a tensor."""
     # By id of the meta tensor that DCP plans with; the tensor is held so that its id stays unique.
     sources: dict[int, tuple[TensorSource, Tensor]] = {}
 
@@ -151,9 +196,10 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> None:
             dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
         first, _ = next(iter(error.failures.values()))
-        if isinstance(first, CheckpointError):
-            raise first from error
-        raise OSError(str(first)) from error
+        if isinstance(first, CheckpointError) or not isinstance(first, Exception):
+            raise first from error  # the reason, or an interrupt
+        raise OSError(f"{type(first).__name__}: {first}") from error
+    return planner.crcs
 
 
 @dataclass(frozen=True)
@@ -185,6 +231,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self._sources = sources
         self._progress = progress
         self._rows: dict[MetadataIndex, _Rows] = {}
+        self.crcs: dict[Index, int] = {}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -197,6 +244,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if rows is None:
             return super().resolve_data(write_item)
         tensor = rows.load()
+        offsets = tuple(write_item.index.offset or ())
+        self.crcs[write_item.index.fqn, offsets] = zlib.crc32(bytes_of(tensor))
         self._progress(tensor.nbytes)
         return tensor
 
@@ -229,26 +278,66 @@ def _cut(source: TensorSource) -> Iterator[_Rows]:
 # ---------------------------------------------------------------- reading
 
 
-_CLASSES = {  # in DCP's metadata, beside dtypes
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "Path"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-} | {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
+_METADATA = "torch.distributed.checkpoint.metadata."
+_KNOWN = {  # in DCP's metadata, beside dtypes
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib.Path",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    _METADATA + "BytesStorageMetadata",
+    _METADATA + "ChunkStorageMetadata",
+    _METADATA + "Metadata",
+    _METADATA + "MetadataIndex",
+    _METADATA + "StorageMeta",
+    _METADATA + "TensorProperties",
+    _METADATA + "TensorStorageMetadata",
+    _METADATA + "_MEM_FORMAT_ENCODING",
 }
+MAX_PATH = 64  # nested keys of an entry
+
+Index = tuple[str, tuple[int, ...] | None]
+"""Name of an entry and, of a tensor, the offsets of one of its parts."""
+
+
+class _Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Tensor(NamedTuple):
+    """A tensor, and the parts in which it is saved."""
+
+    spec: TensorSpec
+    chunks: tuple[_Box, ...]
+
+
+class _Item(NamedTuple):
+    """Where a part of a tensor, or a value, is: bytes of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The content of ``.metadata``.
+
+    Args:
+        tensors: by name.
+        values: names of all else.
+        items: of every part of every tensor, and of every value.
+        paths: keys of each entry in the nested dicts that were saved, by name.
+    """
+
+    tensors: dict[str, _Tensor]
+    values: set[str]
+    items: dict[Index, _Item]
+    paths: dict[str, tuple[Any, ...]]
 
 
 def import_dcp(directory: str) -> Shard:
@@ -261,13 +350,20 @@ def import_dcp(directory: str) -> Shard:
     Raises:
         CheckpointError: with every problem found.
     """
+    try:
+        return _imported(directory)
+    except CheckpointError as error:
+        raise prefixed(error, directory) from error
+
+
+def _imported(directory: str) -> Shard:
     reader = _Reader(directory)
     entries = dict(_entries(reader))
     model = {name: source for (kind, name, _), source in entries.items() if kind == "model"}
     if not model:
         raise CheckpointError(
-            f"{directory}: holds no model; expected names that begin with 'model.', found "
-            f"{shown(sorted(reader.metadata.state_dict_metadata)[:5])}"
+            f"holds no model; expected names that begin with 'model.', found "
+            f"{listed(map(shown, sorted(reader.metadata.tensors)), len(reader.metadata.tensors))}"
         )
     optimizer = _Optimizer(reader, entries)
     return _shard(directory, model, optimizer)
@@ -277,10 +373,13 @@ Name = tuple[str, str, str]  # ("model", name, "") or ("optim", parameter, state
 
 
 def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
-    for entry, where in reader.metadata.state_dict_metadata.items():
+    found: dict[Name, str] = {}
+    for entry, tensor in reader.metadata.tensors.items():
         name = _name(reader.path_of(entry))
-        if isinstance(where, TensorStorageMetadata) and name is not None:
-            yield name, reader.source(entry, where)
+        if name is not None:
+            if (other := found.setdefault(name, entry)) != entry:
+                raise CheckpointError(f"{shown(entry)} and {shown(other)} are one tensor's names")
+            yield name, reader.source(entry, tensor)
 
 
 def _name(path: tuple[Any, ...]) -> Name | None:
@@ -306,11 +405,12 @@ class _Optimizer:
         }
         self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
         self.values: dict[str, dict[str, Any]] = defaultdict(dict)
-        for entry, where in reader.metadata.state_dict_metadata.items():
+        for entry in reader.metadata.values:
             path = reader.path_of(entry)
-            if not isinstance(where, BytesStorageMetadata) or path[0] != "optim":
+            if path[0] != "optim":
                 continue
             if path[1:2] == ("param_groups",) and len(path) == 4:
+                typed(path[2], int, f"the group in {shown(entry)}")
                 self.groups[path[2]][path[3]] = reader.value(entry)
             elif (name := _name(path)) is not None and name[0] == "optim":
                 self.values[name[1]][name[2]] = reader.value(entry)
@@ -363,6 +463,7 @@ def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimi
         {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
         ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
         {state_name(name, what): t for name, each in states.items() for what, t in each.items()},
+        verified=True,
     )
 
 
@@ -378,202 +479,262 @@ class _Reader:
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
         """Return the nested keys of an entry in the saved state dict."""
-        known = self.metadata.planner_data
-        path = known.get(entry) if isinstance(known, Mapping) else None
-        return path if isinstance(path, tuple) and path else tuple(entry.split(".", 1))
+        return self.metadata.paths.get(entry) or tuple(entry.split(".", 1))
 
-    def source(self, entry: str, where: TensorStorageMetadata) -> TensorSource:
-        spec = TensorSpec(where.properties.dtype, tuple(where.size))
-        data = _Entry(self, entry, spec, where.chunks)
-        return TensorSource(spec, data, identity=(self.directory, entry))
+    def source(self, entry: str, tensor: _Tensor) -> TensorSource:
+        data = _Entry(self, entry, tensor)
+        return TensorSource(tensor.spec, data, identity=(self.directory, entry))
 
-    def tensor(
-        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
-    ) -> Tensor:
+    def tensor(self, entry: str, tensor: _Tensor) -> Tensor:
         """Read a tensor; the last one stays in memory, as it is copied chunk by chunk."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
-                self._last = entry, self._assembled(entry, spec, chunks)
+                self._last = entry, self._assembled(entry, tensor)
             return self._last[1]
 
     def value(self, entry: str) -> Any:
-        return self._item(MetadataIndex(entry))
+        return self._item((entry, None))
 
-    def _assembled(
-        self, entry: str, spec: TensorSpec, chunks: Sequence[ChunkStorageMetadata]
-    ) -> Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        for chunk in chunks:
-            part = self._item(MetadataIndex(entry, chunk.offsets))
-            expected = TensorSpec(spec.dtype, tuple(chunk.sizes))
-            if not isinstance(part, Tensor) or TensorSpec.of(part) != expected:
-                found = TensorSpec.of(part) if isinstance(part, Tensor) else type(part).__name__
-                raise CheckpointError(
-                    f"{self.directory}: {entry} is {found} in its file, but {expected} in "
-                    f"{DCP_METADATA}"
-                )
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            tensor[tuple(slice(start, start + size) for start, size in ends)] = part
-        return tensor
+    def load(self, index: Index) -> Tensor:
+        """Read a part of a tensor."""
+        return typed(self._item(index), TensorSource, index[0]).load()
 
-    def _item(self, index: MetadataIndex) -> Any:
-        info = self.metadata.storage_data[index]
-        file = LocalFile(os.path.join(self.directory, info.relative_path))
-        try:
-            return _loaded(read_bytes(file, info.offset, info.length))
-        except Exception as error:  # a damaged file can make torch or zipfile raise anything
+    def part(self, entry: str, tensor: _Tensor, chunk: _Box) -> TensorSource:
+        """Return a part of a tensor, in memory."""
+        part = self._item((entry, chunk.offsets))
+        expected = TensorSpec(tensor.spec.dtype, chunk.sizes)
+        if not isinstance(part, TensorSource) or part.spec != expected:
+            found = part.spec if isinstance(part, TensorSource) else type(part).__name__
             raise CheckpointError(
-                f"{self.directory}: {index.fqn} cannot be read: its file is damaged, or not DCP's "
-                f"({info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,})"
+                f"{self.directory}: {entry} is {found} in its file, but {expected} in "
+                f"{DCP_METADATA}"
+            )
+        return part
+
+    def _assembled(self, entry: str, tensor: _Tensor) -> Tensor:
+        whole = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)
+        for chunk in tensor.chunks:
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            at = tuple(slice(start, start + size) for start, size in ends)
+            whole[at] = self.part(entry, tensor, chunk).load()
+        return whole
+
+    def _item(self, index: Index) -> Any:
+        item = self.metadata.items[index]
+        file = LocalFile(os.path.join(self.directory, item.file))
+        try:
+            return _loaded(read_bytes(file, item.offset, item.length))
+        except MemoryError:
+            raise
+        except Exception as error:  # a damaged file can make zipfile raise anything
+            raise CheckpointError(
+                f"{self.directory}: {index[0]} cannot be read: its file is damaged, or not DCP's "
+                f"({item.file}, bytes {item.offset:,} to {item.offset + item.length:,}: {error})"
             ) from error
 
 
 def _loaded(item: bytes) -> Any:
-    """Load one item without running code; raise if it is not exactly an undamaged archive."""
+    """Return the content of one item; raise if it is not exactly an undamaged archive."""
     with zipfile.ZipFile(io.BytesIO(item)) as archive:
-        records = archive.infolist()
-        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            raise CheckpointError("its records are compressed, as torch.save never does")
-        if min(record.header_offset for record in records) or item[-22:-18] != _END_MAGIC:
+        read_records(archive, len(item))  # so that no two overlap, before all are read
+        if min(info.header_offset for info in archive.infolist()) or item[-22:-18] != _END_MAGIC:
             raise CheckpointError("it does not begin and end with its archive")
         if damaged := archive.testzip():
             raise CheckpointError(f"{damaged} has another CRC-32")
-    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
+    return read_torch(io.BytesIO(item), Bytes(item))
 
 
 @dataclass(frozen=True)
 class _Entry:
+    """The bytes of a tensor, which are verified as they are read."""
+
     reader: _Reader
     entry: str
-    spec: TensorSpec
-    chunks: Sequence[ChunkStorageMetadata]
+    tensor: _Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.spec.nbytes
+        return self.tensor.spec.nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        data = bytes_of(self.reader.tensor(self.entry, self.spec, self.chunks))
+        data = bytes_of(self.reader.tensor(self.entry, self.tensor))
         buffer[:] = data[start : start + len(buffer)]
 
 
-class _Unpickler(pickle._Unpickler):
-    """Unpickles only the classes of DCP's metadata.
-
-    Based on the unpickler written in Python: the one written in C allocates room for as many
-    objects as one instruction of a damaged file states, up to 64 GB.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _CLASSES:
-            raise CheckpointError(
-                f"refused: it holds a {module}.{name}, and loading that would run code from the "
-                f"file"
-            )
-        return super().find_class(module, name)
+# ---------------------------------------------------------------- .metadata
 
 
-def _checked_metadata(directory: str) -> Metadata:
+def _checked_metadata(directory: str) -> _Metadata:
     path = os.path.join(directory, DCP_METADATA)
     try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-        problems = list(_problems(metadata, directory))
+        file = LocalFile(path)
+        data = io.BytesIO(read_bytes(file, 0, file.nbytes))
+        metadata = _metadata(read_pickle(data, lambda name: name in _KNOWN or _is_dtype(name)))
+        raise_if(list(_problems(metadata, directory)))
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise prefixed(error, path) from error
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged pickle can make Python raise anything
         raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
-    raise_if([f"{path}: {problem}" for problem in problems])
     return metadata
 
 
-def _problems(metadata: Any, directory: str) -> Iterator[str]:
-    """Yield a line for each contradiction of the metadata to itself or to the files."""
-    if not isinstance(metadata, Metadata):
-        yield f"holds a {type(metadata).__name__}, expected DCP's Metadata"
-        return
-    yield from _storage_problems(metadata, directory)
-    expected: set[MetadataIndex] = set()
-    for name, where in metadata.state_dict_metadata.items():
-        if not isinstance(where, TensorStorageMetadata):
-            expected.add(MetadataIndex(name))
+def _is_dtype(name: str) -> bool:
+    module, _, dtype = name.rpartition(".")
+    return module == "torch" and isinstance(getattr(torch, dtype, None), torch.dtype)
+
+
+def _metadata(value: Any) -> _Metadata:
+    """Return what the pickle of a ``Metadata`` states; raise ``CheckpointError`` if it is none."""
+    if not isinstance(value, Object) or value.name != f"{_METADATA}Metadata":
+        found = repr(value) if isinstance(value, Object) else f"a {type(value).__name__}"
+        raise CheckpointError(f"holds {found}, expected DCP's Metadata")
+    content = _state(value)
+    items: dict[Index, _Item] = {}
+    for index, info in item(content, "storage_data", dict, "").items():
+        key = _index(index)
+        if key in items:
+            raise CheckpointError(f"{shown(key[0])} at {key[1]} has two items")
+        items[key] = _item(info, f"the item of {shown(key[0])}")
+    tensors: dict[str, _Tensor] = {}
+    values: set[str] = set()
+    room = len(items)  # as lists of parts may be shared
+    for name, entry in item(content, "state_dict_metadata", dict, "").items():
+        where = f"the entry {shown(typed(name, str, 'a name'))}"
+        if isinstance(entry, Object) and entry.name == f"{_METADATA}BytesStorageMetadata":
+            values.add(name)
             continue
-        expected |= {MetadataIndex(name, chunk.offsets) for chunk in where.chunks}
-        if not _tile(tuple(where.size), where.chunks):
-            yield f"the parts of {name} of shape {shown(tuple(where.size))} do not fill it exactly"
-    for index in expected ^ set(metadata.storage_data):
+        fields = _state(entry)
+        chunks = item(fields, "chunks", list, where)
+        room -= len(chunks)
+        if room < 0:
+            raise CheckpointError(f"its tensors have more parts than the {len(items):,} items")
+        spec = TensorSpec(_dtype(fields["properties"]), _shape(fields["size"], where))
+        tensors[name] = _Tensor(spec, tuple(_box(chunk, where) for chunk in chunks))
+    return _Metadata(tensors, values, items, dict(_paths(content.get("planner_data"))))
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object."""
+    return typed(typed(value, Object, "an entry").state, dict, f"the content of {value!r}")
+
+
+def _index(value: Any) -> Index:
+    fields = _state(value)
+    name, offset = item(fields, "fqn", str, "an item"), fields.get("offset")
+    return name, None if offset is None else _shape(offset, f"the offset of {shown(name)}")
+
+
+def _item(value: Any, where: str) -> _Item:
+    fields = _state(value)
+    if fields.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{where} was written with {shown(fields['transform_descriptors'])}, which is not read"
+        )
+    return _Item(
+        item(fields, "relative_path", str, where),
+        item(fields, "offset", int, where),
+        item(fields, "length", int, where),
+    )
+
+
+def _box(value: Any, where: str) -> _Box:
+    fields = _state(value)
+    return _Box(_shape(fields["offsets"], where), _shape(fields["sizes"], where))
+
+
+def _shape(value: Any, where: str) -> tuple[int, ...]:
+    if isinstance(value, Object) and value.name == "torch.Size" and value.args:
+        value = value.args[0]
+    return checked_shape(value, where)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    # Its ``__getstate__`` returns a tuple that begins with the dtype.
+    dtype = typed(typed(properties, Object, "properties").state, tuple, "properties")[0]
+    return dtype_named(typed(dtype, Global, "a dtype").name.removeprefix("torch."))
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the name and the keys of every entry."""
+    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        if not isinstance(path, tuple):
+            continue
+        keys = path[:MAX_PATH]
+        sound = path and len(keys) == len(path) and all(type(key) in (str, int) for key in keys)
+        # Lengths first: a long key may be in many paths.
+        lengths = (len(key) if isinstance(key, str) else len(str(key)) for key in keys)
+        sound = sound and isinstance(name, str) and sum(lengths) + len(path) - 1 == len(name)
+        if not sound or ".".join(map(str, path)) != name:
+            raise CheckpointError(
+                f"the entry {shown(name)} comes from {shown(path)}, which is another name"
+            )
+        yield name, path
+
+
+def _problems(metadata: _Metadata, directory: str) -> Iterator[str]:
+    """Yield a line for each contradiction of the metadata to itself or to the files."""
+    yield from _storage_problems(metadata, directory)
+    expected: set[Index] = {(name, None) for name in metadata.values}
+    for name, tensor in metadata.tensors.items():
+        expected |= {(name, chunk.offsets) for chunk in tensor.chunks}
+        if not _tile(tensor.spec.shape, tensor.chunks):
+            yield f"the parts of {name} of shape {shown(tensor.spec.shape)} do not fill it exactly"
+    for index in expected ^ metadata.items.keys():
         missing = "no item" if index in expected else "an item that belongs to no entry"
-        yield f"{shown(index.fqn)} at {index.offset} has {missing} in the files"
-    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    for name, path in paths.items():
-        if isinstance(path, tuple) and ".".join(map(str, path)) != name:
-            yield f"the entry {shown(name)} comes from {shown(path)}, which is another name"
+        yield f"{shown(index[0])} at {index[1]} has {missing} in the files"
 
 
-def _storage_problems(metadata: Metadata, directory: str) -> Iterator[str]:
+def _storage_problems(metadata: _Metadata, directory: str) -> Iterator[str]:
     """Yield a line for paths out of the directory, missing bytes, sizes beyond the files', and
     items that overlap."""
     room: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = {}
     items: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name != os.path.basename(name) or name in ("", ".", ".."):
-            yield f"{index.fqn} is in {name!r}, which is not the name of a file in the directory"
+    for (entry, _), (name, offset, length) in metadata.items.items():
+        if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+            yield f"{entry} is in {shown(name)}, which is not the name of a file in the directory"
             continue
-        if getattr(info, "transform_descriptors", None):
-            yield f"{index.fqn} was written with {info.transform_descriptors}, which is not read"
         if name not in sizes:
             file = os.path.join(directory, name)
             sizes[name] = os.path.getsize(file) if os.path.isfile(file) else -1
             if sizes[name] < 0:
                 yield f"the file {name} is missing"
-        if 0 <= sizes[name] < info.offset + info.length or min(info.offset, info.length) < 0:
-            yield f"{index.fqn} is not in {name}, which has {sizes[name]:,} bytes: truncated"
-        room[index.fqn] += info.length
-        items[name].append((info.offset, info.offset + info.length, index.fqn))
-    for name, where in metadata.state_dict_metadata.items():
-        if isinstance(where, TensorStorageMetadata):
-            nbytes = TensorSpec(where.properties.dtype, tuple(where.size)).nbytes
-            if nbytes > room[name] or min(where.size, default=0) < 0:
-                yield f"{name} of shape {shown(tuple(where.size))} is larger than what is saved"
+        if 0 <= sizes[name] < offset + length or min(offset, length) < 0:
+            yield f"{entry} is not in {name}, which has {sizes[name]:,} bytes: truncated"
+        room[entry] += length
+        items[name].append((offset, offset + length, entry))
+    for name, tensor in metadata.tensors.items():
+        if tensor.spec.nbytes > room[name]:
+            yield f"{name} of shape {shown(tensor.spec.shape)} is larger than what is saved"
     for name, ranges in items.items():
         for (_, stop, first), (start, _, second) in pairwise(sorted(ranges)):
             if start < stop:
                 yield f"{first} and {second} have the same bytes of {name}"
 
 
-def _tile(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether the chunks fill a tensor, and no two overlap."""
-    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
-    for start, size in boxes:
-        if not len(start) == len(size) == len(shape) or min((*start, *size), default=0) < 0:
+def _tile(shape: tuple[int, ...], chunks: Sequence[_Box]) -> bool:
+    """Return whether the chunks fill a tensor, and no two overlap.
+
+    The sum of x^i y^j ... over all elements (i, j, ...) of the chunks is that of the tensor as a
+    polynomial if, and only if, they do. It is compared at one random point modulo a prime, so that
+    the time is linear in the number of chunks; two different ones are equal there once in 2^60.
+    """
+    for start, size in chunks:
+        if not len(start) == len(size) == len(shape):
             return False
         if any(a + n > limit for a, n, limit in zip(start, size, shape, strict=True)):
             return False
-    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
-        return False
-    full = [(start, size) for start, size in boxes if math.prod(size)]
-    return not any(_overlap(box, other) for i, box in enumerate(full) for other in _near(full, i))
+    point = [secrets.randbelow(_PRIME - 2) + 2 for _ in shape]
+    power = lru_cache(partial(pow, mod=_PRIME))
 
+    def total(box: _Box) -> int:
+        """Return the sum over a box, times (x - 1) (y - 1) ..."""
+        product = 1
+        for x, start, size in zip(point, *box, strict=True):
+            product = product * (power(x, start + size) - power(x, start)) % _PRIME
+        return product
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-
-
-def _near(boxes: Sequence[Box], index: int) -> Iterator[Box]:
-    """Yield the boxes after this one, in order of their offsets, that begin within its dim 0."""
-    start, size = boxes[index]
-    for other in boxes[index + 1 :]:
-        if start and other[0][0] >= start[0] + size[0]:
-            return
-        yield other
-
-
-def _overlap(first: Box, second: Box) -> bool:
-    dims = zip(*first, *second, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in dims)
+    return sum(map(total, chunks)) % _PRIME == total(_Box((0,) * len(shape), shape))

@@ -5,14 +5,18 @@ An argument ``where`` is the path of a value in the metadata, such as ``params.2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from reprlib import Repr
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
+MAX_DIMS = 64
+MAX_SIZE = 1 << 63
 MAX_LINE = 2000  # characters of a printed message: a file may hold names of any length
 
 
@@ -20,11 +24,17 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read, merged or written.
 
     The message has one line for each problem; the attribute ``problems`` is the list of them.
+    Whatever names are in them, a line stays one line.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        lines = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(line) for line in lines]
         super().__init__("\n".join(self.problems))
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint that may be whole cannot be loaded into this model or these objects."""
 
 
 def raise_if(problems: Sequence[str]) -> None:
@@ -34,14 +44,20 @@ def raise_if(problems: Sequence[str]) -> None:
 
 
 def prefixed(error: CheckpointError, name: str) -> CheckpointError:
-    """Return the error with ``"{name}: "`` before every line that does not begin with it."""
-    lines = (problem.removeprefix(f"{name}: ") for problem in error.problems)
-    return CheckpointError([f"{name}: {line}" for line in lines])
+    """Return the error with ``"{name}: "`` before every line that does not begin with the name."""
+    return type(error)(
+        [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
+    )
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:
-    """Return ``value``; raise ``CheckpointError`` unless it is a ``kind`` (a bool is no int)."""
+    """Return ``value``; raise ``CheckpointError`` unless it is a ``kind``.
+
+    A bool is no int, and an int of more than 64 bits is none either.
+    """
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        if isinstance(value, int) and abs(value) >= MAX_SIZE:
+            raise CheckpointError(f"{where} is {shown(value)}, expected an integer below 2^63")
         return value
     raise CheckpointError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
 
@@ -52,6 +68,19 @@ def item(data: dict[Any, Any], key: str, kind: type[T], where: str) -> T:
     if key not in data:
         raise CheckpointError(f"{path} is missing")
     return typed(data[key], kind, path)
+
+
+def checked_shape(value: Any, where: str) -> tuple[int, ...]:
+    """Return ``value`` as a shape; raise ``CheckpointError`` unless torch can have such tensors."""
+    if type(value) not in (list, tuple, torch.Size) or len(value) > MAX_DIMS:
+        raise CheckpointError(f"{where} is {shown(value)}, expected at most {MAX_DIMS} sizes")
+    sizes = [size for size in value if type(size) is int and 0 <= size < MAX_SIZE]
+    # Also without the sizes that are 0, as torch computes strides from the others.
+    if len(sizes) < len(value) or math.prod(size or 1 for size in sizes) >= MAX_SIZE:
+        raise CheckpointError(
+            f"{where} is {shown(value)}, expected sizes from 0 on whose product is below 2^63"
+        )
+    return tuple(sizes)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -103,12 +132,29 @@ def listed(names: Iterable[str], count: int, limit: int = 8) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the ``repr`` of a value read from a file, cut to 80 characters."""
-    text = repr(value)
+    """Return the ``repr`` of a value read from a file, cut to 80 characters; of a large one, only
+    the beginning is looked at."""
+    text = _Short().repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 4, 80, 40, 80
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 4096 else "a huge integer"
 
 
 def one_line(text: str) -> str:
     """Return a message as one line that is safe to print: cut, with control characters escaped."""
-    short = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+    return printable(text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}...")
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -25,9 +25,11 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     T,
     check_rank,
+    checked_shape,
     dtype_named,
     item,
     refuse_repeated,
+    shown,
     typed,
 )
 from xla_fsdp.distributed.placement import local_shape
@@ -157,7 +159,8 @@ class StateRecord:
     def entries(self, tensor: Callable[[str], Any]) -> dict[str, StateEntry]:
         """Return the states by name; ``tensor`` returns the tensor of a name. Inverse of ``of``."""
         kinds = dict.fromkeys(self.sharded, StateKind.SHARD)
-        kinds |= {n: StateKind.HOST if n in self.host else StateKind.DEVICE for n in self.whole}
+        host = set(self.host)
+        kinds |= {n: StateKind.HOST if n in host else StateKind.DEVICE for n in self.whole}
         states = {name: StateEntry(kind, tensor(name)) for name, kind in kinds.items()}
         return states | {n: StateEntry(StateKind.VALUE, v) for n, v in self.values.items()}
 
@@ -177,9 +180,8 @@ class OptimizerRecord:
                 raise CheckpointError(
                     f"optimizer state of {key}: {min(strange)} is in host, but not in whole"
                 )
-            for name in state.values:
-                if name in state.sharded or name in state.whole:
-                    raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
+            for name in state.values.keys() & {*state.sharded, *state.whole}:
+                raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values; raise ``CheckpointError`` for hyperparameters that are none."""
@@ -369,8 +371,7 @@ class ParamRecord:
 
 def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
     name = item(typed(data, dict, where), "name", str, where)
-    sizes = enumerate(item(data, "shape", list, where))
-    shape = tuple(typed(size, int, f"{where}.shape.{i}") for i, size in sizes)
+    shape = checked_shape(item(data, "shape", list, where), f"{where}.shape")
     dim = item(data, "tensor_dim", object, where) if version > 2 else None
     return MemberRecord(name, shape, _optional(dim, int, f"{where}.tensor_dim"))
 
@@ -417,8 +418,8 @@ class ShardMetadata:
         _check_version(self.version)
         check_rank(self.rank, self.world_size)
         refuse_repeated("key", (p.key for p in self.params))
-        names = [m.name for p in self.params for m in p.members]
-        refuse_repeated("parameter name", names)
+        names = {m.name for p in self.params for m in p.members}
+        refuse_repeated("parameter name", (m.name for p in self.params for m in p.members))
         for alias, canonical in self.ties.items():
             if alias in names or canonical in self.ties:
                 raise CheckpointError(
@@ -433,8 +434,8 @@ class ShardMetadata:
         for name, text in self.fingerprints.items():
             if not is_checksum(text):
                 raise CheckpointError(
-                    f"fingerprints: {name} {text!r} is not 'crc32:' and 8 digits of 0-9, a-f for "
-                    f"each block"
+                    f"fingerprints: {name} {shown(text)} is not 'crc32:' and 8 digits of 0-9, "
+                    f"a-f for each block"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -468,7 +469,7 @@ class ShardMetadata:
                 contradictory, or the version is not in ``READABLE_VERSIONS``.
         """
         if typed(data, dict, "shard_metadata").get("format") != FORMAT:
-            raise CheckpointError(f"format is {data.get('format')!r}, expected {FORMAT!r}")
+            raise CheckpointError(f"format is {shown(data.get('format'))}, expected {FORMAT!r}")
         # First, as the version decides which other keys exist and what they mean.
         version = item(data, "version", int, "")
         _check_version(version)
@@ -534,13 +535,14 @@ def _check_groups(metadata: ShardMetadata) -> None:
     refuse_repeated("groups: rank", (str(rank) for group in metadata.groups for rank in group))
     if {len(group) for group in metadata.groups} != {metadata.world_size}:
         raise CheckpointError(
-            f"groups: {metadata.groups} must all have {metadata.world_size} ranks, the world_size"
+            f"groups: {shown(metadata.groups)} must all have {metadata.world_size} ranks, the "
+            f"world_size"
         )
     global_rank = metadata.global_rank
     if global_rank is not None and all(g[metadata.rank] != global_rank for g in metadata.groups):
         raise CheckpointError(
             f"global_rank {global_rank} is not at place {metadata.rank} (the rank) of one of the "
-            f"groups {metadata.groups}"
+            f"groups {shown(metadata.groups)}"
         )
 
 
@@ -731,7 +733,7 @@ def _content(data: bytes, name: str, versions: tuple[int, ...]) -> dict[str, Any
     found, version = content.get("format"), content.get("version")
     if found != name or version not in versions:
         raise CheckpointError(
-            f"is {found!r} version {version!r}, expected {name!r} version {max(versions)}"
+            f"is {shown(found)} version {shown(version)}, expected {name!r} version {max(versions)}"
         )
     return content
 

@@ -15,11 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems
-from xla_fsdp.checkpoint.copying import RecentBlocks
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, typed
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    listed,
+    prefixed,
+    raise_if,
+    typed,
+)
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     VALUES_KEY,
@@ -31,10 +38,17 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import make_plan
-from xla_fsdp.checkpoint.reshard import LoadTarget, ReadPlan, SourceCheckpoint, plan_read
+from xla_fsdp.checkpoint.reshard import (
+    LoadTarget,
+    ReadPlan,
+    Selection,
+    SourceCheckpoint,
+    plan_read,
+)
 from xla_fsdp.checkpoint.shard_files import (
     MODEL_PREFIX,
     Shard,
+    open_remote_torch,
     open_safetensors,
     open_torch,
     values_of,
@@ -42,9 +56,19 @@ from xla_fsdp.checkpoint.shard_files import (
 )
 from xla_fsdp.checkpoint.step_directory import Attempt, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
-from xla_fsdp.checkpoint.tensor_source import ByteSource, TensorSource, TensorSpec
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    Piece,
+    RecentBlocks,
+    TensorSource,
+    TensorSpec,
+    bytes_of,
+    pieces,
+)
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
+EVERYTHING = Selection()
+PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,10 @@ class LoadedStep:
 
 
 def load_step(
-    storage: Storage, attempt: Attempt, target: LoadTarget, *, strict: bool = True
+    storage: Storage,
+    attempt: Attempt,
+    target: LoadTarget,
+    selection: Selection = EVERYTHING,
 ) -> LoadedStep:
     """Read the part of a complete attempt that a rank needs.
 
@@ -74,9 +101,10 @@ def load_step(
         storage: of the calling rank.
         attempt: to load, which is complete.
         target: describes the rank's part of the model and the optimizer.
-        strict: whether a name that is only in the checkpoint or only in ``target`` is an error.
+        selection: of the tensors to read.
 
     Raises:
+        MismatchError: if ``target`` is another model.
         CheckpointError: with every problem found.
     """
     marker = read_marker(storage, attempt)
@@ -84,14 +112,20 @@ def load_step(
     own = target.metadata.rank if same_size else 0
     files = _open(storage, attempt, marker, own)
     shards = files.shards()
-    plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    try:
+        plan = make_plan(shards[own].metadata, shards[own].state_dict)
+    except CheckpointError as error:
+        raise prefixed(error, shards[own].source) from error
     _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
-    found = plan_read(SourceCheckpoint(plan, shards, own), target, strict=strict)
-    raise_if([f"{storage.where}/{attempt.folder}: {problem}" for problem in found.problems])
+    source = SourceCheckpoint(selection.plan(plan), shards, own)
+    found = plan_read(source, target, selection)
+    if found.problems:
+        where = f"{storage.where}/{attempt.folder}"
+        raise MismatchError([f"{where}: {problem}" for problem in found.problems])
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
-    values = typed(values_of(files.open(own)), dict, "values")
+    values = typed(values_of(files.open(own)), dict, f"{shards[own].source}: values")
     return _read(found, values, threads, same_ranks)
 
 
@@ -142,8 +176,7 @@ def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: boo
     states = {} if found.optimizer is None else found.optimizer.tensors()
     for key, sources in states.items():
         wanted |= {f"optimizer state {name} of {key}": each for name, each in sources.items()}
-    with ThreadPoolExecutor(threads) as pool:
-        tensors = dict(zip(wanted, pool.map(TensorSource.load, wanted.values()), strict=True))
+    tensors = _read_tensors(wanted, threads)
     model = {key: tensors[f"model {key}"] for key in found.model}
     optimizer = None
     if found.optimizer is not None:
@@ -156,6 +189,30 @@ def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: boo
         }
         optimizer = replace(found.optimizer, states=loaded)
     return LoadedStep(model, optimizer, values, same_ranks)
+
+
+def _read_tensors(wanted: Mapping[str, TensorSource], threads: int) -> dict[str, Tensor]:
+    """Read tensors, file by file and in the order of their bytes, so that neighbours are read
+    together."""
+    tensors = {
+        name: torch.empty(source.shape, dtype=source.dtype) for name, source in wanted.items()
+    }
+    found = [
+        (piece, name)
+        for name, source in wanted.items()
+        for piece in pieces(source.data, 0, source.spec.nbytes)
+        if piece.start < piece.stop
+    ]
+
+    def read(each: tuple[Piece, str]) -> None:
+        piece, name = each
+        into = bytes_of(tensors[name])[piece.start : piece.stop]
+        wanted[name].data.read_into(piece.start, into)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(read, sorted(found)):
+            pass
+    return tensors
 
 
 # ---------------------------------------------------------------- the files of all ranks
@@ -181,10 +238,11 @@ class RankFiles:
         self._storage, self._attempt, self._marker, self._first = storage, attempt, marker, first
         self._names = names
         self._lock = threading.Lock()
-        self._recent = RecentBlocks()
+        self._sizes = storage.sizes(attempt.folder)
+        self._recent = RecentBlocks(PARTLY_READ)
         self._opened: dict[int, Shard] = {}
         self._tensors: dict[int, dict[str, TensorSource]] = {}
-        self.tensors(first)
+        self._order = {name: number for number, name in enumerate(self.tensors(first))}
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard, without opening further files."""
@@ -204,7 +262,7 @@ class RankFiles:
             if rank not in self._tensors:
                 name = self._names[rank]
                 at, size = self._attempt.file(name), self._marker.files[name].nbytes
-                source = checked_source(self._storage, at, size)
+                source = checked_source(self._storage, at, size, self._sizes.get(name))
                 shard = open_safetensors(source, self.source(rank))
                 raise_if(find_marker_problems(shard, self._marker))
                 self._opened[rank] = verified_shard(shard, self._recent)
@@ -215,7 +273,7 @@ class RankFiles:
         """Return a tensor of a rank's file, assuming the dtype and shape it has in the first file;
         the file is opened, and the assumption checked, when the tensor is read."""
         spec = self._tensors[self._first][name].spec
-        return TensorSource(spec, _TensorOfRank(self, rank, name, spec))
+        return TensorSource(spec, _TensorOfRank(self, rank, name, spec, self._order[name]))
 
     def source(self, rank: int) -> str:
         """Return the path of a rank's file, for messages."""
@@ -247,8 +305,10 @@ class _TensorsOfRank(Mapping[str, TensorSource]):
 
 
 class _TensorOfRank:
-    def __init__(self, files: RankFiles, rank: int, name: str, spec: TensorSpec) -> None:
-        self.nbytes = spec.nbytes
+    def __init__(
+        self, files: RankFiles, rank: int, name: str, spec: TensorSpec, order: int
+    ) -> None:
+        self.nbytes, self.place, self.at = spec.nbytes, files.source(rank), order
         self._files, self._rank, self._name, self._spec = files, rank, name, spec
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -262,7 +322,7 @@ class _TensorOfRank:
 
 
 class TorchRankFiles:
-    """The ``.pth`` files of all ranks of one job, in a local directory; all are opened at once.
+    """The ``.pth`` files of all ranks of one job; all are opened at once, remote ones copied.
 
     Args:
         storage: that holds them.
@@ -278,17 +338,19 @@ class TorchRankFiles:
         self, storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
     ) -> None:
         paths = [path_of(storage, attempt.file(name)) for name in names]
-        if not isinstance(storage, LocalStorage):
-            raise CheckpointError(
-                f"{paths[0]}: .pth files can only be loaded from a local directory"
-            )
+        open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
         for name in names:
             checked_source(storage, attempt.file(name), marker.files[name].nbytes)
-        recent = RecentBlocks()
-        self._shards = [verified_shard(open_torch(path), recent) for path in paths]
+        recent = RecentBlocks(PARTLY_READ)
+        self._shards = [verified_shard(open_file(path), recent) for path in paths]
         raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
-        if any(VALUES_KEY not in shard.notes for shard in self._shards):
-            raise CheckpointError(f"{paths[0]}: has no 'values'; save_checkpoint did not write it")
+        raise_if(
+            [
+                f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+                for shard in self._shards
+                if VALUES_KEY not in shard.notes
+            ]
+        )
 
     def shards(self) -> list[Shard]:
         return self._shards
@@ -303,10 +365,16 @@ def path_of(storage: Storage, name: str) -> str:
     return f"{storage.where.rstrip('/')}/{name}"
 
 
-def checked_source(storage: Storage, name: str, size: int) -> ByteSource:
-    """Return a file; raise ``CheckpointError`` unless it exists and has ``size`` bytes."""
+def checked_source(
+    storage: Storage, name: str, size: int, listed_size: int | None = None
+) -> ByteSource:
+    """Return a file, of ``listed_size`` bytes if that is known.
+
+    Raises:
+        CheckpointError: unless it exists and has ``size`` bytes.
+    """
     try:
-        source = storage.source(name)
+        source = storage.source(name, listed_size)
     except CheckpointError as error:
         folder, _, base = name.rpartition("/")
         if base in storage.names(folder):

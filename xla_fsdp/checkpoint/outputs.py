@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,15 @@ from xla_fsdp.checkpoint.copying import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, failing, sync
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    exists,
+    failing,
+    is_url,
+    remove_abandoned,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 
@@ -100,7 +109,7 @@ class SafetensorsOutput(Output):
 
     def begin(self, temporary: str) -> list[CopyTask]:
         header = self.header()
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.truncate(header.file_size)  # zeros, which take no room on most file systems yet
         return [
             CopyTask(self.tensors[name], temporary, entry.start)
@@ -154,7 +163,7 @@ class BytesOutput(Output):
         return len(self.content)
 
     def begin(self, temporary: str) -> list[CopyTask]:
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.write(self.content)
         return []
 
@@ -175,7 +184,9 @@ def write_outputs(
         CheckpointError: if a file cannot be read or written, is damaged, or exists already. No
             file has its final name then.
     """
-    with AtomicFiles(overwrite=options.overwrite) as files:
+    with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
+        for folder in {os.path.dirname(output.path) for output in outputs}:
+            remove_abandoned(folder)
         begun = [(output, files.add(output.path)) for output in outputs]
         tasks: list[CopyTask] = []
         for output, temporary in begun:
@@ -204,6 +215,10 @@ def find_output_problems(
     needed: dict[str, int] = {}
     for output in outputs:
         path, directory = output.path, os.path.dirname(output.path) or "."
+        if is_url(path):
+            problems += find_url_problems(path, overwrite=overwrite)
+            needed[tempfile.gettempdir()] = needed.get(tempfile.gettempdir(), 0) + output.nbytes
+            continue
         while make_directories and not os.path.lexists(directory):
             directory = os.path.dirname(directory) or "."
         if os.path.isdir(path):
@@ -221,6 +236,14 @@ def find_output_problems(
         if size > free:
             problems.append(f"{directory}: {size:,} bytes are needed, and {free:,} are free")
     return problems
+
+
+def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
+    """Return the reason why nothing can be written to a URL, if there is one."""
+    try:
+        return [f"{url}: {EXISTS}"] if exists(url) and not overwrite else []
+    except CheckpointError as error:
+        return error.problems
 
 
 def _copy(
@@ -242,7 +265,7 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     """Read all written tensors again, and compare their CRC-32."""
     for path in dict.fromkeys(task.path for task in tasks):
         sync(path)
-        _drop_page_cache(path)
+        drop_page_cache(path)
     sources = [Part(LocalFile(t.path), t.start, t.source.spec.nbytes) for t in tasks]
     found = read_crcs(sources, threads=threads)
     raise_if(
@@ -255,8 +278,9 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     )
 
 
-def _drop_page_cache(path: str) -> None:
-    # So that the next read comes from the disk. macOS has no such call.
+def drop_page_cache(path: str) -> None:
+    """Let the next read come from the disk."""
+    # macOS has no such call.
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

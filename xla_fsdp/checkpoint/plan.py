@@ -20,10 +20,12 @@ import torch
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     check_rank,
+    checked_shape,
     dtype_named,
     find_bad_names,
     item,
     raise_if,
+    shown,
     typed,
 )
 from xla_fsdp.checkpoint.format import FORMAT, MemberRecord, ParamRecord, ShardMetadata
@@ -204,7 +206,7 @@ def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[Memb
             key = join_name(unit, suffix)
             where = f"shard_info.{key}"
             name = join_name(unit, item(typed(info, dict, where), "_orig_name", str, where))
-            shape = _shape(info.get("_orig_size"), f"{where}._orig_size")
+            shape = checked_shape(info.get("_orig_size"), f"{where}._orig_size")
             flat = flatten_info.get(name)
             own = (MemberRecord(original_name(name), shape),)
             yield key, own if flat is None else _flat_members(flat, name)
@@ -213,13 +215,15 @@ def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[Memb
 def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
     where = f"flatten_info.{flat_name}"
     if not (isinstance(info, Sequence) and len(info) == 3):
-        raise CheckpointError(f"{where} is {info!r}, expected (names, shapes, sizes)")
+        raise CheckpointError(f"{where} is {shown(info)}, expected (names, shapes, sizes)")
     names, shapes = typed(info[0], list, f"{where}.0"), typed(info[1], list, f"{where}.1")
     if len(names) != len(shapes):
         raise CheckpointError(f"{where} has {len(names)} names and {len(shapes)} shapes")
     unit = flat_name.rpartition(".")[0]
     return tuple(
-        MemberRecord(original_name(join_name(unit, typed(name, str, where))), _shape(shape, where))
+        MemberRecord(
+            original_name(join_name(unit, typed(name, str, where))), checked_shape(shape, where)
+        )
         for name, shape in zip(names, shapes, strict=True)
     )
 
@@ -240,12 +244,6 @@ def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
         )
         for name, info in infos.items()
     }
-
-
-def _shape(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise CheckpointError(f"{where} is {type(value).__name__}, expected a shape")
-    return tuple(typed(size, int, where) for size in value)
 
 
 def _names_a_shard(key: str) -> bool:

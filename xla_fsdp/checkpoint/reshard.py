@@ -12,14 +12,14 @@ the result, and its source reads no others; all problems are reported together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import dtype_named, listed
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, dtype_named, listed
 from xla_fsdp.checkpoint.format import (
     UNSHARDED,
     GroupRecord,
@@ -34,6 +34,7 @@ from xla_fsdp.checkpoint.format import (
     state_name,
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
+from xla_fsdp.checkpoint.model_files import Rule, new_names
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
@@ -58,6 +59,43 @@ class LoadTarget:
     metadata: ShardMetadata
     unsharded: Mapping[str, tuple[int, ...]]
     groups: Sequence[Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors are loaded, and under which names they are saved.
+
+    Args:
+        only: whether a parameter or buffer of this name in the model is loaded.
+        strict: whether a selected name that is only in the checkpoint or only in the model is an
+            error.
+        rules: that give names in the checkpoint those in the model.
+    """
+
+    only: Callable[[str], bool] = lambda name: True
+    strict: bool = True
+    rules: tuple[Rule, ...] = ()
+
+    def plan(self, plan: MergePlan) -> MergePlan:
+        """Return the plan with the names in the model.
+
+        Raises:
+            MismatchError: if two tensors get one name, or a rule fits none.
+        """
+        members = [member.name for entry in plan.sharded.values() for member in entry.members]
+        try:
+            names = new_names([*members, *plan.unsharded.values(), *plan.ties], self.rules)
+        except CheckpointError as error:
+            raise MismatchError(error.problems) from error
+        sharded = {
+            key: replace(
+                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
+            )
+            for key, entry in plan.sharded.items()
+        }
+        unsharded = {key: names[name] for key, name in plan.unsharded.items()}
+        ties = {names[alias]: names[name] for alias, name in plan.ties.items()}
+        return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
 
 
 @dataclass
@@ -152,21 +190,21 @@ class SourceCheckpoint:
                     yield state, {name: source}
 
 
-def plan_read(source: SourceCheckpoint, target: LoadTarget, *, strict: bool) -> ReadPlan:
+def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> ReadPlan:
     """Return the tensors that a rank of the new job reads.
 
     Args:
-        source: files of the old job.
+        source: files of the old job, by names of the new one.
         target: rank of the new job.
-        strict: whether a name that is only in ``source`` or only in ``target`` is a problem.
+        selection: of the tensors to read.
     """
-    plan = _ModelReader(source, target, strict).read()
+    plan = _ModelReader(source, target, selection).read()
     if target.groups is None:
         return plan
     if source.plan.optimizer is None:
         plan.problems.append("the checkpoint holds no optimizer state; load without one")
         return plan
-    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, strict)
+    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, selection)
     plan.optimizer = reader.read(target.groups)
     return plan
 
@@ -210,8 +248,9 @@ def shard_of(
 
 
 class _ModelReader:
-    def __init__(self, source: SourceCheckpoint, target: LoadTarget, strict: bool) -> None:
-        self._source, self._target, self._strict = source, target, strict
+    def __init__(self, source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> None:
+        self._source, self._target = source, target
+        self._only, self._strict = selection.only, selection.strict
         self._plan = ReadPlan()
         self._used: set[str] = set()
 
@@ -234,7 +273,7 @@ class _ModelReader:
             self._plan.problems += [
                 f"{name} is in the checkpoint, but not in the model"
                 for name in source.key_of
-                if name not in self._used
+                if name not in self._used and self._only(name)
             ]
         return self._plan
 
@@ -242,6 +281,15 @@ class _ModelReader:
         """Return the names under which these parameters are saved; [] if any is missing or has
         another shape."""
         found, missing = [], []
+        selected = [member.name for member in members if self._only(member.name)]
+        if selected and len(selected) < len(members):
+            others = listed((m.name for m in members if m.name not in selected), len(members))
+            self._plan.problems.append(
+                f"{selected[0]} is to be loaded, but it is a part of {key}, together with "
+                f"{others}; load all of it or nothing"
+            )
+        if len(selected) < len(members):
+            return []
         for member in members:
             name = self._source.resolve(member.name)
             shape = self._source.shapes.get(name)
@@ -271,9 +319,10 @@ class _OptimizerReader:
         metadata: ShardMetadata,
         old: OptimizerRecord,
         plan: ReadPlan,
-        strict: bool,
+        selection: Selection,
     ) -> None:
-        self._source, self._metadata, self._strict = source, metadata, strict
+        self._source, self._metadata = source, metadata
+        self._only, self._strict = selection.only, selection.strict
         self._records = {record.key: record for record in metadata.params}
         self._plan = plan
         self._problems = plan.problems
@@ -301,7 +350,9 @@ class _OptimizerReader:
                 f"the checkpoint has optimizer state of {name}, which is in no group of the "
                 f"optimizer"
                 for name in self._group_of
-                if name not in used and self._source.record(self._source.key_of[name])
+                if name not in used
+                and self._only(name)
+                and self._source.record(self._source.key_of[name])
             ]
         return OptimizerState(tuple(groups), states)
 
@@ -318,11 +369,11 @@ class _OptimizerReader:
             self._problems += [
                 f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
                 for name in names
-                if name not in self._group_of
+                if name not in self._group_of and self._only(name)
             ]
         by_group: dict[int, str] = {}
         for name in names:
-            if name in self._group_of:
+            if name in self._group_of and self._only(name):
                 by_group.setdefault(self._group_of[name], name)
         found = [self._old_groups[each].options for each in by_group]
         if not found:

@@ -40,9 +40,15 @@ from xla_fsdp.checkpoint.outputs import (
 from xla_fsdp.checkpoint.plan import make_plan
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.shard_files import Shard, read_marker_file, verifying_shards
+from xla_fsdp.checkpoint.shard_files import (
+    Shard,
+    has_marker,
+    read_marker_file,
+    verifying_shards,
+)
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, job_token
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.storage import is_url
+from xla_fsdp.checkpoint.tensor_source import TensorSource, full_path
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
 
@@ -95,7 +101,7 @@ def plan_reshard(
     content = _content(plan, same, world_size)
     job = job_token()
     content = replace(content, metadata=replace(content.metadata, step=step, job=job))
-    folder = os.path.join(directory, Attempt(step).folder)
+    folder = os.path.join(full_path(directory), Attempt(step).folder)
     files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
     marker = Marker(step, world_size, {}, job)
     outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
@@ -126,14 +132,16 @@ class MarkerOutput(Output):
     def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
         headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
         files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             file.write(replace(self.marker, files=files).to_bytes())
 
 
 def step_of(shard: Shard) -> int:
     """Return the step of a shard file; 0 if it is not in a step's directory."""
-    folder = os.path.dirname(os.path.abspath(shard.source))
-    if not os.path.exists(os.path.join(folder, MARKER)):
+    folder = os.path.dirname(
+        shard.source if is_url(shard.source) else os.path.abspath(shard.source)
+    )
+    if not has_marker(folder):
         return 0
     return read_marker_file(folder).step
 

@@ -22,6 +22,7 @@ import torch
 from xla_fsdp.checkpoint.checksum import digest
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
+    checked_shape,
     dtype_name,
     prefixed,
     raise_if,
@@ -41,7 +42,6 @@ METADATA_KEY = "xla_fsdp"  # key in the header's metadata of the ``ShardMetadata
 OWN_METADATA = ("format", METADATA_KEY)
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-MAX_DIMS = 64
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -262,13 +262,9 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
         raise CheckpointError(
             f"{where}: dtype {shown(dtype)} is not known; expected one of {', '.join(DTYPES)}"
         )
-    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-        raise CheckpointError(
-            f"{where}: shape is {shown(shape)}, expected at most {MAX_DIMS} sizes from 0 to 2^63"
-        )
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where}: data_offsets are {shown(offsets)}, expected two offsets")
-    spec = TensorSpec(DTYPES[dtype], tuple(shape))
+    spec = TensorSpec(DTYPES[dtype], checked_shape(shape, f"{where}: shape"))
     if offsets[1] - offsets[0] != spec.nbytes:
         raise CheckpointError(
             f"{where}: data_offsets {offsets} hold {offsets[1] - offsets[0]:,} bytes, but "

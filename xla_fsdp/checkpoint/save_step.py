@@ -27,12 +27,12 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ from xla_fsdp.checkpoint.safetensors_file import plan_file, shard_file_metadata
 from xla_fsdp.checkpoint.step_directory import (
     JOB,
     Attempt,
+    Keep,
     all_attempts,
     is_owner,
     newest_complete,
@@ -65,6 +66,7 @@ from xla_fsdp.checkpoint.step_directory import (
     remove,
     tidy,
     write_marker,
+    write_metrics,
 )
 from xla_fsdp.checkpoint.storage import Buffer, Storage
 from xla_fsdp.checkpoint.tensor_source import TensorSpec, bytes_of
@@ -128,19 +130,10 @@ def write_rank_file(storage: Storage | None, name: str, content: RankContent) ->
         CheckpointError: if it cannot be written, or the format has no such dtype or value.
     """
     full = content.with_checksums()
-    size = 0
-
-    def counted(chunks: Iterator[Buffer]) -> Iterator[Buffer]:
-        nonlocal size
-        for chunk in chunks:
-            size += len(chunk)
-            yield chunk
-
     description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
-    if storage is None:
-        deque(counted(chunks), maxlen=0)
-    else:
-        storage.write(name, counted(chunks))
+    if storage is not None:
+        storage.write(name, chunks)
+    size = sum(len(chunk) for chunk in chunks)
     return Written(FileRecord(size, description), _checksum_of_shards(full))
 
 
@@ -152,17 +145,17 @@ def _checksum_of_shards(content: RankContent) -> str:
     return checksum("\n".join(metadata.fingerprints[name] for name in names).encode())
 
 
-def _safetensors(content: RankContent) -> tuple[str, Iterator[Buffer]]:
+def _safetensors(content: RankContent) -> tuple[str, list[Buffer]]:
     """Return the digest of the file's description, and the bytes of the file."""
     tensors = content.tensors()
     extra = {VALUES_KEY: json.dumps(content.values.json)}
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     header = plan_file(specs, shard_file_metadata(content.metadata, extra))
     data = header.to_bytes()
-    return digest(data), chain([data], (bytes_of(tensors[name]) for name in header.entries))
+    return digest(data), [data, *(bytes_of(tensors[name]) for name in header.entries)]
 
 
-def _pth(content: RankContent) -> tuple[str, Iterator[Buffer]]:
+def _pth(content: RankContent) -> tuple[str, list[Buffer]]:
     """Return the digest of the file's description, and the bytes of the file."""
     metadata, values = content.metadata.to_dict(), json.dumps(content.values.json)
     # In memory first: to write a zip archive, torch.save has to seek, which a stream cannot.
@@ -174,7 +167,7 @@ def _pth(content: RankContent) -> tuple[str, Iterator[Buffer]]:
         "values": {"json": values, "tensors": content.values.tensors},
     }
     torch.save(content_of_file, buffer)
-    return digest_of_torch_file(metadata, values), iter([buffer.getbuffer()])
+    return digest_of_torch_file(metadata, values), [buffer.getbuffer()]
 
 
 # ---------------------------------------------------------------- all ranks together
@@ -274,8 +267,9 @@ class Save:
         ranks: that save.
         file: of the calling rank.
         step: to save.
-        keep_last: number of complete steps not to delete; None for all.
+        keep: complete steps not to delete.
         job: that saves; of the tokens of all ranks, rank 0's counts.
+        metrics: of the step, as JSON; the leader's are written.
     """
 
     def __init__(
@@ -284,12 +278,13 @@ class Save:
         ranks: Ranks,
         file: ShardFile,
         step: int,
-        keep_last: int | None,
+        keep: Keep,
         job: Job,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         self._storage, self._ranks, self._file = storage, ranks, file
-        self._step, self._keep_last = step, keep_last
-        self._job = job
+        self._step, self._keep = step, keep
+        self._job, self._metrics = job, metrics or {}
         self._attempt = Attempt(step)
         self._leads = False  # whether this rank marks and deletes in its directory
         self._shared = True  # whether all ranks see the same files
@@ -301,6 +296,9 @@ class Save:
         self._marked = False
         self._lost: list[str] = []  # why other ranks' files are missing
         self._waited_for = threading.Event()
+        self._remains: frozenset[Attempt] = frozenset()  # were there before
+        self._cleaner: threading.Thread | None = None
+        self._not_deleted: list[str] = []
 
     def begin(self, problems: Sequence[str] = ()) -> None:
         """Agree on a new attempt, and make its folder. Every rank calls it.
@@ -352,12 +350,21 @@ class Save:
         except CheckpointError:
             self._try(self._withdraw)
             raise
-        self._tidy()
+        self._start_tidying()
+
+    def finish(self) -> None:
+        """Wait until superfluous steps are deleted, too; warn of those that could not be."""
+        if self._cleaner is not None:
+            self._cleaner.join()
+        problems, self._not_deleted = self._not_deleted, []
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
 
     # ------------------------------------------------------------ begin
 
     def _look(self) -> _Place:
-        attempts = [each for each in all_attempts(self._storage) if each.step == self._step]
+        self._remains = frozenset(all_attempts(self._storage))
+        attempts = [each for each in self._remains if each.step == self._step]
         owner = read_job(self._storage)
         return _Place(
             shard=self._file.shard,
@@ -365,14 +372,20 @@ class Save:
                 "step": self._step,
                 "number of shards": self._file.num_shards,
                 "file_format": self._file.suffix,
-                "keep_last": self._keep_last,
+                "keep_last": self._keep.last,
+                "keep_period": self._keep.period,
             },
             job=self._job.token,
             replaced=sorted(self._job.replaced),
             take_over=self._job.take_over,
             owner=None if owner is None else vars(owner),
             number=max((each.number + 1 for each in attempts), default=0),
-            complete=list(islice(newest_complete(self._storage), LOOKED_AT)),
+            complete=list(
+                islice(
+                    (e for e in newest_complete(self._storage) if e not in self._keep.damaged),
+                    LOOKED_AT,
+                )
+            ),
         )
 
     def _refuse_other_jobs(self, places: Sequence[_Place]) -> None:
@@ -442,13 +455,14 @@ class Save:
         self._shared = len(set(leaders)) == 1
         here = leaders[self._ranks.rank]
         self._leads = self._ranks.rank == (0 if self._shared else here)
-        # Of replicas that see the same directory, the first one is written.
-        writers: dict[int, int] = {}
+        # Of replicas that see the same directory, one is written; they share the writing.
+        holders: dict[int, list[int]] = defaultdict(list)
         for rank, place in enumerate(places):
             if leaders[rank] == here:
-                writers.setdefault(place.shard, rank)
-        self._writes = self._ranks.rank in writers.values()
-        self._expected = [replace(self._file, shard=shard) for shard in sorted(writers)]
+                holders[place.shard].append(rank)
+        writers = [ranks[shard % len(ranks)] for shard, ranks in holders.items()]
+        self._writes = self._ranks.rank in writers
+        self._expected = [replace(self._file, shard=shard) for shard in sorted(holders)]
 
     # ------------------------------------------------------------ the thread
 
@@ -533,31 +547,40 @@ class Save:
             files = {**files, **_files(self._announced())}
         self._check_listed(files)
         if not self._marked:
+            if self._metrics:
+                write_metrics(self._storage, self._attempt, self._metrics)
             marker = Marker(self._step, self._file.num_shards, dict(files), self._job.token)
             write_marker(self._storage, self._attempt, marker)
             self._marked = True
 
     def _check_listed(self, files: Mapping[str, FileRecord]) -> None:
-        found = self._storage.sizes(self._attempt.folder)
-        raise_if(
-            [
+        def differences() -> list[str]:
+            found = self._storage.sizes(self._attempt.folder)
+            return [
                 f"{self._storage.where}/{self._attempt.file(file.name)}: {files[file.name].nbytes} "
                 f"bytes were written, but {found.get(file.name, 'none')} are there"
                 for file in self._expected
                 if found.get(file.name) != files[file.name].nbytes
             ]
-        )
+
+        raise_if(self._storage.settled(differences))
 
     def _withdraw(self) -> None:
         if self._leads:
             remove(self._storage, self._attempt)
 
+    def _start_tidying(self) -> None:
+        if self._leads:
+            self._cleaner = threading.Thread(target=self._tidy, name="tidy_steps", daemon=False)
+            self._cleaner.start()
+        if self._storage.per_host:  # local files are deleted in no time
+            self.finish()
+
     def _tidy(self) -> None:
         # The step is saved: a failure to delete older ones must not end the job.
-        at = (self._storage, self._attempt, self._keep_last, self._job.token)
-        problems, failure = self._try(lambda: tidy(*at) if self._leads else [])
-        for problem in [*(problems or ()), *failure]:
-            warnings.warn(problem, stacklevel=2)
+        at = (self._storage, self._attempt, self._keep, self._job.token, self._remains)
+        problems, failure = self._try(lambda: tidy(*at))
+        self._not_deleted = [*(problems or ()), *failure]
 
     def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Return the result of ``phase``, or the problems of its ``CheckpointError``."""

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from glob import escape, glob
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from xla_fsdp.checkpoint.checksum import is_checksum
-from xla_fsdp.checkpoint.copying import ChecksumVerifier, RecentBlocks, verified, verifying
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
+from xla_fsdp.checkpoint.errors import CheckpointError, prefixed
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
@@ -33,8 +37,15 @@ from xla_fsdp.checkpoint.safetensors_file import (
     tensor_of,
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
-from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, TensorSource, read_bytes
+from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    LocalFile,
+    RecentBlocks,
+    TensorSource,
+    full_path,
+    read_bytes,
+)
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
 DEFAULT_SUFFIX = "*.pth"
@@ -58,6 +69,8 @@ class Shard:
         notes: further metadata in the header of a safetensors file; in both kinds of files, the
             JSON of values beside the tensors under ``VALUES_KEY``.
         digest: of the file's description; None if it was not read from one.
+        verified: whether whatever is read is verified, without checksums that are listed.
+        copy: that was made of a remote file, and is deleted with the shard.
     """
 
     source: str
@@ -67,6 +80,8 @@ class Shard:
     others: Mapping[str, TensorSource] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     digest: str | None = None
+    verified: bool = False
+    copy: Any = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """Yield every tensor of the shard by its name in a file."""
@@ -82,7 +97,7 @@ class Shard:
 
 
 def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
-    """Return the shard files of one checkpoint, sorted.
+    """Return the full paths of the shard files of one checkpoint, sorted.
 
     Args:
         ckpt_prefix: start of their paths, taken literally, or as a pattern if that matches nothing;
@@ -92,8 +107,17 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
             for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
 
     Raises:
-        CheckpointError: if a step is not complete.
+        CheckpointError: if a step is not complete, or no prefix and no pattern is given.
     """
+    if is_url(ckpt_prefix):
+        return _find_remote(ckpt_prefix, ckpt_suffix)
+    if not ckpt_prefix and ckpt_suffix == DEFAULT_SUFFIX:
+        raise CheckpointError("ckpt_prefix is empty; expected one ('.' is the working directory)")
+    found = _find_local(os.path.expanduser(ckpt_prefix), ckpt_suffix)
+    return [full_path(path) for path in found]
+
+
+def _find_local(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
     if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
@@ -104,6 +128,24 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
         return _files_of_step(ckpt_prefix)
     folder = os.path.join(escape(ckpt_prefix), "")
     return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
+
+
+def _find_remote(url: str, suffix: str) -> list[str]:
+    """Return what ``find_files`` does for a URL, whose last part is no pattern."""
+    url = url.rstrip("/") if suffix == DEFAULT_SUFFIX else url
+    storage = open_storage(url)
+    names = storage.names() if suffix == DEFAULT_SUFFIX else []
+    if not names:
+        folder, start = os.path.split(url)
+        pattern = escape(start) + suffix
+        return [f"{folder}/{n}" for n in open_storage(folder).names() if fnmatchcase(n, pattern)]
+    if storage.find(DCP_METADATA) is not None:
+        return [url]
+    if attempts := complete_attempts(storage):
+        return _files_of_step(f"{url}/{attempts[-1].folder}")
+    if MARKER in names:
+        return _files_of_step(url)
+    return [f"{url}/{name}" for name in names if name.endswith((".pth", SAFETENSORS))]
 
 
 def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
@@ -117,12 +159,12 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
     count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{count} in {ckpt_prefix}{ckpt_suffix}"
-    if list(paths) == [ckpt_prefix]:
+    if list(paths) == [full_path(ckpt_prefix)]:
         return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
     folder = os.path.dirname(paths[0])
     kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
     found = f"{count} ({' and '.join(kinds)}) in {folder}"
-    if not os.path.exists(os.path.join(folder, MARKER)):
+    if not has_marker(folder):
         return found
     return f"{found}, step {read_marker_file(folder).step}"
 
@@ -131,18 +173,38 @@ def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
     """Return the error message if ``find_files`` finds nothing."""
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
-    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
+    nor = "" if ckpt_suffix != DEFAULT_SUFFIX else f", and there is no directory {ckpt_prefix}"
+    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}{nor}"
 
 
 def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
-    return os.path.isdir(ckpt_prefix) and ckpt_suffix == DEFAULT_SUFFIX
+    if ckpt_suffix != DEFAULT_SUFFIX:
+        return False
+    return bool(
+        open_storage(ckpt_prefix).names()
+        if is_url(ckpt_prefix)
+        else os.path.isdir(os.path.expanduser(ckpt_prefix))
+    )
+
+
+def has_marker(folder: str) -> bool:
+    """Return whether a folder is a step's directory, and complete."""
+    if is_url(folder):
+        return open_storage(folder).find(MARKER) is not None
+    return os.path.exists(os.path.join(folder, MARKER))
 
 
 def read_marker_file(folder: str) -> Marker:
     """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
-    file = LocalFile(os.path.join(folder, MARKER))
-    marker = Marker.from_bytes(read_bytes(file, 0, file.nbytes), file.path)
-    check_step(marker, os.path.basename(os.path.abspath(folder)), file.path)
+    name = os.path.join(folder, MARKER)
+    if is_url(folder):
+        data = open_storage(folder).read(MARKER)
+    else:
+        file = LocalFile(name)
+        data = read_bytes(file, 0, file.nbytes)
+    marker = Marker.from_bytes(data, name)
+    own = folder if is_url(folder) else os.path.abspath(folder)
+    check_step(marker, os.path.basename(own), name)
     return marker
 
 
@@ -224,6 +286,26 @@ def open_torch(path: str) -> Shard:
     )
 
 
+class _LocalCopy:
+    """A copy of a remote file, which is deleted with this object."""
+
+    def __init__(self, url: str) -> None:
+        folder = mkdtemp(prefix="xla_fsdp-")
+        finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = fetch(url, folder)
+
+
+def open_remote_torch(url: str) -> Shard:
+    """Open the shard in a torch file at a URL, of which it makes a local copy."""
+    copy = _LocalCopy(url)
+    try:
+        shard = open_torch(copy.path)
+    except CheckpointError as error:
+        lines = [line.replace(copy.path, url) for line in error.problems]
+        raise CheckpointError(lines) from error
+    return replace(shard, source=url, copy=copy)
+
+
 def _torch_shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
     metadata, (values, tensors) = checkpoint["shard_metadata"], _values(checkpoint.get("values"))
 
@@ -274,7 +356,10 @@ def values_of(shard: Shard) -> Any:
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
     if absent := [name for name in names if name not in shard.others]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-    return unpack(packed, [shard.others[name].load() for name in names])
+    try:
+        return unpack(packed, [shard.others[name].load() for name in names])
+    except CheckpointError as error:
+        raise prefixed(error, shard.source) from error
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:

@@ -1,7 +1,7 @@
 """Name, list and delete the checkpoints of one run in its directory.
 
     run/job.json
-    run/step_00000010/job.json complete.json rank-00000-of-00002.safetensors ...json
+    run/step_00000010/job.json complete.json rank-00000-of-00002.safetensors ...json metrics.json
 
 Every time a step is saved, this *attempt* gets a new folder (``step_00000010.1``, ...). Its
 ``job.json`` names the job whose files are in it, a rank announces its file by a ``.json`` of the
@@ -17,18 +17,23 @@ saw that it is still the owner.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import isnan
+from typing import Any, NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import JobRecord, Marker
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
 MARKER = "complete.json"
+METRICS = "metrics.json"
 JOB = "job.json"
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 
@@ -56,6 +61,69 @@ class Attempt(NamedTuple):
         return f"{self.folder}/{name}"
 
 
+@dataclass(frozen=True)
+class Best:
+    """Which steps are the best, by a metric that was saved with them.
+
+    Args:
+        metric: its name.
+        mode: "min" if smaller is better, "max" if greater is.
+        keep: number of the best steps that are not deleted.
+    """
+
+    metric: str
+    mode: str = "min"
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode={self.mode!r}; expected 'min' or 'max'")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep!r}; expected a whole number, 1 or more")
+
+    def ordered(self, metrics: Mapping[Attempt, Mapping[str, Any]]) -> list[Attempt]:
+        """Return the attempts that have the metric, as a number, the best and latest first."""
+        known = {
+            each: float(own[self.metric])
+            for each, own in metrics.items()
+            if isinstance(own.get(self.metric), int | float) and not isnan(own[self.metric])
+        }
+        sign = 1 if self.mode == "min" else -1
+        latest_first = sorted(known, reverse=True)
+        return sorted(latest_first, key=lambda each: sign * known[each])
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which complete steps are not deleted, apart from the newest.
+
+    Args:
+        last: number of the newest steps; None for all.
+        period: steps that are multiples of it are kept in any case.
+        best: steps that are kept for a metric.
+        damaged: attempts that could not be read: they are left, and do not count as steps.
+    """
+
+    last: int | None = None
+    period: int | None = None
+    best: Best | None = None
+    damaged: frozenset[Attempt] = frozenset()
+
+    def kept(
+        self, complete: Iterable[Attempt], metrics: Callable[[Attempt], Mapping[str, Any]]
+    ) -> set[Attempt]:
+        """Return those of the complete attempts, in order, that are kept."""
+        sound = [each for each in complete if each not in self.damaged]
+        current = {each.step: each for each in sound}  # the last attempt of each step
+        ordered = [current[step] for step in sorted(current)]
+        kept = {*self.damaged, *ordered[-(self.last or len(ordered)) :]}
+        kept |= {each for each in ordered if self.period and each.step % self.period == 0}
+        if self.best is not None and self.last is not None:
+            known = {each: metrics(each) for each in ordered}
+            kept.update(self.best.ordered(known)[: self.best.keep])
+        return kept
+
+
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the greatest step that is completely saved in ``directory``, or None."""
     newest = next(newest_complete(open_storage(directory)), None)
@@ -64,13 +132,21 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 def all_attempts(storage: Storage) -> list[Attempt]:
     """Return every attempt, complete or not, in order."""
-    matches = (_FOLDER.fullmatch(name) for name in storage.names())
-    return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
+    return _attempts(storage.names())
 
 
 def complete_attempts(storage: Storage) -> list[Attempt]:
     """Return the complete attempts, in order."""
-    return sorted(newest_complete(storage))
+    return _complete(storage.tree())
+
+
+def _complete(tree: Mapping[str, Collection[str]]) -> list[Attempt]:
+    return [each for each in _attempts(tree) if MARKER in tree.get(each.folder, ())]
+
+
+def _attempts(folders: Iterable[str]) -> list[Attempt]:
+    matches = (_FOLDER.fullmatch(name) for name in folders)
+    return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
 
 
 def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attempt]:
@@ -100,6 +176,20 @@ def read_marker(storage: Storage, attempt: Attempt) -> Marker:
     return marker
 
 
+def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, Any]) -> None:
+    """Write the metrics of an attempt, before its marker."""
+    storage.put(attempt.file(METRICS), json.dumps(dict(metrics), indent=1).encode())
+
+
+def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, Any]:
+    """Read the metrics that were saved with an attempt; {} if there are none, or no JSON dict."""
+    try:
+        metrics = json.loads(storage.find(attempt.file(METRICS)) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
+
+
 def check_step(marker: Marker, folder: str, name: str) -> None:
     """Raise ``CheckpointError`` if the name of a marker's folder is that of another step."""
     match = _FOLDER.fullmatch(folder)
@@ -115,9 +205,8 @@ def read_job(storage: Storage, folder: str = "") -> JobRecord | None:
         CheckpointError: if it cannot be read or is malformed.
     """
     name = f"{folder}/{JOB}" if folder else JOB
-    if JOB not in storage.names(folder):
-        return None
-    return JobRecord.from_bytes(storage.read(name), f"{storage.where}/{name}")
+    data = storage.find(name)
+    return None if data is None else JobRecord.from_bytes(data, f"{storage.where}/{name}")
 
 
 def is_owner(storage: Storage, job: str) -> bool:
@@ -132,24 +221,32 @@ def remove(storage: Storage, attempt: Attempt) -> None:
     storage.delete_folder(attempt.folder)
 
 
-def tidy(storage: Storage, newest: Attempt, keep_last: int | None, job: str) -> list[str]:
+def tidy(
+    storage: Storage, newest: Attempt, keep: Keep, job: str, remains: Collection[Attempt]
+) -> list[str]:
     """Delete every attempt that ``newest``, which is complete and of ``job``, makes superfluous, as
     long as ``job`` owns the directory.
 
-    Deletes incomplete attempts, all but the last attempt of each step, all but the last
-    ``keep_last`` steps, and whatever is later than ``newest``: ``Save.begin`` refuses to save
-    before a later step that is complete on every host, so those are remains of a crash.
+    Deletes incomplete attempts, all but the last attempt of each step, and steps not to keep.
+
+    Args:
+        storage: of the run.
+        newest: the attempt that was saved.
+        keep: which complete steps are kept.
+        job: that saved it.
+        remains: attempts that were there when ``newest`` began, to delete even if they are later:
+            ``Save.begin`` refuses to save before a later step that is complete on every host.
 
     Returns:
         One line for each attempt that could not be deleted; the next call tries again.
     """
-    listed = all_attempts(storage)
-    complete = [each for each in complete_attempts(storage) if each <= newest]
-    current = {each.step: each for each in complete}  # the last attempt of each step
-    remaining = [current[step] for step in sorted(current)][-(keep_last or len(current)) :]
+    tree = storage.tree()
+    listed = _attempts(tree)
+    complete = [each for each in _complete(tree) if each <= newest]
+    kept = {newest} | keep.kept(complete, partial(read_metrics, storage))
     problems: list[str] = []
     for attempt in listed:
-        if attempt not in remaining:
+        if attempt not in kept and (attempt < newest or attempt in remains):
             try:
                 if not is_owner(storage, job):
                     return problems

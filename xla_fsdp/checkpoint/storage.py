@@ -1,4 +1,4 @@
-"""Read, write and list files below a directory, local or remote (fsspec); write files atomically.
+"""Read, write and list files below a directory, local or remote; write files atomically.
 
 Invariants: a local file gets its name only when it is complete and on disk. A remote file may be
 incomplete unless it is announced, or was written by ``put``; what an exception interrupts is not
@@ -7,20 +7,26 @@ uploaded.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile
+from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, full_path, read_bytes
 
 Buffer = bytes | memoryview
 
 LOCAL = "file://"
+
+UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
 
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
@@ -43,11 +49,22 @@ class Storage(Protocol):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file in a folder by its name; {} if it does not exist."""
 
+    def tree(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files in every folder, by its name; asks the store once."""
+
     def read(self, name: str) -> bytes:
         """Read a file."""
 
-    def source(self, name: str) -> ByteSource:
-        """Return a source that reads ranges of a file."""
+    def find(self, name: str) -> bytes | None:
+        """Read a file; None if it does not exist."""
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        """Return a source that reads ranges of a file.
+
+        Args:
+            name: of the file.
+            nbytes: its size, from ``sizes``; None to ask for it.
+        """
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
@@ -67,17 +84,36 @@ class Storage(Protocol):
     def delete_folder(self, folder: str) -> None:
         """Delete a folder and its content, if it exists."""
 
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        """Return the problems that ``check`` finds in a listing.
 
-def open_storage(directory: str | os.PathLike[str]) -> Storage:
+        A remote store may list a new file late, so it is asked again for some seconds.
+        """
+
+
+def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> Storage:
     """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
+
+    Args:
+        directory: the path or URL.
+        files_at_once: number of files of which small parts are read in turns.
 
     Raises:
         CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it.
     """
-    where = os.fspath(directory)
+    where = full_path(directory)
     if where.startswith(LOCAL):
-        return LocalStorage(where.removeprefix(LOCAL))
-    return RemoteStorage(where) if "://" in where else LocalStorage(where)
+        return LocalStorage(full_path(where.removeprefix(LOCAL)))
+    if "://" not in where:
+        return LocalStorage(where)
+    from xla_fsdp.checkpoint.remote_storage import RemoteStorage  # which needs fsspec
+
+    return RemoteStorage(where, files_at_once=files_at_once)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is that of a remote file."""
+    return "://" in path and not path.startswith(LOCAL)
 
 
 class LocalStorage:
@@ -102,18 +138,26 @@ class LocalStorage:
             return {e.name: e.stat().st_size for e in os.scandir(path) if e.is_file()}
         return {}
 
+    def tree(self) -> dict[str, dict[str, int]]:
+        return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
+
     def read(self, name: str) -> bytes:
         with failing(self._root / name, "cannot be read"):
             return (self._root / name).read_bytes()
 
-    def source(self, name: str) -> ByteSource:
+    def find(self, name: str) -> bytes | None:
+        with failing(self._root / name, "cannot be read"), suppress(FileNotFoundError):
+            return (self._root / name).read_bytes()
+        return None
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         return LocalFile(str(self._root / name))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = str(self._root / name)
         with AtomicFiles(overwrite=True) as files:
             temporary = files.add(path)
-            with failing(path), open(temporary, "xb", buffering=0) as file:
+            with failing(path), open(temporary, "wb", buffering=0) as file:
                 for chunk in chunks:
                     rest = memoryview(chunk)
                     while rest:
@@ -153,129 +197,8 @@ class LocalStorage:
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
 
-
-class RemoteStorage:
-    """A directory at a URL; fsspec's own configuration has the options of the file system."""
-
-    per_host = False
-
-    def __init__(self, where: str) -> None:
-        import fsspec
-
-        self.where = where
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(where)
-        except (ValueError, ImportError) as error:
-            raise CheckpointError(f"{where}: {error}") from error
-
-    def names(self, folder: str = "") -> list[str]:
-        found: list[str] = []
-        self._fs.invalidate_cache()  # other machines write here too
-        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
-            found = self._fs.ls(self._path(folder), detail=False)
-        names = (each.rstrip("/").rpartition("/")[2] for each in found)
-        return sorted(name for name in names if name and not name.startswith("."))
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        self._fs.invalidate_cache()
-        with failing(self._url(folder), "cannot be listed", Exception), suppress(FileNotFoundError):
-            listed = self._fs.ls(self._path(folder), detail=True)
-            return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
-        return {}
-
-    def read(self, name: str) -> bytes:
-        with failing(self._url(name), "cannot be read", Exception):
-            return self._fs.cat_file(self._path(name))
-
-    def source(self, name: str) -> ByteSource:
-        return RemoteFile(self._fs, self._path(name), self._url(name))
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        path = self._path(name)
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            try:
-                self._write(path, chunks)
-            except BaseException:
-                with suppress(Exception):  # there may be a partial file
-                    self._fs.rm_file(path)
-                raise
-
-    def put(self, name: str, data: bytes) -> None:
-        folder, _, base = self._path(name).rpartition("/")
-        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(folder, exist_ok=True)
-            # A put is atomic in most object stores, and a move in most file systems.
-            try:
-                self._fs.pipe_file(temporary, data)
-                self._fs.mv(temporary, f"{folder}/{base}")
-            except BaseException:
-                with suppress(Exception):
-                    self._fs.rm_file(temporary)
-                raise
-
-    def create(self, name: str, data: bytes) -> bool:
-        path = self._path(name)
-        with failing(self._url(name), errors=Exception):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            try:
-                self._fs.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-        return True
-
-    def delete(self, name: str) -> None:
-        with (
-            failing(self._url(name), "could not be removed", Exception),
-            suppress(FileNotFoundError),
-        ):
-            self._fs.rm_file(self._path(name))
-
-    def delete_folder(self, folder: str) -> None:
-        with (
-            failing(self._url(folder), "could not be removed", Exception),
-            suppress(FileNotFoundError),
-        ):
-            self._fs.rm(self._path(folder), recursive=True)
-
-    def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
-        file = self._fs.open(path, "wb")
-        try:
-            for chunk in chunks:
-                file.write(chunk)
-        except BaseException:
-            # Closing would complete the upload of what is there, and so would the destructor.
-            with suppress(Exception):
-                file.discard()
-            with suppress(Exception):
-                file.closed = True
-            raise
-        file.close()
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
-
-    def _url(self, name: str) -> str:
-        return f"{self.where.rstrip('/')}/{name}"
-
-
-class RemoteFile:
-    """The bytes of a remote file; each read is one request."""
-
-    def __init__(self, fs: Any, path: str, url: str) -> None:
-        self._fs, self._path, self._url = fs, path, url
-        with failing(url, "cannot be read", Exception):
-            self.nbytes: int = fs.size(path)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        if not len(buffer):
-            return
-        with failing(self._url, "cannot be read", Exception):
-            data = self._fs.cat_file(self._path, start=start, end=start + len(buffer))
-        if len(data) != len(buffer):
-            raise CheckpointError(f"{self._url}: ends at byte {start + len(data)}: truncated")
-        buffer[:] = data
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        return check()
 
 
 # ---------------------------------------------------------------- atomic writing
@@ -289,23 +212,35 @@ class AtomicFiles:
 
     Args:
         overwrite: whether existing files may be replaced.
+        verify: whether to read files again that were uploaded, and compare.
     """
 
-    def __init__(self, *, overwrite: bool) -> None:
-        self._overwrite = overwrite
+    def __init__(self, *, overwrite: bool, verify: bool = False) -> None:
+        self._overwrite, self._verify = overwrite, verify
         self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
         self._folders: list[Path] = []
+        self._staging: str | None = None
+        self._token = f"{secrets.token_hex(4)}.xla_fsdp"
+        self._lock: int | None = None
 
-    def add(self, path: str) -> str:
-        """Return the temporary path for ``path``; create its directory.
+    def add(self, path: str, *, directory: bool = False) -> str:
+        """Return the path of a new and empty temporary file for ``path``, or of a directory; create
+        the directory that it is in.
 
-        The temporary name is in the same directory, and hidden, so that no pattern matches it.
+        The temporary name is in the same directory, and hidden, so that no pattern matches it; for
+        a URL it is in a temporary directory on this machine, from which ``commit`` uploads it.
         """
         folder, name = os.path.split(path)
+        if is_url(path):
+            self._staging = self._staging or tempfile.mkdtemp(prefix="xla_fsdp-")
+            self._temporary[path] = os.path.join(self._staging, f"{len(self._temporary)}-{name}")
+            return self._temporary[path]
         with failing(folder):
             self._folders += make_folder(Path(folder))
-        temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+        temporary = os.path.join(folder, f".{name}.{self._token}.tmp")
         self._temporary[path] = temporary
+        with failing(path):
+            self._lock = _locked(temporary, folder=directory, before=self._lock)
         return temporary
 
     def commit(self) -> None:
@@ -314,26 +249,135 @@ class AtomicFiles:
         Raises:
             CheckpointError: if a file exists and must not be replaced, or cannot be renamed.
         """
-        taken = [path for path in self._temporary if os.path.lexists(path)]
+        taken = [path for path in self._temporary if exists(path)]
         if taken and not self._overwrite:
             raise CheckpointError([f"{path}: {EXISTS}" for path in taken])
+        for path, temporary in self._temporary.items():
+            if not is_url(path):
+                with failing(path):
+                    sync(temporary)
         for path, temporary in list(self._temporary.items()):
-            with failing(path):
-                sync(temporary)
-                _replace(temporary, path)
+            if is_url(path):
+                upload(temporary, path, verify=self._verify)
+                _remove(temporary)
+            else:
+                with failing(path):
+                    _replace(temporary, path)
+                _sync_folder(Path(path).parent)
             del self._temporary[path]
-            _sync_folder(Path(path).parent)
         self._folders.clear()
 
     def __enter__(self) -> AtomicFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for temporary in self._temporary.values():
-            _remove(temporary)
+        for temporary in (*self._temporary.values(), self._staging):
+            if temporary is not None:
+                _remove(temporary)
+        if self._lock is not None:
+            os.close(self._lock)
         for folder in reversed(self._folders):
             with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
+
+
+_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old)?")
+
+
+def remove_abandoned(folder: str) -> None:
+    """Delete the temporary files in a folder whose process has ended without doing so.
+
+    The last file that a living ``AtomicFiles`` made is locked, which no kill can leave behind.
+    Where the file system has no locks, nothing is deleted.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if match := _TEMPORARY.fullmatch(name):
+                found[match[1]].append(os.path.join(folder, name))
+    for paths in found.values():
+        if not any(map(_is_locked, paths)):
+            for path in paths:
+                _remove(path)
+
+
+def _locked(path: str, *, folder: bool, before: int | None) -> int | None:
+    """Make an empty file or folder that is locked from the beginning; release the lock before.
+
+    Returns:
+        The descriptor that holds the lock; None if the file system has none.
+    """
+    new = f"{path}.new"
+    if folder:
+        os.mkdir(new)
+    descriptor: int | None = os.open(
+        new, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
+    )
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        descriptor = None
+    os.rename(new, path)
+    if before is not None:
+        os.close(before)
+    return descriptor
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a process has locked a file, or whether that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def exists(path: str) -> bool:
+    """Return whether there is something at a path or URL."""
+    if not is_url(path):
+        return os.path.lexists(path)
+    folder, name = os.path.split(path.rstrip("/"))
+    return name in open_storage(folder).names()
+
+
+def upload(path: str, url: str, *, verify: bool) -> None:
+    """Write a local file, or all files of a directory, to a URL.
+
+    Raises:
+        CheckpointError: if that fails, or what is there afterwards is not what was written.
+    """
+    if os.path.isdir(path):
+        # The description of a directory of torch.distributed.checkpoint, .metadata, is the last.
+        for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):
+            upload(os.path.join(path, name), f"{url.rstrip('/')}/{name}", verify=verify)
+        return
+    folder, name = os.path.split(url)
+    storage, file = open_storage(folder), LocalFile(path)
+    chunks = [(at, min(UPLOADED, file.nbytes - at)) for at in range(0, file.nbytes, UPLOADED)]
+    storage.write(name, (read_bytes(file, *chunk) for chunk in chunks))
+    there = storage.source(name)
+    if there.nbytes != file.nbytes:
+        raise CheckpointError(f"{url}: has {there.nbytes} bytes, but {file.nbytes} were written")
+    for chunk in chunks if verify else ():
+        if read_bytes(there, *chunk) != read_bytes(file, *chunk):
+            raise CheckpointError(f"{url}: bytes from {chunk[0]} on are not what was written there")
+
+
+def fetch(url: str, folder: str) -> str:
+    """Copy a file at a URL into a local folder; return its path."""
+    above, name = os.path.split(url)
+    source, path = open_storage(above).source(name), os.path.join(folder, name)
+    with failing(path), open(path, "wb") as file:
+        for at in range(0, source.nbytes, UPLOADED):
+            file.write(read_bytes(source, at, min(UPLOADED, source.nbytes - at)))
+    return path
 
 
 # torch turns a failed write into a RuntimeError of several lines. Remote file systems have their

@@ -15,6 +15,7 @@ import stat
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +29,19 @@ from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import MemberRecord
 
 BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
+
+
+def full_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
+    working directory changes; a URL as it is.
+
+    Raises:
+        CheckpointError: if the path is empty, as where a variable of a shell is not set.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise CheckpointError("the path is empty; expected one ('.' is the working directory)")
+    return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
 
 
 class ByteSource(Protocol):
@@ -129,39 +143,22 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-def convert_tensors(
-    content: Any, convert: Callable[[Any], Any], *, from_pickle: bool = False
-) -> Any:
+def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor converted.
 
     Args:
         content: nested containers.
         convert: called with every tensor or ``TensorSource``; returns its replacement.
-        from_pickle: whether ``content`` was read from a file. It may then contain itself, or one
-            list a million times, so each container is copied only once; and all mappings become
-            ``OrderedDict``, whatever class the file names.
     """
-    copies: dict[int, Any] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor | TensorSource):
-            return convert(value)
-        if type(value) is tuple:
-            return tuple(walk(each) for each in value)
-        if not isinstance(value, Mapping | list):
-            return value
-        if from_pickle and id(value) in copies:
-            return copies[id(value)]
-        if isinstance(value, list):
-            items = copies[id(value)] = []
-            items += [walk(each) for each in value]
-            return items
-        kind: Any = OrderedDict if from_pickle else type(value)
-        made = copies[id(value)] = kind()
-        made.update((key, walk(each)) for key, each in value.items())
-        return made
-
-    return walk(content)
+    if isinstance(content, Tensor | TensorSource):
+        return convert(content)
+    if type(content) in (list, tuple):
+        return type(content)(convert_tensors(each, convert) for each in content)
+    if not isinstance(content, Mapping):
+        return content
+    made: Any = type(content)()
+    made.update((key, convert_tensors(each, convert)) for key, each in content.items())
+    return made
 
 
 # ---------------------------------------------------------------- sources of bytes
@@ -201,6 +198,46 @@ class LocalFile:
         return status.st_size
 
 
+class RecentBlocks:
+    """The blocks of files that were read last, for several threads.
+
+    Args:
+        limit: bytes of all blocks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._blocks: OrderedDict[Hashable, Future[bytes]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, read: Callable[[], bytes]) -> memoryview:
+        """Return the block under ``key``, or ``read()``, once, if it is not there."""
+        with self._lock:
+            found = self._blocks.get(key)
+            block = self._blocks.setdefault(key, Future())
+            self._blocks.move_to_end(key)
+        if found is None:
+            try:
+                block.set_result(read())
+            except BaseException as error:
+                block.set_exception(error)
+                with self._lock:  # the next caller tries again
+                    del self._blocks[key]
+                raise
+            self._trim(len(block.result()))
+        return memoryview(block.result())
+
+    def _trim(self, more: int) -> None:
+        with self._lock:
+            self._bytes += more
+            for key in list(self._blocks):
+                if self._bytes <= self._limit:
+                    return
+                if self._blocks[key].done():
+                    self._bytes -= len(self._blocks.pop(key).result())
+
+
 class TensorBytes:
     """The bytes of a tensor in memory, on any device and with any strides.
 
@@ -229,10 +266,10 @@ class Part:
     def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
         if not 0 <= start <= start + nbytes <= source.nbytes:
             raise ValueError(f"bytes {start} to {start + nbytes} are not in {source.nbytes}")
-        self._source, self._start, self.nbytes = source, start, nbytes
+        self.source, self.start, self.nbytes = source, start, nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self._source.read_into(self._start + start, buffer)
+        self.source.read_into(self.start + start, buffer)
 
 
 class Zeros:
@@ -254,12 +291,18 @@ class Joined:
         self.nbytes = self._stops[-1] if self._stops else 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        index, done = bisect_right(self._stops, start), 0
-        while done < len(buffer):
-            part, stop = self._parts[index], self._stops[index]
-            count = min(len(buffer) - done, stop - start - done)
-            part.read_into(start + done - (stop - part.nbytes), buffer[done : done + count])
-            done += count
+        end = start + len(buffer)
+        for part, low, stop in self.parts(start, end):
+            high = min(stop, end)
+            part.read_into(low - (stop - part.nbytes), buffer[low - start : high - start])
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the parts that bytes ``start`` to ``stop`` are in, with the first of these bytes
+        and with the end of the part."""
+        index = bisect_right(self._stops, start)
+        while start < stop:
+            yield self._parts[index], start, self._stops[index]
+            start = self._stops[index]
             index += 1
 
 
@@ -276,6 +319,36 @@ class Cast:
         first = start // self._new.itemsize
         self._source.read_into(first * self._old.itemsize, bytes_of(elements))
         buffer[:] = bytes_of(elements.to(self._new))
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a source, which are at ``at`` of the file ``place``, or after
+    what has a smaller ``at``."""
+
+    place: str
+    at: int
+    start: int
+    stop: int
+
+
+def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
+    """Divide bytes ``start`` to ``stop`` of a source by the files that they are read from."""
+    if isinstance(source, Part):
+        first = source.start
+        for piece in pieces(source.source, first + start, first + stop):
+            yield piece._replace(start=piece.start - first, stop=piece.stop - first)
+    elif isinstance(source, Joined):
+        for part, low, high in source.parts(start, stop):
+            base = high - part.nbytes
+            for piece in pieces(part, low - base, min(stop, high) - base):
+                yield piece._replace(start=piece.start + base, stop=piece.stop + base)
+    elif isinstance(source, Cast):
+        old, new = source._old.itemsize, source._new.itemsize
+        for piece in pieces(source._source, start // new * old, stop // new * old):
+            yield piece._replace(start=piece.start // old * new, stop=piece.stop // old * new)
+    else:
+        at = getattr(source, "at", start)
+        yield Piece(str(getattr(source, "place", "")), at, start, stop)
 
 
 # ---------------------------------------------------------------- tensor parallelism

@@ -1,48 +1,113 @@
 """Read and write files of ``torch.save`` without loading their tensors.
 
 Such a file is a zip archive of *records*: one is a pickle of the content, which refers for each
-tensor to another record with its bytes. Files from before torch 1.6 are no archives, and are loaded
-with all tensors.
+tensor to another record with its bytes. A file from before torch 1.6 is a row of pickles and then
+the bytes of its tensors.
 
-Invariants: no code from a file is run (``weights_only``); a tensor must fit the record that it
-refers to. A record's CRC-32 becomes its tensor's checksum.
+Invariants: no code from a file is run, and nothing is allocated because a file says so; a tensor
+must fit the record that it refers to. A record's CRC-32 becomes its tensor's checksum.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import re
 import struct
-import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pickle import UnpicklingError
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION, skip_data
 
 from xla_fsdp.checkpoint.checksum import whole, written
-from xla_fsdp.checkpoint.errors import CheckpointError, prefixed, shown
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    checked_shape,
+    dtype_named,
+    prefixed,
+    shown,
+    typed,
+)
+from xla_fsdp.checkpoint.pickle_values import Global, Object, convert_plain, read_pickle
 from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
     LocalFile,
     Part,
     TensorBytes,
     TensorSource,
     TensorSpec,
     Zeros,
-    convert_tensors,
     read_bytes,
-    source_of,
 )
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _CENTRAL_MAGIC = b"PK\x01\x02"
+
+UNREADABLE = "truncated, or not a file written by torch.save or xm.save"
+ADVICE = ". Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
+MAX_WRAPPED = 8  # of a parameter in a subclass in ...
+
+_STORAGE = re.compile(r"torch\.(?:\w+\.)*(\w*Storage)")
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "UntypedStorage": torch.uint8,
+}
+
+# The functions that make dense tensors: storage, offset, shape, strides, and further arguments, of
+# which the one at this place (a dict) says whether values are conjugated or negated.
+_DENSE = {
+    "torch._utils._rebuild_tensor": 0,
+    "torch._utils._rebuild_tensor_v2": 2,
+    "torch._utils._rebuild_tensor_v3": 3,
+}
+_TENSORS = {
+    *_DENSE,
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_wrapper_subclass",
+}
+_BYTES = ("_codecs.encode", "builtins.bytearray")
+_KNOWN = {
+    *_TENSORS,
+    *_BYTES,
+    "builtins.complex",
+    "builtins.set",
+    "collections.Counter",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.per_channel_affine",
+    "torch.per_tensor_affine",
+    "torch.serialization._get_layout",
+}
 
 
 @dataclass(frozen=True)
@@ -57,111 +122,283 @@ class Record:
 def read_torch_file(path: str) -> Any:
     """Read the content of a file, with a ``TensorSource`` in place of every tensor.
 
+    Every container is in one place only, and its depth is bounded; sets are copied as they are.
+
     Raises:
         CheckpointError: with one line that names the file: it cannot be read, is no torch file, or
             would run code.
     """
-    file = LocalFile(path)
+    source = LocalFile(path)
     try:
-        is_zip = read_bytes(file, 0, min(len(ZIP_MAGIC), file.nbytes)) == ZIP_MAGIC
-        records = {record.start: record for record in _records(path, file)} if is_zip else {}
-        with FakeTensorMode():
-            content = _load(path)
-        if not is_zip:
-            _check_old(content, file.nbytes)
-            return convert_tensors(_load(path), source_of, from_pickle=True)
-        to_source = partial(_source, file=file, records=records)
-        return convert_tensors(content, to_source, from_pickle=True)
+        with open(path, "rb") as file:
+            return read_torch(file, source)
     except CheckpointError as error:
         raise prefixed(error, path) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged file can make torch or zipfile raise anything
-        raise CheckpointError(f"{path}: {_why_not_loaded(error)}") from error
 
 
-def _load(path: str) -> Any:
-    with warnings.catch_warnings():
-        # torch warns of files with a newer pickle protocol than its default, but reads them.
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")
-        return torch.load(path, map_location="cpu", weights_only=True)
+def read_torch(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    """Read a file of ``torch.save`` as ``read_torch_file`` does.
+
+    Args:
+        file: at its beginning.
+        source: the same bytes.
+
+    Raises:
+        CheckpointError: with a line without the file's name.
+        OSError: if it cannot be read.
+    """
+    try:
+        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        file.seek(0)
+        return _from_archive(file, source) if is_zip else _from_old_file(file, source)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can make pickle or zipfile raise anything
+        raise CheckpointError(UNREADABLE) from error
 
 
-def _why_not_loaded(error: Exception) -> str:
-    # torch's own messages are long and advise to load with ``weights_only=False``.
-    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if isinstance(error, UnpicklingError) and refused:
-        return (
-            f"refused: it holds a {refused[1]}, and loading that would run code from the file. "
-            f"Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
+class Bytes:
+    """Bytes in memory as a source."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path, self.nbytes = "", len(data)
+        self._data = data
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[start : start + len(buffer)]
+
+
+# ---------------------------------------------------------------- archives
+
+
+def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        records = read_records(archive, source.nbytes)
+        names = [name for name in records if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise CheckpointError(UNREADABLE)
+        folder = names[0].removesuffix("data.pkl")
+        order = f"{folder}byteorder"
+        if order in records and archive.read(order) != b"little":
+            raise CheckpointError("was saved by a big-endian machine, which is not read")
+        # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
+        data = (
+            archive.read(names[0]) if records[names[0]].crc else _bytes(source, records[names[0]])
         )
-    return "truncated, or not a file written by torch.save or xm.save"
+
+    def storage(stored: _Storage) -> tuple[ByteSource, Record]:
+        record = records.get(f"{folder}data/{stored.key}")
+        if record is None:
+            raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
+        return Part(source, record.start, record.nbytes), record
+
+    value = read_pickle(io.BytesIO(data), _is_known, _storage_of, ADVICE)
+    return _Converter(source.path, storage).content(value, len(data))
 
 
-def _check_old(content: Any, file_size: int) -> None:
-    """Raise if tensors are larger than the file: loading it allocates whatever size it states."""
-    storages: dict[int, int] = {}
+def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
+    """Return the records of an archive by name.
 
-    def note(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        size = storages[storage._cdata] = storage.nbytes()
-        if tensor.numel() * tensor.dtype.itemsize > size:
-            raise CheckpointError(f"a tensor of shape {shown(tuple(tensor.shape))} repeats itself")
-
-    convert_tensors(content, note, from_pickle=True)
-    if sum(storages.values()) > file_size:
-        raise CheckpointError("truncated: its tensors are larger than the file")
-
-
-def _records(path: str, file: LocalFile) -> list[Record]:
-    with zipfile.ZipFile(path) as archive:
-        infos = archive.infolist()
-        for info in infos:
-            stored = info.compress_type == zipfile.ZIP_STORED
-            if info.filename.endswith("/data.pkl") and stored and info.CRC:  # 0: not written
-                archive.read(info)  # verifies its CRC-32, which torch does not
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+    Raises:
+        CheckpointError: if ``torch.save`` cannot have written them: they are compressed, overlap,
+            or are not in the file.
+    """
+    infos = archive.infolist()
+    if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")
-    records = []
-    for info in infos:
+    file = archive.fp
+    records: dict[str, Record] = {}
+    end = 0
+    for info in sorted(infos, key=lambda each: each.header_offset):
         start = _data_start(file, info)
-        if start + info.file_size > file.nbytes:
-            raise CheckpointError("truncated, or not a file written by torch.save or xm.save")
-        records.append(Record(start, info.file_size, info.CRC))
-    # Records are looked up by offset, and an empty one has that of the next.
-    return [record for record in records if record.nbytes]
+        sound = info.header_offset >= end and info.filename not in records
+        end = start + info.file_size
+        if not sound or info.file_size != info.compress_size or end > file_size:
+            raise CheckpointError(UNREADABLE)
+        records[info.filename] = Record(start, info.file_size, info.CRC)
+    return records
 
 
-def _source(tensor: Tensor, file: LocalFile, records: Mapping[int, Record]) -> TensorSource:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"it holds a tensor that is {tensor.layout}; only dense ones merge")
-    spec = TensorSpec(tensor.dtype, tuple(int(size) for size in tensor.shape))
-    if spec.nbytes == 0:
-        return TensorSource(spec, Zeros(0))
-    # Set by torch.load under FakeTensorMode: https://docs.pytorch.org/docs/stable/notes/serialization.html
-    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    record = None if start is None else records.get(start)
-    first, strides = int(tensor.storage_offset()), tuple(int(step) for step in tensor.stride())
-    last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
-    if record is None or (last + 1) * spec.dtype.itemsize > record.nbytes or first < 0:
-        raise CheckpointError(
-            f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it names"
+def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+
+
+def _bytes(source: ByteSource, record: Record) -> bytes:
+    return read_bytes(source, record.start, record.nbytes)
+
+
+# ---------------------------------------------------------------- files from before torch 1.6
+
+
+def _from_old_file(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    """Read a file of several pickles, then the length and the bytes of every storage."""
+    pickles = _Bounded(file, source.nbytes)
+    known = _is_known
+    if [read_pickle(pickles, known), read_pickle(pickles, known)] != [
+        MAGIC_NUMBER,
+        PROTOCOL_VERSION,
+    ]:
+        raise CheckpointError(UNREADABLE)
+    read_pickle(pickles, known)  # sizes of C's types on the machine that saved it
+    begin = file.tell()
+    stored: dict[str, _Storage] = {}
+
+    def note(persistent_id: Any) -> _Storage:
+        found = _storage_of(persistent_id)
+        return stored.setdefault(found.key, found)
+
+    value = read_pickle(pickles, known, note, ADVICE)
+    length = file.tell() - begin
+    keys = read_pickle(pickles, known)
+    records: dict[str, Record] = {}
+    at = file.tell()
+    for key in typed(keys, list, "its list of storages"):
+        nbytes = stored[key].dtype.itemsize * int.from_bytes(read_bytes(source, at, 8), "little")
+        records[key] = Record(at + 8, nbytes, 0)
+        at += 8 + nbytes
+        if at > source.nbytes or len(records) > len(stored):
+            raise CheckpointError("truncated: its tensors are larger than the file")
+
+    def storage(found: _Storage) -> tuple[ByteSource, Record]:
+        record = records[found.key]
+        return Part(source, record.start, record.nbytes), record
+
+    return _Converter(source.path, storage).content(value, length)
+
+
+class _Bounded:
+    """Reads of a file that never allocate more than there is."""
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        self._file, self._nbytes = file, nbytes
+        self.readline = file.readline
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._nbytes))
+
+
+# ---------------------------------------------------------------- content
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The memory of tensors: its key in the file, and its dtype (uint8 if it has none)."""
+
+    key: str
+    dtype: torch.dtype
+
+
+def _storage_of(persistent_id: Any) -> _Storage:
+    """Return the storage that a persistent id names.
+
+    The id is ("storage", type, key, device, number of elements), and in old files the part of
+    another storage that it is, which xla_fsdp and torch_xla do not write.
+    """
+    if isinstance(persistent_id, tuple) and len(persistent_id) in (5, 6):
+        what, kind, key, _, _, *view = persistent_id
+        name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else ""
+        if (
+            what == "storage"
+            and isinstance(key, str)
+            and name in _STORAGES
+            and view in ([], [None])
+        ):
+            return _Storage(key, _STORAGES[name])
+        if isinstance(kind, Global) and not view:
+            raise CheckpointError(f"it holds a {shown(kind)}; only dense tensors merge")
+    raise CheckpointError(UNREADABLE)
+
+
+class _Converter:
+    """Converts the content of one file.
+
+    Args:
+        path: of the file.
+        storage: returns the bytes of a storage, and their record.
+    """
+
+    def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
+        self._path, self._storage = path, storage
+        self._tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
+
+    def content(self, value: Any, length: int) -> Any:
+        return convert_plain(value, length, self._convert)
+
+    def _convert(self, value: Any) -> Any:
+        if isinstance(value, Object) and value.name in _TENSORS:
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = self._tensor(value)
+            return self._tensors[id(value)]
+        return _other_value(value)
+
+    def _tensor(self, value: Object, depth: int = 0) -> TensorSource:
+        name, args = value.name, value.args
+        if depth > MAX_WRAPPED:
+            raise CheckpointError(UNREADABLE)
+        if name == "torch._tensor._rebuild_from_type_v2":
+            return self._tensor(Object(args[0].name, args[2]), depth + 1)
+        if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
+            return self._tensor(args[0], depth + 1).cast(_dtype(args[1].name))
+        if name in (
+            "torch._utils._rebuild_parameter",
+            "torch._utils._rebuild_parameter_with_state",
+        ):
+            return self._tensor(args[0], depth + 1)
+        if name not in _DENSE:
+            raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
+        storage, first, shape, strides, *more = args
+        at = _DENSE[name]  # of the optional argument with bits that change the values
+        if any((more[at:] or [None])[0] or ()):
+            raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
+        dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
+        spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
+        if spec.nbytes == 0:
+            return TensorSource(spec, Zeros(0))
+        return self._source(spec, storage, typed(first, int, "an offset"), strides)
+
+    def _source(
+        self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
+    ) -> TensorSource:
+        data, record = self._storage(storage)
+        last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
+        outside = first < 0 or min(strides, default=0) < 0
+        if outside or (last + 1) * spec.dtype.itemsize > record.nbytes:
+            raise CheckpointError(
+                f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
+                f"names"
+            )
+        if not _is_contiguous(spec.shape, strides):
+            return _strided(self._path, spec, data, record, first, strides)
+        start = first * spec.dtype.itemsize
+        fills_record = record.crc and spec.nbytes == record.nbytes
+        return TensorSource(
+            spec,
+            Part(data, start, spec.nbytes),
+            identity=(self._path, record.start + start, spec),
+            checksum=written(record.crc) if fills_record else None,
         )
-    storage = Part(file, record.start, record.nbytes)
-    if not tensor.is_contiguous():
-        return _strided(file.path, spec, storage, record, first, strides)
-    start_byte = first * spec.dtype.itemsize
-    fills_record = record.crc and spec.nbytes == record.nbytes
-    return TensorSource(
-        spec,
-        Part(storage, start_byte, spec.nbytes),
-        identity=(file.path, record.start + start_byte, spec),
-        checksum=written(record.crc) if fills_record else None,
-    )
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _strided(
-    name: str, spec: TensorSpec, storage: Part, record: Record, first: int, strides: Sequence[int]
+    name: str,
+    spec: TensorSpec,
+    storage: ByteSource,
+    record: Record,
+    first: int,
+    strides: Sequence[int],
 ) -> TensorSource:
     """Return a tensor that is not contiguous; every read loads its record."""
     if spec.nbytes > record.nbytes:  # expanded, with which a small file could state any size
@@ -178,6 +415,44 @@ def _strided(
     return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))
 
 
+def _other_value(value: Any) -> Any:
+    if isinstance(value, Global):
+        return _dtype(value.name)
+    if isinstance(value, Object):
+        args = value.args
+        if value.name == "torch.Size":
+            return torch.Size(checked_shape(args[0], "a torch.Size"))
+        if value.name == "torch.device":
+            return torch.device(*args)
+        if value.name == "builtins.complex":
+            return complex(*(typed(each, float, "a part of a complex number") for each in args))
+        if value.name in _BYTES:
+            return _bytes_of(value)
+    raise CheckpointError(f"it holds {shown(value)}, which is no plain value")
+
+
+def _bytes_of(value: Object) -> bytes:
+    """Return the bytes that an object is made of: text and its encoding, or other bytes."""
+    first, *encoding = value.args or (b"",)
+    if value.name == "builtins.bytearray" and isinstance(first, Object) and first.args:
+        first, *encoding = first.args
+    if isinstance(first, str) and encoding in (["latin1"], ["latin-1"]):
+        return first.encode("latin-1")
+    if isinstance(first, bytes) and not encoding:
+        return first
+    raise CheckpointError(f"it holds {value!r} of {shown(first)}, expected bytes")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return dtype_named(name.removeprefix("torch."))
+
+
+def _is_known(name: str) -> bool:
+    if name in _KNOWN or _STORAGE.fullmatch(name):
+        return True
+    return name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -192,28 +467,45 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     Returns:
         Every tensor that is not empty, and the offset of its bytes in the file.
     """
-    fakes: dict[int, tuple[TensorSource, Tensor]] = {}
+    sources: list[TensorSource] = []
 
-    def fake(source: TensorSource) -> Tensor:
-        made = torch.empty(source.shape, dtype=source.dtype)
-        return fakes.setdefault(id(source), (source, made))[1]
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, TensorSource):
+                return NotImplemented
+            sources.append(value)
+            return _without_data(value.spec)
 
-    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
-        torch.save(convert_tensors(content, fake), path)
-    file = LocalFile(path)
+    # FakeTensorMode would do as well, but to import it takes 2 s.
+    with skip_data():
+        torch.save(content, path, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
     with zipfile.ZipFile(path) as archive:
-        names = {info.filename.partition("/data/")[2]: info for info in archive.infolist()}
+        records = read_records(archive, os.path.getsize(path))
+    names = {name.partition("/data/")[2]: record for name, record in records.items()}
     offsets = []
-    for i, (source, _) in enumerate(fakes.values()):  # torch numbers tensors as it meets them
-        info = names[str(i)]
-        if info.file_size != source.spec.nbytes:
+    for i, source in enumerate(sources):  # torch numbers tensors as it meets them
+        record = names[str(i)]
+        if record.nbytes != source.spec.nbytes:
             raise RuntimeError(
-                f"torch.save left {info.file_size} bytes for {source.spec}, expected "
+                f"torch.save left {record.nbytes} bytes for {source.spec}, expected "
                 f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
             )
         if source.spec.nbytes:
-            offsets.append((source, _data_start(file, info)))
+            offsets.append((source, record.start))
     return offsets
+
+
+def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
+    """Return what ``Tensor.__reduce__`` does for a tensor on the CPU, without its storage."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    data = torch.UntypedStorage(spec.nbytes, device="meta")
+    data._fake_device = torch.device("cpu")
+    where: tuple[Any, ...] = (0, tuple(spec.shape), tensor.stride(), False, OrderedDict())
+    if spec.dtype not in torch.storage._dtype_to_storage_type_map():
+        return torch._utils._rebuild_tensor_v3, (data, *where, spec.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=data, dtype=spec.dtype, _internal=True)
+    typed._fake_device = data._fake_device
+    return torch._utils._rebuild_tensor_v2, (typed, *where)
 
 
 def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:
@@ -225,10 +517,9 @@ def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:
     """
     with zipfile.ZipFile(path) as archive:
         infos, at = archive.infolist(), archive.start_dir
-    file = LocalFile(path)
+        starts = [_data_start(archive.fp, info) for info in infos]
     with open(path, "r+b") as output:
-        for info in infos:
-            start = _data_start(file, info)
+        for info, start in zip(infos, starts, strict=True):
             if info.file_size and start in crcs:
                 packed = struct.pack("<I", whole(crcs[start], info.file_size))
                 # Offsets of the field "crc-32" in both structures, by section 4.3 of
@@ -251,8 +542,3 @@ def _write_field(output: Any, magic: bytes, at: int, distance: int, data: bytes)
         )
     output.seek(at + distance)
     output.write(data)
-
-
-def _data_start(file: LocalFile, info: zipfile.ZipInfo) -> int:
-    header = read_bytes(file, info.header_offset, _LOCAL_HEADER.size)
-    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))

@@ -59,6 +59,8 @@ class Run:
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
+    without_values: list[int] = field(default_factory=list)
+    """Ranks that trace what is not executed: they may read no values now."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -81,6 +83,20 @@ class Run:
             raise Unwind
         self.end_seeding(rank)
         self._traced[rank].append(collective)
+
+    def traced(self, rank: int) -> tuple[str, ...]:
+        """Return the collectives that ``rank`` traced since it last passed the gate."""
+        return tuple(self._traced[rank])
+
+    def repeat(self, rank: int, collectives: Sequence[str]) -> None:
+        """Record ``collectives`` for a program of ``rank`` that is not traced again."""
+        if collectives:
+            self.record(rank, collectives[0])
+            self._traced[rank] += collectives[1:]
+
+    def forget(self, rank: int) -> None:
+        """Drop what ``rank`` traced since it last passed the gate; it will not be executed."""
+        self._traced[rank].clear()
 
     def needs_gate(self, rank: int) -> bool:
         """Return whether ``rank`` traced a collective since it last passed the gate."""

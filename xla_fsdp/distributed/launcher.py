@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.preemption import Listening, listen
+from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.tpu_flags import compiler_flags
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
@@ -83,8 +84,10 @@ def launch(
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
-        RankError: a rank failed. If others are blocked inside XLA they cannot be stopped: then the
-            error is printed and the process ends with a non-zero exit code.
+        RankError: a rank failed. ``launch`` can be called again; tensors that were still to be
+            computed raise RuntimeError where they are used. If other ranks are blocked inside XLA
+            they cannot be stopped: then the error is printed and the process ends with a non-zero
+            exit code.
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
             0 or None a rank just ends).
     """
@@ -216,11 +219,11 @@ def _run_cpu_ranks(
     run = Run(num_ranks)
     start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
     with patches.running(run), _crash_report(), _one_torch_thread(num_ranks):
-        _supervise(run, start, sync_timeout)
+        supervise(run, start, sync_timeout)
     return [run.results.get(rank) for rank in range(num_ranks)]
 
 
-def _supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
+def supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
     """Start the ranks and wait for them in the main thread, which so still receives Ctrl-C."""
     try:
         start()
@@ -283,8 +286,10 @@ def _end_failed(run: Run) -> NoReturn:
     blocked = run.join_finished()
     if blocked:
         _exit_blocked(failure, blocked)
-    for other in run.failures:
-        _forget_locals(other.error)
+    for each in run.failures:
+        # Else whoever keeps the error would keep a model, and the threads of a data loader, which
+        # the interpreter waits for when it exits.
+        forget_locals(each.error)
     if isinstance(failure.error, SystemExit):
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
@@ -321,17 +326,6 @@ def _exit_code_of(error: BaseException | None) -> int:
         code = error.code
         return code if isinstance(code, int) else int(code is not None)
     return int(error is not None)
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Clear the local variables of a traceback's frames.
-
-    Pending tensors among them would be executed, with their collectives, by the next run's first
-    sync.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _exit_now(code: int) -> NoReturn:

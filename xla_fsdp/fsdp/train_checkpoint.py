@@ -7,6 +7,7 @@ tensors to host memory by one transfer; a load changes nothing before all has be
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, raise_if
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     JobRecord,
@@ -26,7 +27,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.checkpoint.json_values import Packed, pack
 from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget
+from xla_fsdp.checkpoint.reshard import LoadTarget, Selection
 from xla_fsdp.checkpoint.save_step import (
     LOOKED_AT,
     Job,
@@ -37,7 +38,13 @@ from xla_fsdp.checkpoint.save_step import (
     disagreements,
     write_rank_file,
 )
-from xla_fsdp.checkpoint.step_directory import Attempt, job_token, newest_complete, read_job
+from xla_fsdp.checkpoint.step_directory import (
+    Attempt,
+    Keep,
+    job_token,
+    newest_complete,
+    read_job,
+)
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.xla import ops
@@ -55,8 +62,10 @@ from xla_fsdp.fsdp.state_dict.optim import (
     write_optimizer,
 )
 
+LR_SCHEDULER = "lr_scheduler"
 
-class LRScheduler(Protocol):
+
+class Stateful(Protocol):
     """Any object with the state dict methods of torch's schedulers."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -71,12 +80,12 @@ class TrainState:
     Args:
         model: the outermost sharded module.
         optimizer: the optimizer of its parameters, or None.
-        lr_scheduler: the scheduler, or None.
+        objects: other objects by name; their states are saved by every rank.
     """
 
     model: ShardedModule
     optimizer: Optimizer | None
-    lr_scheduler: LRScheduler | None
+    objects: Mapping[str, Stateful]
     metadata: ShardMetadata = field(init=False)
     params: dict[str, Tensor] = field(init=False)
 
@@ -132,8 +141,7 @@ class TrainState:
                 "host": torch.get_rng_state(),
             },
         }
-        if self.lr_scheduler is not None:
-            values["lr_scheduler"] = self.lr_scheduler.state_dict()
+        values |= {_topic(name): each.state_dict() for name, each in self.objects.items()}
         return pack(values, "values")
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -167,24 +175,26 @@ class TrainState:
 
     def find_load_problems(self, loaded: LoadedStep) -> list[str]:
         """Return the reasons why ``loaded`` does not fit, one line each."""
-        problems = []
-        if self.lr_scheduler is not None and "lr_scheduler" not in loaded.values:
-            problems.append("the checkpoint holds no lr_scheduler; load without one")
+        problems = [
+            f"the checkpoint holds no {name}; load without one"
+            for name in self.objects
+            if _topic(name) not in loaded.values
+        ]
         if self.optimizer is not None:
             state = self._optimizer_state(loaded)
             problems += find_write_problems(self.optimizer, self.params, state)
         return problems
 
     def load(self, loaded: LoadedStep, *, strict: bool) -> None:
-        """Change model, optimizer and scheduler to the loaded state.
+        """Change model, optimizer and other objects to the loaded state.
 
         Call it only if ``find_load_problems`` found none on any rank.
         """
         self._load_model(loaded, strict)
         if self.optimizer is not None:
             write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(loaded.values["lr_scheduler"])
+        for name, each in self.objects.items():
+            each.load_state_dict(loaded.values[_topic(name)])
         ops.sync()
         if loaded.same_ranks:
             self._set_rng_state(loaded.values.get("rng"))
@@ -225,10 +235,15 @@ class TrainState:
             torch.set_rng_state(state["host"])
 
 
+def _topic(name: str) -> str:
+    """Return the name under which an object's state is among a file's values."""
+    return name if name == LR_SCHEDULER else f"object {name}"
+
+
 # Keys are each rank's own model, so CPU ranks, which are threads of one process, do not share
 # entries.
 _pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
-"""Asynchronous saves that nobody has waited for yet."""
+"""The last save of each model, which may still be written, or deleting older steps."""
 _replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary()
 """Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
 
@@ -237,7 +252,8 @@ class PendingSave:
     """A save that a thread may still be writing."""
 
     def __init__(self, save: Save) -> None:
-        self._save: Save | None = save
+        self._save = save
+        self._done = False
 
     def wait(self) -> None:
         """Wait until the step is complete on disk. Every rank must call it.
@@ -245,16 +261,25 @@ class PendingSave:
         Raises:
             CheckpointError: if a rank could not write its file. The step does not count then.
         """
-        save, self._save = self._save, None
-        if save is not None:
-            save.wait()
+        done, self._done = self._done, True
+        if not done:
+            self._save.wait()
+
+    def finish(self) -> None:
+        """Wait until older steps are deleted, too. Every rank must call it.
+
+        Raises:
+            CheckpointError: as ``wait``.
+        """
+        self.wait()
+        self._save.finish()
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: ShardedModule,
     optimizer: Optimizer | None = None,
-    lr_scheduler: LRScheduler | None = None,
+    lr_scheduler: Stateful | None = None,
     extra: Any = None,
     step: int | None = None,
     *,
@@ -300,20 +325,44 @@ def save_checkpoint(
             asynchronous save; if ranks disagree about ``step``, ``keep_last`` or ``file_format``;
             if another job owns ``directory``.
     """
-    number = _checked_step(step)
+    number = checked_step(step)
     _check_arguments(model, keep_last, file_format)
-    _wait_for_earlier(model)
-    state = TrainState(model, optimizer, lr_scheduler)
-    metadata = state.metadata
-    file = ShardFile(metadata.rank, metadata.world_size, file_format)
-    job = Job(job_token(), _replaced.get(model, frozenset()), take_over)
-    save = Save(open_storage(directory), _ranks(), file, number, keep_last, job)
+    options = SaveOptions(Keep(keep_last), asynchronous, file_format, take_over)
+    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
+    return start_save(directory, model, optimizer, objects, extra, number, options)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of ``start_save``: those of ``save_checkpoint``, and ``metrics`` of the step."""
+
+    keep: Keep = field(default_factory=Keep)
+    asynchronous: bool = False
+    file_format: str = "safetensors"
+    take_over: bool = False
+    metrics: Mapping[str, Any] | None = None
+
+
+def start_save(
+    directory: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Optimizer | None,
+    objects: Mapping[str, Stateful],
+    extra: Any,
+    step: int,
+    options: SaveOptions,
+) -> PendingSave:
+    """Save as ``save_checkpoint``, with any objects beside the model."""
+    wait_for_earlier(model)
+    state = TrainState(model, optimizer, objects)
+    file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
+    job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
+    storage = open_storage(directory)
+    save = Save(storage, own_ranks(), file, step, options.keep, job, options.metrics)
     save.begin(state.find_save_problems(extra))
     save.start(state.content(extra), write_rank_file)
-    pending = PendingSave(save)
-    if asynchronous:
-        _pending[model] = pending
-    else:
+    pending = _pending[model] = PendingSave(save)
+    if not options.asynchronous:
         pending.wait()
     return pending
 
@@ -322,7 +371,7 @@ def load_checkpoint(
     directory: str | os.PathLike[str],
     model: ShardedModule,
     optimizer: Optimizer | None = None,
-    lr_scheduler: LRScheduler | None = None,
+    lr_scheduler: Stateful | None = None,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -351,42 +400,60 @@ def load_checkpoint(
         TypeError: if ``model`` is not sharded by FSDP.
         CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
     """
-    _check_wrapped(model)
-    _wait_for_earlier(model)
-    state = TrainState(model, optimizer, lr_scheduler)
-    ranks, storage = _ranks(), open_storage(directory)
+    check_wrapped(model)
+    wait_for_earlier(model)
+    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
+    state = TrainState(model, optimizer, objects)
+    ranks, storage = own_ranks(), open_storage(directory)
     attempt, owners = _agreed_attempt(storage, ranks, step)
     if attempt is None and missing_ok:
-        _replaced[model] = _replaced.get(model, frozenset()) | owners
+        go_on_from(model, owners)
         return {"step": None, "extra": None}
     if attempt is None:
         raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
-    try:
-        loaded = load_step(storage, attempt, state.target(), strict=strict)
-        problems = state.find_load_problems(loaded)
-    except CheckpointError as error:
-        problems = error.problems
+    selection = Selection(strict=strict)
+    loaded, problems, _ = read_state(state, storage, attempt, selection)
     ranks.all_gather_or_raise(problems)
     state.load(loaded, strict=strict)
-    _replaced[model] = _replaced.get(model, frozenset()) | owners
+    go_on_from(model, owners)
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
 
 
-def _checked_step(step: Any) -> int:
+def read_state(
+    state: TrainState, storage: Storage, attempt: Attempt, selection: Selection
+) -> tuple[Any, list[str], bool]:
+    """Return what a rank needs of an attempt, the reasons why it cannot be loaded, and whether the
+    attempt may be whole nevertheless. Changes nothing."""
+    try:
+        loaded = load_step(storage, attempt, state.target(), selection)
+        where = f"{storage.where}/{attempt.folder}"
+        problems = [f"{where}: {problem}" for problem in state.find_load_problems(loaded)]
+    except CheckpointError as error:
+        return None, error.problems, isinstance(error, MismatchError)
+    return loaded, problems, bool(problems)
+
+
+def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
+    """Let saves of ``model`` replace those of the jobs that owned the directories it has loaded
+    from."""
+    _replaced[model] = _replaced.get(model, frozenset()) | owners
+
+
+def checked_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step={step!r}; expected a whole number, 0 or more")
     return step
 
 
 def _check_arguments(model: Any, keep_last: Any, file_format: str) -> None:
-    _check_wrapped(model)
+    check_wrapped(model)
     if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
         raise ValueError(f"keep_last={keep_last!r}; expected None or a whole number, 1 or more")
     if file_format not in SUFFIXES:
         raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
 
 
-def _check_wrapped(model: Any) -> None:
+def check_wrapped(model: Any) -> None:
     if not isinstance(model, ShardedModule):
         raise TypeError(
             f"model is a {type(model).__name__}; expected the outermost module that was wrapped "
@@ -395,13 +462,15 @@ def _check_wrapped(model: Any) -> None:
         )
 
 
-def _ranks() -> Ranks:
+def own_ranks() -> Ranks:
+    """Return the ranks of this job, as the calling one sees them."""
     return Ranks(ops.rank(), ops.world_size(), exchange)
 
 
-def _wait_for_earlier(model: ShardedModule) -> None:
+def wait_for_earlier(model: ShardedModule) -> None:
+    """Wait until the last save of ``model`` is complete, and older steps are deleted."""
     if earlier := _pending.pop(model, None):
-        earlier.wait()
+        earlier.finish()
 
 
 def _agreed_attempt(

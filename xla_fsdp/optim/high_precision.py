@@ -52,9 +52,9 @@ def stochastic_round(value: Tensor, bits: Tensor) -> Tensor:
     """
     # bf16 is the upper 16 bits of fp32. Adding 16 random bits to the lower ones carries into the
     # upper ones with a probability proportional to the lower ones, for either sign.
-    as_bits = value.detach().view(torch.int32)
+    as_bits = ops.bitcast(value.detach(), torch.int32)
     rounded = (as_bits + (bits & 0xFFFF)) & ~0xFFFF
-    exact = rounded.view(torch.float32).to(torch.bfloat16)
+    exact = ops.bitcast(rounded, torch.float32).to(torch.bfloat16)
     return torch.where(torch.isfinite(value), exact, value.to(torch.bfloat16))
 
 

@@ -260,6 +260,7 @@ class OptimizerSliceSteps:
         by_stack = {id(stack): each for stack, each in zip(self._stacks, params, strict=True)}
         copy = object.__new__(type(self._optimizer))
         vars(copy).update(vars(self._optimizer))
+        vars(copy)["steps_slices"] = True  # who watches optimizers knows the original already
         vars(copy).pop("step", None)  # the wrapper of a scheduler, which counts calls
         copy.state = state
         copy.param_groups = [

@@ -1,12 +1,15 @@
 """``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: print reports.
 
-Every combination of the values given for options is examined; a failure is printed in one line.
-Exit code 0 if every program compiles and fits, 1 if not or if a step raises, 2 for wrong usage.
+With ``--run 3`` nothing is compiled for a TPU: three steps are made on virtual chips. Every
+combination of the values given for options is examined; a failure is printed in one line.
+Exit code 0 if every program compiles and fits (of a run: if all numbers are finite and ranks
+agree), 1 if not or if a step raises, 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -27,6 +30,7 @@ from xla_fsdp.preflight.api import (
 )
 from xla_fsdp.preflight.compiler import CompileError
 from xla_fsdp.preflight.html import page
+from xla_fsdp.preflight.rehearsal import RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 
@@ -38,12 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
+        if options.run and (options.json or options.html):
+            raise ValueError("--run makes steps and writes no report; leave out --json and --html")
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
     except ValueError as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    if options.run:
+        return _rehearse_all(build_step, runs, options)
     warnings.simplefilter("ignore", PreflightWarning)  # reports show them
     reports = [report for run in runs if (report := _examine(build_step, *run, options))]
     if len(reports) == 1:
@@ -57,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.preflight",
-        description="What a training step needs on a TPU slice, asked of the TPU compiler.",
+        description="What a training step needs on a TPU slice, asked of the TPU compiler; "
+        "or some steps, made on virtual chips.",
         epilog=f"Topologies: {known_names()}",
     )
     parser.add_argument("target", help="module:function that builds the model and returns a step")
@@ -65,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", action="append", default=[], metavar="AXIS=SIZE,...")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="OPTION=VALUE,VALUE")
+    parser.add_argument(
+        "--run", type=_steps, metavar="STEPS", help="make so many steps on virtual chips"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
     parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
@@ -72,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--flags", default="", help="more compiler flags, as LIBTPU_INIT_ARGS")
     parser.add_argument("--traceback", action="store_true", help="show where a step raised")
     return parser
+
+
+def _steps(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of steps, 1 or more")
+    return int(word)
 
 
 def _load(target: str) -> Callable[..., Any]:
@@ -143,16 +161,53 @@ def _examine(
         )
     except Exception as error:  # the user's code may raise anything
         _progress("")
-        if options.traceback:
-            traceback.print_exc()
-        run = f"{topology} {options_text(describe_options(keywords))}".rstrip()
-        reason = _reason(error, with_hint=not options.traceback)
-        print(f"xla_fsdp.preflight: {run}: {reason}", file=sys.stderr)
+        _complain(error, topology, keywords, options)
         return None
 
 
+def _rehearse_all(
+    build_step: Callable[..., Any],
+    runs: Sequence[tuple[str, dict[str, Any]]],
+    options: argparse.Namespace,
+) -> int:
+    """Make the steps of every run and print them as they come; return the exit code."""
+    most = max(find_topology(topology).num_ranks for topology, _ in runs)
+    os.environ["CPU_NUM_DEVICES"] = str(most)  # read where torch_xla creates its devices
+    sound = [_rehearse(build_step, *run, options) for run in runs]
+    return 0 if all(sound) else 1
+
+
+def _rehearse(
+    build_step: Callable[..., Any],
+    topology: str,
+    keywords: dict[str, Any],
+    options: argparse.Namespace,
+) -> bool:
+    try:
+        return rehearse(
+            build_step,
+            topology=topology,
+            steps=options.run,
+            tell=functools.partial(print, flush=True),
+            **keywords,
+        ).is_sound
+    except Exception as error:  # the user's code may raise anything
+        _complain(error, topology, keywords, options)
+        return False
+
+
+def _complain(
+    error: Exception, topology: str, keywords: dict[str, Any], options: argparse.Namespace
+) -> None:
+    if options.traceback:
+        traceback.print_exc()
+    run = f"{topology} {options_text(describe_options(keywords))}".rstrip()
+    reason = _reason(error, with_hint=not options.traceback)
+    print(f"xla_fsdp.preflight: {run}: {reason}", file=sys.stderr)
+
+
 def _reason(error: Exception, *, with_hint: bool) -> str:
-    if isinstance(error, CompileError):
+    if isinstance(error, CompileError | RehearsalError):
         return str(error)
     hint = " (--traceback shows where)" if with_hint else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"

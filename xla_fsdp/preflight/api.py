@@ -69,7 +69,7 @@ def preflight(
             does not take the options, or the step traces nothing.
         CompileError: if the TPU compiler is not installed, refuses the program or needs too much
             memory.
-        RuntimeError: if this process uses torch_xla with other devices than one CPU.
+        RuntimeError: if this process uses torch_xla with other devices than CPUs.
     """
     slice_ = find_topology(topology)
     if mesh is not None:

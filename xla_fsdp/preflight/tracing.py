@@ -62,10 +62,10 @@ def trace_step(
         rank: rank whose step is traced.
 
     Raises:
-        RuntimeError: if this process has started torch_xla on anything but one CPU device.
+        RuntimeError: if this process has started torch_xla on anything but CPU.
         ValueError: if a step leaves nothing to run.
     """
-    use_one_cpu_device()
+    use_cpu_device()
     earlier = WeakSet(_live_states())
     recorder = Recorder()
     with fake_rank(rank, coords, recorder.cut):
@@ -89,19 +89,19 @@ def trace_step(
     return Traced(tuple(recorder.programs), flops, parameters)
 
 
-def use_one_cpu_device() -> None:
-    """Let torch_xla start on one CPU device.
+def use_cpu_device() -> None:
+    """Let torch_xla start on CPU, on one device unless the environment says otherwise.
 
     Raises:
         RuntimeError: if it has started on anything else.
     """
     if not ops.runtime_started():
         os.environ.setdefault("PJRT_DEVICE", "CPU")
-    kind, count = os.environ.get("PJRT_DEVICE"), ops.local_device_count()
-    if kind != "CPU" or count != 1:
+    kind = os.environ.get("PJRT_DEVICE")
+    if kind != "CPU":
         raise RuntimeError(
-            f"tracing wants one CPU device, and this process uses PJRT_DEVICE={kind} with {count} "
-            f"device(s). Run it in a process of its own with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=1"
+            f"tracing wants a CPU device, and this process uses PJRT_DEVICE={kind}. Run it in a "
+            f"process of its own with PJRT_DEVICE=CPU"
         )
 
 

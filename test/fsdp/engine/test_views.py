@@ -1,7 +1,7 @@
 """Views of parameters that autograd saves, over the whole list of view operators.
 
-Each view has a parameter of its own in one unit, so that a difference names it. Not among them is
-what torch_xla computes on the host (``unfold``), which ends the process on several CPU ranks.
+torch_xla computes some of them (``unfold``) on the CPU. Each view has a parameter of its own in one
+unit, so that a difference names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ def pairs(w: Tensor) -> Tensor:
     return torch.view_as_complex(w.view(2, 6, 2))
 
 
+ON_HOST: dict[str, Callable[[Tensor], Tensor]] = {  # computed on the CPU by torch_xla
+    "_neg_view": lambda w: torch.ops.aten._neg_view(w),
+    "_reshape_alias": lambda w: torch.ops.aten._reshape_alias(w, (3, 8), (8, 1)),
+    "unfold": lambda w: w.unfold(0, 2, 1),
+    "unfold, views of it": lambda w: w.t().unfold(0, 3, 2)[1:].transpose(0, 1).flatten(1),
+    "view of another dtype": lambda w: w.view(torch.complex64).real + w[:, :3],
+    "view of another dtype, detached": lambda w: w.detach().view(torch.int32).float() * 1e-10 + w,
+}
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ON_HOST,
     "adjoint": lambda w: w.adjoint(),
     "alias": lambda w: torch.ops.aten.alias(w),
     "as_strided": lambda w: w.as_strided((3, 4), (4, 2), 1),
@@ -69,7 +79,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-REMATERIALIZED = ["select", "diagonal", "view_as_real"]
+REMATERIALIZED = ["select", "diagonal", "view_as_real", *ON_HOST]
 
 
 class Viewing(nn.Module):

@@ -266,7 +266,7 @@ def test_files_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
     bad = {
         "none": (tmp_path / "none.safetensors", "there is no such file"),
         "cut": (tmp_path / "cut.safetensors", "cannot be read"),
-        "text": (tmp_path / "text.pth", "is no .safetensors file and no torch.save file"),
+        "text": (tmp_path / "text.pth", "truncated, or not a file written by torch.save"),
         "number": (tmp_path / "number.pth", "holds no state dict"),
         "folder": (tmp_path / "folder", "holds 0 .safetensors files and 0 indexes"),
         "index": (tmp_path / "x.safetensors.index.json", "is no index of .safetensors files"),

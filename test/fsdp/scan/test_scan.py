@@ -291,6 +291,28 @@ class Unfolding(Block):
         return super().forward(x) + self.lin.weight.unfold(0, 2, 2).mean()
 
 
+class Gamma(Block):
+    """Calls an operator that torch_xla computes on the CPU."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + torch.lgamma(self.lin.weight.exp()).mean()
+
+
+class Distances(Block):
+    """Calls an operator whose gradient torch_xla computes on the CPU."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = super().forward(x)
+        return y + torch.cdist(y, self.lin.weight).mean()
+
+
+class Bits(Block):
+    """Computes with the bits of a parameter."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) + self.lin.weight.detach().view(torch.int32).float().mean()
+
+
 class Leaving(Block):
     """Puts a tensor where its loop cannot see it."""
 
@@ -456,6 +478,8 @@ def with_cache(blocks: Any, x: Tensor) -> Tensor:
 
 @scenarios.add
 def refused_in_forward(rank: int) -> dict[str, str]:
+    import torch_xla
+
     loops = (
         more, skipping_one, keeping_one, too_few, skip, last_first, other_input, other_mask,
         host_mask, with_cache,
@@ -468,12 +492,17 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting, Leaving, Unfolding, Skipping, Noisy,
+        Noting, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
         left = (misused.blocks[0].shift.sum().item(), hasattr(misused.blocks[0].drop, "aux_loss"))
         found["left by " + block.__name__] = str(left)
+    found["Distances"] = message(lambda: scanned(block=Distances)(batch()).sum().backward())
+    try:
+        scanned(block=Gamma)(batch())
+    except ValueError:
+        torch_xla.sync()  # while the traceback is kept
     reversing = scanned(set_factors, Reversing)
     found["Reversing"] = message(lambda: reversing(batch()).sum().backward())
     found["inner_only"] = message(lambda: model(batch(), second_of).sum().backward())
@@ -516,7 +545,10 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
         ("Averaging", ["assigns a tensor to its shift;", "lost"]),
         ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
-        ("Unfolding", ["asks for the values of a tensor (by unfold)"]),
+        ("Unfolding", ["calls unfold, which torch_xla computes on the host"]),
+        ("Gamma", ["calls lgamma, which torch_xla computes on the host", "by other operators"]),
+        ("Bits", ["calls view, which torch_xla computes on the host"]),
+        ("Distances", ["by an operator that torch_xla computes on the host"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -43,10 +46,12 @@ class RunSlot:
     """The run in progress, for the replaced functions of torch_xla; one slot per process.
 
     If there is none, ``start_ranks(fn, args)`` is called in place of ``torch_xla.launch``.
+    ``library`` holds the operators that are replaced.
     """
 
     run: Run | None = None
     start_ranks: Callable[[Any, Any], Any] | None = None
+    library: torch.library.Library | None = None
 
 
 @functools.cache
@@ -57,6 +62,7 @@ def run_slot() -> RunSlot:
     _CpuCollectives(slot).install()
     _replace_step_marker(slot)
     _replace_reads(slot)
+    _replace_fallbacks(slot)
     _replace_seeding(slot)
     _replace_spawn(slot)
     return slot
@@ -65,6 +71,8 @@ def run_slot() -> RunSlot:
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[None]:
     """Make ``run`` the run of this process inside the block.
+
+    If the block raises, all ranks must have ended: what they left uncomputed is dropped.
 
     Raises:
         RuntimeError: if there is a run already.
@@ -76,6 +84,9 @@ def running(run: Run) -> Iterator[None]:
     try:
         with ops.using_runtime(_CpuRanks(run)):
             yield
+    except BaseException:
+        drop_pending(run.num_ranks)
+        raise
     finally:
         slot.run = None
 
@@ -93,6 +104,28 @@ class _CpuRanks(ops.RankRuntime):
     def expect_on_all_ranks(self, fact: str) -> None:
         self._run.record(index_of(ops.device()), fact)
 
+    def run_together(
+        self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        rank = index_of(ops.device())
+        _wait_for(rank)  # the call below would, and hold the interpreter's lock meanwhile
+        if prepare is not None:
+            with self._run.execution:
+                prepare()
+        # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
+        if self._run.needs_gate(rank):
+            self._run.pass_gate(rank)
+        return run()
+
+    def traced_collectives(self) -> tuple[str, ...]:
+        return self._run.traced(index_of(ops.device()))
+
+    def forget_collectives(self) -> None:
+        self._run.forget(index_of(ops.device()))
+
+    def repeat_collectives(self, collectives: Sequence[str]) -> None:
+        self._run.repeat(index_of(ops.device()), collectives)
+
     @contextlib.contextmanager
     def keep_host_rng(self) -> Iterator[None]:
         thread = current_rank_thread()
@@ -100,6 +133,15 @@ class _CpuRanks(ops.RankRuntime):
         yield
         if thread is not None and seeding:
             self._run.resume_seeding(thread.rank)
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        rank = index_of(ops.device())
+        self._run.without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._run.without_values.remove(rank)
 
 
 # ---------------------------------------------------------------- a rank's thread
@@ -131,6 +173,92 @@ def leave_cpu_rank(rank: int) -> None:
 def _wait_for(rank: int) -> None:
     # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
     torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+
+
+# ---------------------------------------------------------------- what a failed run leaves behind
+
+
+class LostTensor(Tensor):
+    """A tensor that was never computed, as the run that traced it failed.
+
+    Any use raises RuntimeError, except for questions that its values do not answer.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "is_inference"):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if isinstance(found, LostTensor) or not isinstance(found, Tensor):
+                return found
+        raise _lost(name)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _lost(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was called with a tensor that was never computed: launch failed while it was "
+        "pending, and its collectives cannot run any more. Make it again in the new run, or "
+        "restore it from a checkpoint; a gradient is set to None by optimizer.zero_grad()."
+    )
+
+
+def drop_pending(num_ranks: int) -> None:
+    """Let no live tensor need anything that is still to be computed.
+
+    A sync computes all live tensors of its device. Of those of a failed run each rank holds others,
+    in tracebacks, reference cycles or global variables, so that the next run's ranks would execute
+    different collectives.
+    """
+    with _no_collection(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in _tensors():
+            # Raised for what torch left behind after an error, whose tensor has been freed, and
+            # for subclasses around other tensors, which are found by themselves.
+            with contextlib.suppress(RuntimeError):
+                if ops.is_pending(tensor):
+                    tensor.__class__ = LostTensor  # type: ignore[assignment]
+                if tensor.is_leaf and tensor.grad is not None and ops.is_pending(tensor.grad):
+                    _lose_gradient(tensor)
+    # What these have in place of a value ends the process when a program reads it.
+    for rank in range(num_ranks):
+        torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
+
+
+def _tensors() -> list[Tensor]:
+    """Return all tensors that have a Python object."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def _lose_gradient(leaf: Tensor) -> None:
+    """Make the gradient of ``leaf`` a LostTensor, which autograd, in C++, would add the next to."""
+    own = weakref.ref(leaf)
+
+    def refuse(_: Tensor) -> None:
+        current = own()
+        if current is not None and isinstance(current.grad, LostTensor):
+            raise _lost("backward")
+        handle.remove()
+
+    leaf.grad.__class__ = LostTensor  # type: ignore[assignment]
+    handle = leaf.register_hook(refuse)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector free nothing inside the block: it frees tensors that autograd alone
+    holds, even if ``gc.get_objects`` has returned them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ---------------------------------------------------------------- syncs, reads, seeding, spawning
@@ -192,6 +320,30 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
+def _replace_fallbacks(slot: RunSlot) -> None:
+    """Let operators that torch_xla computes on the host read their inputs as Python code does.
+
+    From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
+    C++ alone would execute the collectives that the inputs need without the other ranks, and while
+    autograd replays a view, it would wait for them with the GIL held.
+    """
+
+    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        if slot.run is not None and lazy and index_of(lazy[0].device) in slot.run.without_values:
+            raise ops.NoValueError(
+                "values were asked for, while the blocks of a loop are traced without any, by an "
+                "operator that torch_xla computes on the host, or by the gradient of one"
+            )
+        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
+        return [next(copies) if each.device.type == "xla" else each for each in tensors]
+
+    slot.library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces torch_xla's
+        slot.library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+
+
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
     return any(
@@ -223,7 +375,9 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
         on = str(lazy[0].device)
+        random_state = xm.get_rng_state(on)
         torch_xla._XLAC._xla_step_marker(on, [], wait=True)
+        xm.set_rng_state(random_state, on)  # which a sync changes, and a read does not
         # As torch_xla.sync() does: the old token depends on parameters whose buffers the program
         # has reused, so the next program would fail. Step closures still wait for the sync.
         torch_xla._XLAC._set_all_reduce_token(on, None)

@@ -18,6 +18,11 @@ def program_of(tensors: Sequence[Tensor]) -> bytes:
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(tensors))
 
 
+def program_key(tensors: Sequence[Tensor]) -> bytes:
+    """Return a hash of the graph that computes ``tensors``; equal ones have the same program."""
+    return bytes(torch_xla._XLAC._get_graph_hash(list(tensors)))
+
+
 def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     """Return the inputs of ``program_of(tensors)``, in the order of its parameters.
 

@@ -29,6 +29,13 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]
 
 
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy XLA tensors that have been computed to host memory; nothing is executed."""
+    if not tensors:
+        return []
+    return list(torch_xla._XLAC._xla_get_cpu_tensors(list(tensors)))
+
+
 def exchange(data: bytes) -> list[bytes]:
     """Return the ``data`` of every rank of the job, in order; execute pending operations first.
 

@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
+from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.xla import ops
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def trace_body(
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
-    with _separate_graph() as seeds, torch.no_grad():
+    with _separate_graph() as seeds, torch.no_grad(), _without_values():
         results = list(function(list(given)))
         if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)
@@ -111,17 +112,9 @@ def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # bits pass the barrier as integers.
     if tensor.dtype != torch.float32 or dtype == tensor.dtype:
         return tensor.to(dtype)
-    bits = _bitcast(tensor, xb.Type.S32)
+    bits = ops.bitcast(tensor, torch.int32)
     torch_xla._XLAC._xla_optimization_barrier_([bits])
-    return _bitcast(bits, xb.Type.F32).to(dtype)
-
-
-def _bitcast(tensor: Tensor, kind: Any) -> Tensor:
-    builder = xb.create_builder("bits")
-    param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
-    computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
-    [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
-    return found
+    return ops.bitcast(bits, torch.float32).to(dtype)
 
 
 def depends_on(tensor: Tensor, given: Tensor) -> bool:
@@ -176,6 +169,17 @@ def _separate_graph() -> Iterator[dict[int, Tensor]]:
         _seeds.reset(outside)
         torch_xla._XLAC._set_all_reduce_token(str(device), token)
         ops.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Refuse to read values inside; let an error keep no tensor, which the next sync would read."""
+    try:
+        with ops.runtime().without_values():
+            yield
+    except BaseException as error:
+        forget_locals(error)
+        raise
 
 
 LOOP_NAME = "fsdp_scan"

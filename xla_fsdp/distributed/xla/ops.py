@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
@@ -21,6 +22,10 @@ EXCHANGE_MULTIPLE = 4096
 
 
 # ---------------------------------------------------------------- this rank
+
+
+class NoValueError(RuntimeError):
+    """A value was asked for where tensors have none."""
 
 
 class RankRuntime:
@@ -71,8 +76,33 @@ class RankRuntime:
     def expect_on_all_ranks(self, fact: str) -> None:
         """Fail the run unless all ranks pass the same ``fact``; only CPU ranks check it."""
 
+    def run_together(
+        self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        """Return the results of ``run``, which executes a program, after ``prepare``, which
+        compiles it; CPU ranks wait for each other in between."""
+        if prepare is not None:
+            prepare()
+        return run()
+
+    def traced_collectives(self) -> tuple[str, ...]:
+        """Return the collectives that the caller has traced but not executed; CPU ranks only."""
+        return ()
+
+    def forget_collectives(self) -> None:
+        """Drop the collectives that the caller has traced; they are not executed."""
+
+    def repeat_collectives(self, collectives: Sequence[str]) -> None:
+        """Note that the program about to run executes the given results of
+        ``traced_collectives``."""
+
     def keep_host_rng(self) -> contextlib.AbstractContextManager[None]:
         """Protect the host's random number state from other ranks that draw during the block."""
+        return contextlib.nullcontext()
+
+    def without_values(self) -> contextlib.AbstractContextManager[None]:
+        """Raise NoValueError during the block where the host would compute from values of the
+        caller's device. Only CPU ranks do; elsewhere reading a placeholder ends the process."""
         return contextlib.nullcontext()
 
 
@@ -213,6 +243,21 @@ def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.view_copy(tensor, shape)
 
 
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of ``tensor`` (float32 or int32) as ``dtype`` (int32 or float32).
+
+    torch_xla computes ``tensor.view(dtype)`` on the host, as soon as it is called.
+    """
+    if tensor.device.type != "xla":
+        return tensor.view(dtype)
+    builder = xb.create_builder("bits")
+    param = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
+    kind = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}[dtype]
+    computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
+    [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
+    return found
+
+
 def pieces(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Return copies of consecutive slices of the last dim, made in one operation."""
     split: Any = torch.split_with_sizes_copy
@@ -239,8 +284,8 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
-    # inference mode. A few tensors there are no functional ones (a causal mask of transformers,
-    # after steps of a fake rank), and have versions alone.
+    # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
+    # other count.
     return [
         torch._functionalize_mutation_counter(tensor)
         if torch._is_functional_tensor(tensor)
@@ -258,16 +303,6 @@ def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     if torch._is_functional_tensor(tensor):
         return torch._functionalize_has_metadata_mutation(tensor)
     return tensor.shape != before.shape or tensor.stride() != before.stride()
-
-
-def snapshot(tensor: Tensor) -> Tensor:
-    """Return a tensor without graph that keeps the present value of ``tensor``, which needs memory
-    of its own only once ``tensor`` is changed in place."""
-    if not torch._is_functional_tensor(tensor):
-        return tensor.detach().clone()
-    # A clone would need memory as soon as both are results of a program.
-    torch._functionalize_sync(tensor)
-    return torch._to_functional_tensor(torch._from_functional_tensor(tensor))
 
 
 def is_pending(tensor: Tensor) -> bool:

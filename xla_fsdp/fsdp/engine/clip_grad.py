@@ -159,7 +159,7 @@ def _divided(
     found: dict[Any, list[Tensor]] = {}
     ranks: dict[Any, list[Collectives]] = {}
     for param, grad in grads:
-        by = _shared_by(param, over)
+        by = shared_by(param, over)
         key = tuple(each.key for each in by)
         # Also without a gradient: every rank must make the same collectives.
         ranks.setdefault(key, by)
@@ -216,7 +216,7 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
             param.grad.clamp_(-clip_value, clip_value)
 
 
-def _shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
+def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     """Return the collectives of each axis that shards a parameter; none for an unsharded one."""
     group, shard = known_group(param), known_shard(param)
     by = [] if group is None else [over or group.collectives]

@@ -97,8 +97,8 @@ def install() -> None:
 
 
 def is_guard(hook: Any) -> bool:
-    """Return whether a global hook of optimizer steps is this module's guard."""
-    return isinstance(hook, _OptimizerGuard | _AfterStep)
+    """Return whether a global hook of optimizer steps is this module's guard, or only watches."""
+    return isinstance(hook, _OptimizerGuard | _AfterStep) or hasattr(hook, "only_watches")
 
 
 def _replace(name: str, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

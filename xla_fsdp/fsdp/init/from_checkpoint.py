@@ -1,7 +1,7 @@
 """Initialize a model on the meta device from a checkpoint.
 
 Invariants: a module's tensors are read when it is wrapped; only tied tensors are read twice.
-Pickles are loaded with ``weights_only``, so that no code in them runs.
+No code in a pickle is run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if, shown
+from xla_fsdp.checkpoint.tensor_source import TensorSource, full_path
+from xla_fsdp.checkpoint.torch_file import read_torch_file
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.shard_layout import join_name
 
@@ -61,7 +63,7 @@ def init_from_checkpoint(
             missing (without ``otherwise``) or unexpected, shapes differ, or a module for which the
             file has values is not on the meta device.
     """
-    source = _open(Path(path))
+    source = _open(Path(full_path(path)))
     names = _names(model)
     problems = [
         *_problems(model, source, may_lack=otherwise is not None),
@@ -205,15 +207,18 @@ def _open_directory(path: Path) -> _Source:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: is no index of {SAFETENSORS} files") from error
-    files = [index.parent / str(name) for name in sorted(names, key=str)]
-    missing = [
-        f"{index}: lists {file.name}, which is missing" for file in files if not file.exists()
+    files = sorted(map(str, names))
+    strange = [name for name in files if Path(name).name != name or name in ("", "..")]
+    problems = [f"{index}: lists {shown(name)}, which is no name of a file" for name in strange]
+    problems += [
+        f"{index}: lists {name}, which is missing"
+        for name in files
+        if name not in strange and not (index.parent / name).exists()
     ]
-    if missing:
-        raise CheckpointError(missing)
-    return files
+    raise_if(problems)
+    return [index.parent / name for name in files]
 
 
 def _open_safetensors(files: list[Path], label: str) -> _Source:
@@ -233,16 +238,11 @@ def _open_safetensors(files: list[Path], label: str) -> _Source:
 
 
 def _open_torch(path: Path) -> _Source:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: is no {SAFETENSORS} file and no torch.save file of tensors alone "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    content = read_torch_file(str(path))
     state = content.get("model", content) if isinstance(content, dict) else content
-    if not isinstance(state, Mapping) or not any(isinstance(v, Tensor) for v in state.values()):
+    values = state if isinstance(state, dict) else {}
+    tensors = {name: value for name, value in values.items() if isinstance(value, TensorSource)}
+    if not tensors:
         raise CheckpointError(f"{path}: holds no state dict")
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    return _Source(shapes, tensors.__getitem__, str(path))
+    shapes = {name: value.shape for name, value in tensors.items()}
+    return _Source(shapes, lambda name: tensors[name].load(), str(path))

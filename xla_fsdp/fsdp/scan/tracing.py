@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.pytree import tensors_in
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -340,7 +341,6 @@ _READS = frozenset(
     {
         "item", "tolist", "numpy", "cpu", "equal", "allclose", "is_nonzero", "__bool__", "__int__",
         "__float__", "__complex__", "__index__", "__repr__", "__format__", "__contains__",
-        "unfold",  # which torch_xla computes on the host
     }
 )  # fmt: skip
 
@@ -348,7 +348,7 @@ _SHAPES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
 )  # the shapes of their results depend on values
 
-_ON_HOST = frozenset({"unfold"})  # torch_xla computes it on the CPU
+_VIEWS_ON_HOST = frozenset({"unfold", "_neg_view", "_reshape_alias"})
 
 _INDEXES = frozenset({"__getitem__", "__setitem__"})
 
@@ -380,10 +380,31 @@ class TraceGuard(TorchFunctionMode):
                 f"its loop is traced: one program runs for all values. Decide with torch.where, or "
                 f"before the loop, and hand the result to the blocks"
             )
-        result = self._numbers.call(func, name, args, kwargs)
+        if _is_view_on_host(name, args, kwargs):
+            raise _on_host(name)
+        try:
+            result = self._numbers.call(func, name, args, kwargs)
+        except ops.NoValueError as error:
+            raise _on_host(name) from error
         if name in _DRAWS and isinstance(result, Tensor) and result.device.type == "cpu":
             raise _drawn_on_host(name)
         return result
+
+
+def _on_host(name: str) -> ValueError:
+    return ValueError(
+        f"a scanned block calls {name}, which torch_xla computes on the host, and its tensors have "
+        f"no values while its loop is traced: one program runs for all values. Compute the same by "
+        f"other operators, or before the loop, and hand the result to the blocks; or do not scan "
+        f"these blocks"
+    )
+
+
+def _is_view_on_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # Only CPU ranks refuse all operators that need values; elsewhere they end the process.
+    if name == "view":
+        return any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values()))
+    return name in _VIEWS_ON_HOST
 
 
 def _wants_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -397,7 +418,7 @@ def _wants_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if name == "to" and on_device:
         named = (*args[1:2], kwargs.get("device"))
         return any(isinstance(each, str | torch.device) and "cpu" in str(each) for each in named)
-    return bool(on_device) and name in _READS | _SHAPES | _ON_HOST
+    return bool(on_device) and name in _READS | _SHAPES
 
 
 def _on_device(value: Any) -> bool:

@@ -1,0 +1,103 @@
+"""A merge that ends early leaves nothing: at once if it can, else the next one removes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.common.ranks import run_warm
+from test.common.shard_maker import with_optimizer
+from xla_fsdp.checkpoint import copying, dcp_files
+from xla_fsdp.checkpoint.storage import AtomicFiles, remove_abandoned
+from xla_fsdp.consolidate_sharded_ckpts import main
+
+OUTPUTS = {"pth": ["full.pth"], "directory": ["hf/"], "dcp": ["dcp", "--format", "dcp"]}
+
+
+def arguments(folder: Path, output: list[str]) -> list[str]:
+    """Of a merge of the shards in a folder into ``folder/out``."""
+    return ["--ckpt_prefix", str(folder), "--save_path", f"{folder}/out/{output[0]}", *output[1:]]
+
+
+def left_in(folder: Path) -> list[str]:
+    """Everything below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    with_optimizer().save_safetensors(tmp_path, 2)
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_with_one_line_and_leaves_nothing(
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    output: list[str],
+) -> None:
+    before = signal.getsignal(number)
+    first = threading.Lock()
+
+    def interrupt(*_: Any) -> int:
+        if first.acquire(blocking=False):  # of several threads, one sends a signal
+            time.sleep(0.2)  # until all of them have begun
+            os.kill(os.getpid(), number)
+        time.sleep(0.02)
+        return 1000
+
+    monkeypatch.setattr(copying.os, "pwrite", interrupt)
+    monkeypatch.setattr(dcp_files._Rows, "load", interrupt)
+    assert main(arguments(shards, output)) == 128 + number
+    assert capsys.readouterr().err == (
+        f"consolidate_sharded_ckpts: interrupted by {number.name}: what it had written is removed\n"
+    )
+    assert left_in(shards / "out") == []
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_what_a_killed_merge_leaves_is_removed_by_the_next(shards: Path, output: list[str]) -> None:
+    (shards / "out" / ".notes.tmp").write_text("not ours")
+    killed = run_warm("-m", "test.common.killed_merge", *arguments(shards, output))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any(".xla_fsdp.tmp" in name for name in left_in(shards / "out"))
+    assert main(arguments(shards, ["other.pth" if output[0] != "hf/" else "hf/"])) == 0
+    assert not any(".xla_fsdp.tmp" in name for name in left_in(shards / "out"))
+    assert ".notes.tmp" in left_in(shards / "out")
+
+
+def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
+    with AtomicFiles(overwrite=False) as files:
+        first = files.add(str(tmp_path / "a"))
+        second = files.add(str(tmp_path / "b"))
+        third = files.add(str(tmp_path / "c"), directory=True)
+        remove_abandoned(str(tmp_path))
+        assert all(os.path.exists(path) for path in (first, second, third))
+        files.commit()
+    assert left_in(tmp_path) == ["a", "b", "c"]
+    with AtomicFiles(overwrite=False) as files:
+        files.add(str(tmp_path / "d"))
+    assert left_in(tmp_path) == ["a", "b", "c"]
+
+
+def test_a_failure_of_dcp_has_a_reason(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> int:
+        raise KeyError
+
+    monkeypatch.setattr(dcp_files._Rows, "load", fail)
+    assert main(arguments(shards, OUTPUTS["dcp"])) == 2
+    assert "out/dcp: could not be written: KeyError" in capsys.readouterr().err
+    assert left_in(shards / "out") == []

@@ -1,0 +1,380 @@
+"""Training jobs for ``compile_step``: what they train, how, and what happens between the steps.
+
+``outcome(job, way)`` trains for ``STEPS`` steps: by plain steps with a sync ("plain"), by a
+compiled step that is never replayed ("traced"), or by one that is ("replayed").
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test.common.models import CLASSES, FEATURES, BatchNormNet, Net
+from test.common.scan import of_kind
+from test.common.scenarios import make, nested
+
+STEPS = 30
+ROWS = 6
+
+
+@dataclass
+class Job:
+    """What is trained, and how.
+
+    Args:
+        model: sharded, on this rank's device.
+        optimizer: of its parameters.
+        step: takes a batch; returns tensors or plain values.
+        between: called with the number of the step that comes next.
+        batch: makes the batch for a step.
+    """
+
+    model: Any
+    optimizer: Any
+    step: Callable[..., Any]
+    between: Callable[[int], Any] = lambda number: None
+    batch: Callable[[int], tuple[Any, ...]] = field(default_factory=lambda: batch)
+
+
+def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Return features [rows, FEATURES] and classes [rows] of this rank for a step."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    draw = torch.Generator().manual_seed(1000 * number + xr.global_ordinal())
+    device = torch_xla.device()
+    x = torch.randn(rows, FEATURES, generator=draw)
+    y = torch.randint(0, CLASSES, (rows,), generator=draw)
+    return x.to(device), y.to(device)
+
+
+def outcome(make_job: Callable[[], Job], way: str) -> dict[str, Any]:
+    """Train; return losses, values, counts of traces and replays."""
+    import torch_xla
+
+    from xla_fsdp import compile_step
+
+    torch_xla.manual_seed(17)
+    job = make_job()
+    step = job.step if way == "plain" else compile_step(job.step)
+    if way == "traced":
+        step._own._find = lambda key, leaves: "always"
+    torch_xla.sync()
+    losses = []
+    for number in range(STEPS):
+        job.between(number)
+        loss = step(*job.batch(number))
+        if way == "plain":
+            torch_xla.sync()
+        losses.append(loss.item() if isinstance(loss, Tensor) else loss)
+    values = {name: value.detach().cpu() for name, value in job.model.state_dict().items()}
+    values |= {
+        f"{n}.{name}": value.cpu()
+        for n, state in enumerate(job.optimizer.state.values())
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    counts = (0, {}) if way == "plain" else (step.replays, dict(step.traces))
+    return {"losses": losses, "values": values, "replays": counts[0], "traces": counts[1]}
+
+
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return what differs, to the bit."""
+    found = [
+        f"loss {n}: {a!r} {b!r}"
+        for n, (a, b) in enumerate(zip(first["losses"], second["losses"], strict=True))
+        if a != b
+    ]
+    a, b = first["values"], second["values"]
+    return (
+        found + [name for name in a if not torch.equal(a[name], b[name])] + [*(a.keys() ^ b.keys())]
+    )
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def _train(model: Any, optimizer: Any, clip: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if clip:
+            model.clip_grad_norm_(clip)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def sgd() -> Job:
+    """A learning rate that falls, a momentum that changes, state dicts that are loaded."""
+    model = nested(make(Net))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    saved: dict[str, Any] = {}
+
+    def between(number: int) -> None:
+        if number:
+            schedule.step()
+        if number == 12:
+            optimizer.param_groups[0]["momentum"] = 0.8
+        if number == 15:
+            saved.update(copy.deepcopy({"m": model.state_dict(), "o": optimizer.state_dict()}))
+        if number == 20:
+            model.load_state_dict(saved["m"])
+            optimizer.load_state_dict(saved["o"])
+
+    return Job(model, optimizer, _train(model, optimizer), between)
+
+
+def adamw() -> Job:
+    """Two groups, a learning rate that changes in every step, clipping."""
+    model = nested(make(Net))
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "weight_decay": 0.0}, {"params": params[3:], "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def between(number: int) -> None:
+        if number:
+            schedule.step()
+        if number == 15:
+            optimizer.param_groups[1]["weight_decay"] = 0.05
+        if number == 22:
+            with model.summon_full_params(model), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+
+    return Job(model, optimizer, _train(model, optimizer, clip=0.5), between)
+
+
+class Dropped(nn.Module):
+    """Blocks with dropout, rematerialized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.4), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def dropout() -> Job:
+    """Random numbers, also recomputed ones; a seed set between steps."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+
+    model = make(Dropped)
+    model.blocks[0] = checkpoint_module(model.blocks[0])
+    model = nested(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def between(number: int) -> None:
+        if number == 12:
+            torch_xla.manual_seed(99)
+
+    return Job(model, optimizer, _train(model, optimizer), between)
+
+
+def batch_norm() -> Job:
+    """Buffers that the step changes; evaluation, a new shape, and a frozen parameter in between."""
+    import torch_xla
+
+    model = nested(make(BatchNormNet))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    train = _train(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if model.training:
+            return train(x, y)
+        with torch.no_grad():
+            return F.cross_entropy(model(x), y)
+
+    def between(number: int) -> None:
+        if number in (10, 12):
+            model.train(number == 12)
+        if number in (16, 20):
+            next(model.parameters()).requires_grad_(number == 20)
+        if number == 24:
+            for param in model.parameters():
+                param.data.mul_(0.9)
+            torch_xla.sync()
+
+    def batches(number: int) -> tuple[Tensor, Tensor]:
+        return batch(number, 4 if number in (13, 14, 25) else ROWS)
+
+    return Job(model, optimizer, step, between, batches)
+
+
+def accumulation() -> Job:
+    """Every third step updates; the others leave their gradients."""
+    model = nested(make(Net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+        with nullcontext() if last else model.no_sync():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return Job(model, optimizer, step, batch=lambda number: (*batch(number), number % 3 == 2))
+
+
+def averages() -> Job:
+    """Averages of the weights that the step keeps: changed in place, and replaced."""
+    model = nested(make(Net))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = _train(model, optimizer)
+    kept = [p.detach().clone() for p in model.parameters()]
+    mean = kept[0] * 0.0
+    model.register_buffer("mean_loss", kept[0].sum() * 0.0)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal mean
+        loss = inner(x, y)
+        with torch.no_grad():
+            for average, param in zip(kept, model.parameters(), strict=True):
+                average.lerp_(param, 0.1)
+            mean = mean * 0.9 + kept[0]
+            model.mean_loss = model.mean_loss * 0.5 + loss.detach()
+        return loss.detach() + mean.sum()
+
+    return Job(model, optimizer, step)
+
+
+def in_backward() -> Job:
+    """Parameters are stepped in backward."""
+    from xla_fsdp.optim import step_in_backward
+
+    model = nested(make(Net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    step_in_backward(model, optimizer)
+    inner = _train(model, optimizer)
+    return Job(model, optimizer, inner, lambda number: number and schedule.step())
+
+
+def _of_blocks(kind: str, *, steps_in_backward: bool) -> Job:
+    from test.common.scan import batch as hidden
+    from xla_fsdp.optim import step_in_backward
+
+    model = of_kind(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if steps_in_backward:
+        step_in_backward(model, optimizer)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Job(model, optimizer, step, batch=lambda number: (hidden(number),))
+
+
+def scanned() -> Job:
+    """Blocks in a loop."""
+    return _of_blocks("scanned", steps_in_backward=False)
+
+
+def stacked() -> Job:
+    """Blocks in a loop over stacked parameters, which are stepped in it."""
+    return _of_blocks("stacked", steps_in_backward=True)
+
+
+def whole() -> Job:
+    """``fully_shard``."""
+    from xla_fsdp import fully_shard
+
+    model = make(Net)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Job(model, optimizer, _train(model, optimizer))
+
+
+def zero1() -> Job:
+    """ZeRO-1, with clipping."""
+    import torch_xla
+
+    from xla_fsdp.optim import ZeroRedundancyOptimizer
+
+    model = make(Net).to(torch_xla.device())
+    model.mid2.weight = model.mid.weight
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
+    )
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        return loss
+
+    return Job(model, optimizer, step)
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        sgd,
+        adamw,
+        dropout,
+        batch_norm,
+        accumulation,
+        averages,
+        in_backward,
+        scanned,
+        stacked,
+        whole,
+        zero1,
+    )
+}
+
+
+def run_jobs(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return, by job, the differences between traced and replayed, and to the plain steps."""
+    found = {}
+    for name in names:
+        try:
+            results = {way: outcome(JOBS[name], way) for way in ("plain", "traced", "replayed")}
+        except Exception as error:
+            import traceback
+
+            found[name] = {"error": "".join(traceback.format_exception(error))}
+            continue
+        plain, replayed = results["plain"], results["replayed"]
+        found[name] = {
+            "error": "",
+            "differences": differences(results["traced"], replayed),
+            "to_plain": max(
+                abs(a - b) for a, b in zip(plain["losses"], replayed["losses"], strict=True)
+            ),
+            "to_plain_bits": len(differences(plain, replayed)),
+            "replays": replayed["replays"],
+            "traces": replayed["traces"],
+        }
+    return found

@@ -1,0 +1,370 @@
+"""``CheckpointManager``: when it saves, what it keeps, and what it resumes from."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.scenarios import fsdp, make, message
+
+RANKS = 4
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 5)
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inp(x))
+
+
+class Counter:
+    """An object with a state, such as a data loader."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def new_model(fill: float, **options: Any) -> Any:
+    model = fsdp(make(Small), **options)
+    set_to(model, fill)
+    return model
+
+
+def set_to(model: Any, value: float) -> None:
+    import torch_xla
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    torch_xla.sync()
+
+
+def values(model: Any) -> dict[str, float]:
+    """The greatest element of each parameter; the padding of shards is zeros."""
+    return {
+        key: tensor.cpu().max().item()
+        for key, tensor in model.state_dict().items()
+        if tensor.numel() and tensor.cpu().max() != 0
+    }
+
+
+def on_ranks(rank: int, folder: str) -> dict[str, Any]:
+    warnings.simplefilter("always")
+    cases = [intervals, kept, damaged, partly, tiers, replicas, one_copy, refusals]
+    return {case.__name__: case(rank, Path(folder, case.__name__)) for case in cases}
+
+
+def intervals(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    model, counter = new_model(0.0), Counter()
+    with CheckpointManager(folder, save_interval_steps=3) as manager:
+        nothing = manager.restore(model)
+        saved = []
+        for step in range(1, 8):
+            set_to(model, step)
+            counter.at = 10 * step + rank
+            saved.append(
+                manager.save(step, model, metrics={"loss": step / 2}, objects={"data": counter})
+            )
+        saved += [manager.save(7, model, extra="last", force=True) for _ in range(2)]
+    again, counter = new_model(0.0), Counter()
+    restored = manager.restore(again)
+    sixth = manager.restore(again, step=6, objects={"data": counter})
+    return {
+        "nothing": nothing,
+        "saved": saved,
+        "steps": manager.steps(),
+        "metrics": manager.metrics(3),
+        "newest": (restored.step, restored.extra),
+        "step 6": (sixth.step, values(again), counter.at - rank),
+    }
+
+
+def kept(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+    from xla_fsdp.checkpoint import Best
+
+    model = new_model(0.0)
+    losses = [5.0, 1.0, 4.0, 3.0, 2.0, 6.0, 7.0]
+    manager = CheckpointManager(folder, keep_last=2, keep_period=4, best=Best("loss", keep=2))
+    for step, loss in enumerate(losses, 1):
+        set_to(model, step)
+        manager.save(step, model, metrics={"loss": loss})
+    manager.wait()
+    best = manager.restore(model, step="best")
+    return manager.steps(), best.step, best.metrics, values(model)
+
+
+def damaged(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    model = new_model(0.0)
+    with CheckpointManager(folder, keep_last=2) as manager:
+        for step in (1, 2, 3):
+            set_to(model, step)
+            manager.save(step, model)
+    if rank == 0:
+        path = next(Path(folder, "step_00000003").glob("rank-00002*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-8:] = b"\xff" * 8
+        path.write_bytes(data)
+    again = CheckpointManager(folder, keep_last=2)
+    with warnings.catch_warnings(record=True) as caught:
+        restored = again.restore(model)
+        warned = [str(each.message) for each in caught if "cannot be loaded" in str(each.message)]
+    found = values(model)
+    for step in (3, 4):  # 3 once more
+        set_to(model, step)
+        again.save(step, model)
+    again.wait()
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return restored.step, found, warned, folders, again.steps()
+
+
+def partly(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    model = new_model(7.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    manager = CheckpointManager(folder)
+    manager.save(1, model, optimizer)
+    other = new_model(1.0)
+    stepped = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    manager.restore(other, stepped, only=["inp."])
+    first = values(other)
+    assert stepped.param_groups[0]["lr"] == 0.5
+    swapped = new_model(1.0)
+    swap = {"inp.bias": "out.weight"}
+    wrong = message(lambda: manager.restore(swapped, key_map=swap))
+    manager.restore(swapped, only=lambda name: name == "out.bias")
+    unfit = message(lambda: manager.restore(swapped, key_map={"decoder.": "out."}))
+    mapped = swapped_names(manager)
+    return first, wrong, values(swapped), unfit, mapped
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inp(x))
+
+
+def swapped_names(manager: Any) -> dict[str, float]:
+    """The values of a model whose head has another name than in the checkpoint."""
+    model = fsdp(make(Renamed))
+    manager.restore(model, key_map={"out.": "head."})
+    return values(model)
+
+
+def tiers(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    def manager() -> Any:
+        return CheckpointManager(
+            folder / "bucket",
+            save_interval_steps=4,
+            local_directory=folder / "disk",
+            local_interval_steps=1,
+        )
+
+    model = new_model(0.0)
+    with manager() as first:
+        for step in range(1, 7):
+            set_to(model, step)
+            first.save(step, model)
+    from xla_fsdp.checkpoint.step_directory import complete_attempts
+    from xla_fsdp.checkpoint.storage import open_storage
+
+    places = [
+        [each.step for each in complete_attempts(open_storage(folder / name))]
+        for name in ("bucket", "disk")
+    ]
+    newest = manager().restore(model)
+    model.state_dict()
+    if rank == 0:
+        for path in Path(folder, "disk").glob("step_*/*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    from xla_fsdp.distributed.xla.host import exchange
+
+    exchange(b"")
+    again = manager()
+    older = again.restore(model)
+    set_to(model, 5)
+    again.save(5, model)
+    again.wait()
+    return places, (newest.step, Path(newest.directory).name), older.step, again.steps()
+
+
+def replicas(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    groups = {
+        "sharding_groups": [[0, 1], [2, 3]],
+        "sharding_rank": rank % 2,
+        "sharding_world_size": 2,
+    }
+    model = new_model(3.0, **groups)
+    manager = CheckpointManager(folder, async_=False)
+    manager.save(1, model)
+    writes = manager._pending._save._writes
+    again = new_model(0.0, **groups)
+    manager.restore(again)
+    return writes, values(again)
+
+
+def one_copy(rank: int, folder: Path) -> Any:
+    """How many copies of the shards are in memory when the next one is made."""
+    from xla_fsdp import CheckpointManager
+    from xla_fsdp.fsdp.train_checkpoint import TrainState
+
+    model, alive, most = new_model(1.0), [], []
+    content = TrainState.content
+
+    def noted(self: TrainState, extra: Any) -> Any:
+        if self.metadata.rank:  # ranks are threads of one process
+            return content(self, extra)
+        gc.collect()
+        most.append(sum(each() is not None for each in alive))
+        made = content(self, extra)
+        alive.append(weakref.ref(next(iter(made.model.values()))))
+        return made
+
+    if rank == 0:
+        TrainState.content = noted
+    try:
+        with CheckpointManager(folder) as manager:
+            for step in range(1, 5):
+                manager.save(step, model)
+    finally:
+        if rank == 0:
+            TrainState.content = content
+    return most
+
+
+def refusals(rank: int, folder: Path) -> Any:
+    from xla_fsdp import CheckpointManager
+
+    model = new_model(1.0)
+    manager = CheckpointManager(folder)
+    manager.save(2, model)
+    manager.wait()
+    return [
+        message(lambda: CheckpointManager(folder, keep_last=0)),
+        message(lambda: CheckpointManager(folder, local_directory=folder)),
+        message(lambda: manager.restore(model, step="best")),
+        message(lambda: manager.restore(model, step=1)),
+        message(lambda: manager.save(3, model, metrics={"loss": "low"})),
+        message(lambda: manager.metrics(1)),
+        message(lambda: CheckpointManager(folder, best="loss").restore(model, step="best")),
+        message(lambda: manager.restore(model, objects={"data": Counter()})),
+    ]
+
+
+@cached_outcome
+def found() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks(on_ranks, RANKS, folder)
+
+
+def same_on_all(case: str) -> Any:
+    first, *others = (each[case] for each in found())
+    assert all(other == first for other in others)
+    return first
+
+
+def test_saves_steps_that_are_due() -> None:
+    seen = same_on_all("intervals")
+    assert seen["nothing"] is None
+    assert seen["saved"] == [False, False, True, False, False, True, False, True, False]
+    assert seen["steps"] == [3, 6, 7]
+    assert seen["metrics"] == {"loss": 1.5}
+    assert seen["newest"] == (7, "last")
+    step, at, counted = seen["step 6"]
+    assert (step, set(at.values()), counted) == (6, {6.0}, 60)
+
+
+def test_keeps_the_last_the_periodic_and_the_best() -> None:
+    assert found()[0]["kept"][0] == [2, 4, 5, 6, 7]  # the first rank deletes
+    for _, best, metrics, at in (each["kept"] for each in found()):
+        assert (best, metrics, set(at.values())) == (2, {"loss": 1.0}, {2.0})
+
+
+def test_a_damaged_step_is_named_and_left_and_an_older_one_loaded() -> None:
+    for step, at, _, _, _ in (each["damaged"] for each in found()):
+        assert (step, set(at.values())) == (2, {2.0})
+    # The first rank deletes.
+    _, _, warned, folders, steps = found()[0]["damaged"]
+    assert folders == ["step_00000003", "step_00000003.1", "step_00000004"]
+    assert steps == [3, 4]
+    (line,) = warned
+    assert "step_00000003 cannot be loaded, so an older step is tried: rank 2: " in line
+    assert "rank-00002-of-00004.safetensors" in line
+    assert "is damaged" in line
+
+
+def test_a_part_of_a_model_is_restored() -> None:
+    first, wrong, bias, unfit, mapped = found()[0]["partly"]
+    assert {key.rpartition(".")[0]: value for key, value in first.items()} == {
+        key.rpartition(".")[0]: 7.0 if "inp" in key else 1.0 for key in first
+    }
+    assert "key_map: 2 names become 'out.weight'" in wrong
+    assert "key_map: decoder.=out. fits no name of the model" in unfit
+    assert set(mapped.values()) == {7.0}
+    assert {value for key, value in bias.items() if "out.bias" in key} <= {7.0}
+    assert {value for key, value in bias.items() if "out.bias" not in key} == {1.0}
+
+
+def test_two_tiers() -> None:
+    places, newest, older, steps = found()[0]["tiers"]
+    assert places == [[4], [6]]
+    assert newest == (6, "disk")
+    assert (older, steps) == (4, [4, 5])
+
+
+def test_replicas_share_the_writing() -> None:
+    writes = [each["replicas"][0] for each in found()]
+    assert writes == [True, False, False, True]  # shard 0 by the first group, 1 by the second
+    assert {value for each in found() for value in each["replicas"][1].values()} == {3.0}
+
+
+def test_one_copy_is_in_memory() -> None:
+    assert found()[0]["one_copy"] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        (0, "keep_last=0; expected a whole number, 1 or more"),
+        (1, "pass both or none"),
+        (2, 'step="best": pass best= to CheckpointManager'),
+        (3, "holds no step 1 that is complete on all ranks; there is 2"),
+        (4, "metrics['loss'] is 'low'; expected a number"),
+        (5, "holds no step 1"),
+        (6, "holds no complete step with the metric 'loss'"),
+        (7, "the checkpoint holds no data; load without one"),
+    ],
+)
+def test_refusals(number: int, part: str) -> None:
+    assert all(part in each["refusals"][number] for each in found())

@@ -1,0 +1,346 @@
+"""Programs for a TPU, run with numbers on virtual chips, against plain torch on the joined batch.
+
+Beside the usual cases there are two mistakes made on purpose, which show that a case can fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from test.common import chip_training, tensor_training
+from test.common.chip_recipes import draw_on_chips, verdicts_on_chips
+from test.common.chips import Done, Job, run_jobs
+from test.common.compare import assert_close
+from test.common.parity import Case, assert_parity, run_cases
+from test.common.random_recipes import script, shrink
+from test.common.ranks import cached_outcome, run_warm
+from test.common.replicas import largest_error, values
+from test.common.replicas import train_plain as train_plain_replica
+from xla_fsdp.preflight import RehearsalError
+from xla_fsdp.preflight.rehearsal import Needs, RankStep, Table, check_fits
+from xla_fsdp.preflight.topologies import GIB
+
+BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+ROWS: dict[str, Any] = {"shard_param_on_dim_0": True}
+ALL_LARGE: dict[str, Any] = {"gather_once_below": 1}  # so that the loop gathers and reduces all
+
+QUICK: dict[str, tuple[str, Case]] = {
+    "nested": ("v5e:2x2", Case("Net", clip=(0.3, 2.0), optimizer="adamw", tolerance=1e-3)),
+    "loop": ("v5e:2x4", Case("ScanNet", scan=ALL_LARGE)),
+    "hybrid stacked bf16": (
+        "v5e:2x2*2",
+        Case(
+            "ScanNet",
+            scan={**ALL_LARGE, "stacked": True},
+            mesh=(2, 4),
+            options=BF16,
+            tolerance=0.05,
+        ),
+    ),
+    "streamed ends": ("v5e:2x2", Case("SignsToLossNet", options=ROWS, computes_loss=True)),
+}
+BROKEN = {"broken ring": "ring", "stale input": "stale"}
+
+
+def job_of(topology: str, case: Case, **how: Any) -> Job:
+    return Job(topology, run_cases, ({"it": case},), **how)
+
+
+@cached_outcome
+def quick() -> dict[str, Done]:
+    jobs = {name: job_of(*each) for name, each in QUICK.items()}
+    jobs.update({name: job_of(*QUICK["loop"], fault=fault) for name, fault in BROKEN.items()})
+    return run_jobs(jobs)
+
+
+def assert_right(case: Case, done: Done) -> None:
+    assert not done.error, done.error
+    assert_parity(case, [rank["it"] for rank in done.ranks])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_training_equals_that_of_plain_torch(name: str) -> None:
+    assert_right(QUICK[name][1], quick()[name])
+
+
+def test_reductions_go_around_rings_and_steps_settle_on_one_program() -> None:
+    done = quick()["loop"]
+    assert "collective-permute" in done.programs[-1]
+    assert done.runs[-2:] == (done.runs[-1],) * 2
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_seen(name: str) -> None:
+    done = quick()[name]
+    assert not done.error, done.error
+    with pytest.raises(AssertionError):
+        assert_right(QUICK["loop"][1], done)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@cached_outcome
+def rehearsed(fault: str) -> tuple[int, list[str], list[str]]:
+    """Exit code, and lines of output and of errors."""
+    run = ("-m", "xla_fsdp.preflight", "test.common.rehearsed:build_step", "--run", "2")
+    where = ("--topology", "v5e:2x2", "--mesh", "replica=2,shard=2")
+    done = run_warm(*run, *where, "--set", f"fault={fault}")
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_steps_are_printed_beside_those_of_the_plain_model() -> None:
+    code, lines, errors = rehearsed("none")
+    assert (code, errors) == (0, [])
+    head, needs, names, *rows = lines
+    assert head == "v5e:2x2 mesh=replica 2 x shard 2 fault=none"
+    pattern = (
+        r"2 step\(s\) of 4 ranks on this machine: needs about [\d.]+ of [\d.]+ GiB of memory, "
+    )
+    assert re.fullmatch(pattern + r"and \d+ (s|min)", needs)
+    assert names.split() == (
+        ["step", "loss", "plain", "grad", "norm", "plain", "finite", "ranks", "agree", "seconds"]
+    )
+    assert len(rows) == 2
+    for number, row in enumerate(rows, 1):
+        step, loss, plain, norm, plain_norm, *sound, _ = row.split()
+        assert (step, sound) == (str(number), ["yes", "yes"])
+        assert float(loss) == pytest.approx(float(plain), rel=1e-4)
+        assert float(norm) == pytest.approx(float(plain_norm), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_told() -> None:
+    code, lines, _ = rehearsed("infinite")
+    assert code == 1
+    assert lines[3].split()[5:7] == ["no", "yes"]
+    assert "      the loss is not finite on ranks [0, 1, 2, 3]" in lines
+
+
+@pytest.mark.slow
+def test_what_differs_between_ranks_is_told() -> None:
+    code, lines, _ = rehearsed("apart")
+    assert code == 1
+    assert lines[3].split()[5:7] == ["yes", "yes"]
+    assert lines[4].split()[5:7] == ["yes", "no"]
+    pattern = r"must be the same on ranks that hold copies, and differs: \[\d\], \[\d\]"
+    assert all(re.search(pattern, line) for line in lines[5:])
+
+
+@pytest.mark.slow
+def test_what_a_rank_raises_is_told_in_one_line() -> None:
+    code, _, errors = rehearsed("raises")
+    assert code == 1
+    start = "xla_fsdp.preflight: v5e:2x2 mesh=replica 2 x shard 2 fault=raises: RankError: "
+    assert errors == [
+        f"{start}rank 1 raised ValueError: no batch is left (--traceback shows where)"
+    ]
+
+
+def test_a_table_tells_where_numbers_are_not_finite_and_who_differs() -> None:
+    lines: list[str] = []
+    table = Table(2, [], lines.append)
+    shard = {("weight", (0,)): "a", ("steps", ()): "1"}
+    table.add(0, 0, RankStep(1.0, 4.0, (), shard))
+    assert lines == []
+    table.add(0, 1, RankStep(2.0, 5.0, ("the loss",), {**shard, ("weight", (0,)): "b"}))
+    [result] = table.results
+    assert (result.loss, result.grad_norm, result.is_sound) == (1.5, 3.0, False)
+    assert lines[2:] == [
+        "      the loss is not finite on ranks [1]",
+        "      weight must be the same on ranks that hold copies, and differs: [0], [1]",
+    ]
+    table.add(1, 0, RankStep(None, None, (), shard))
+    table.add(1, 1, RankStep(None, None, (), {("weight", (1,)): "b", ("steps", ()): "1"}))
+    assert table.results[1].is_sound
+    assert lines[-1].split()[:5] == ["2", "-", "-", "yes", "yes"]
+
+
+def test_what_does_not_fit_is_refused_beforehand() -> None:
+    needs = Needs(memory=20 * GIB, available=16 * GIB, compile_seconds=5, step_seconds=100)
+    assert needs.text(3) == "needs about 20.0 of 16.0 GiB of memory, and 5 min"
+    with pytest.raises(RehearsalError, match=r"3 step\(s\) on v5e:4x4: needs .*does not fit"):
+        check_fits("v5e:4x4", needs, 3)
+    check_fits("v5e:4x4", dataclasses.replace(needs, available=21 * GIB), 3)
+
+
+# ---------------------------------------------------------------- every way, everywhere
+
+WAYS: dict[str, Case] = {
+    "ordinary": Case("Net", remat="inside"),
+    "kept": Case("Net", options={"reshard_after_forward": False}),
+    "flat": Case("Net", options={"flatten_parameters": True}),
+    "in place": Case("Net", in_place=True, clip=(0.3, 2.0)),
+    "in place along dim 1": Case("Net", in_place=True, dim=1),
+    "frozen": Case("FrozenNet"),
+    "batch norm": Case("BatchNormNet"),
+    "tied": Case("TiedNet"),
+    "loop": Case("ScanNet", scan=ALL_LARGE, clip=(0.3, 2.0)),
+    "loop, small parameters once": Case("ScanNet", scan={}),
+    "stacked": Case("ScanNet", scan={**ALL_LARGE, "stacked": True}),
+    "offloaded": Case("ScanNet", scan={**ALL_LARGE, "offload_activations": True}),
+    "accumulated": Case("ScanNet", scan=ALL_LARGE, micro_batches=2),
+    "no_sync": Case("Net", micro_batches=3, no_sync=True),
+    "head and embedding": Case("TiedSignsNet", options=ROWS, computes_loss=True),
+    "wide head": Case("WideHeadNet", computes_loss=True),
+    "wide embedding": Case("WideSignsNet"),
+    "rows are sent": Case("LargeSignsNet", options=ROWS),
+    "bf16": Case("ScanNet", scan=ALL_LARGE, options=BF16, tolerance=0.05),
+    "bf16, reduced in fp32": Case(
+        "Net", options={**BF16, "fp32_reduce_scatter": True}, tolerance=0.05
+    ),
+    "gradient penalty": Case("Net", penalty="added", tolerance=1e-4),
+}
+PLACES = ("v5e:2x4", "v5p:2x2x2", "v5e:2x2*2")
+LARGE = {
+    (topology, way): WAYS[way]
+    for topology, ways in {
+        "v5e:4x4": ("ordinary", "loop", "stacked", "head and embedding"),
+        "v5p:4x4x4": ("loop",),
+    }.items()
+    for way in ways
+}
+HYBRID = {
+    "2 x 4": ("v5e:2x4", dataclasses.replace(WAYS["loop"], mesh=(2, 4))),
+    "4 x 2": ("v5p:2x2x2", dataclasses.replace(WAYS["ordinary"], mesh=(4, 2))),
+    "a replica per slice": ("v5e:2x2*2", dataclasses.replace(WAYS["stacked"], mesh=(2, 4))),
+    "no_sync": ("v5e:2x4", dataclasses.replace(WAYS["no_sync"], mesh=(2, 4))),
+}
+TENSOR = {
+    f"{model} {mesh} {shard} {more}": tensor_training.Case(
+        model, mesh, shard=shard, sequence=more != "", loss=more == "sequence, loss"
+    )
+    for model, mesh, shard, more in (
+        ("Gpt", (("tensor", 4),), "", ""),
+        ("Llama", (("tensor", 4),), "", "sequence, loss"),
+        ("Llama", (("shard", 2), ("tensor", 4)), "wrapped", "sequence, loss"),
+        ("Gpt", (("shard", 4), ("tensor", 2)), "in_place", "sequence"),
+        ("Gpt", (("replica", 2), ("shard", 2), ("tensor", 2)), "wrapped", "sequence, loss"),
+    )
+}
+SLICES = {4: "v5e:2x2", 8: "v5e:2x4"}
+SHARDED = ("in backward", "stacked in backward", "scaler", "experts")
+
+
+@cached_outcome
+def everywhere(topology: str) -> dict[str, Done]:
+    return run_jobs({way: job_of(topology, case) for way, case in WAYS.items()}, timeout=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "way"), [*itertools.product(PLACES, WAYS)])
+def test_every_way_to_train_on_every_slice(topology: str, way: str) -> None:
+    assert_right(WAYS[way], everywhere(topology)[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "way"), LARGE)
+def test_large_slices(topology: str, way: str) -> None:
+    [done] = run_jobs({"it": job_of(topology, LARGE[topology, way])}, timeout=1800).values()
+    assert_right(LARGE[topology, way], done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ordinary", "loop"])
+def test_ranks_that_lie_anywhere(way: str) -> None:
+    [done] = run_jobs({"it": job_of("v5e:2x4", WAYS[way], shuffled=True)}).values()
+    assert_right(WAYS[way], done)
+    assert "collective-permute" not in done.programs[-1]
+
+
+@cached_outcome
+def others() -> dict[str, Done]:
+    jobs = {name: job_of(*each) for name, each in HYBRID.items()}
+    for name, tensor_case in TENSOR.items():
+        jobs[name] = Job(SLICES[tensor_case.num_ranks], tensor_training.train, (tensor_case,))
+    for way in SHARDED:
+        jobs[way] = Job("v5e:2x2", chip_training.sharded, (way,))
+    for seeds in ("equal", "different"):
+        jobs[f"{seeds} seeds"] = Job("v5e:2x2", chip_training.dropout, (seeds,))
+    jobs["zero"] = Job("v5e:2x4", chip_training.zero)
+    jobs["post-local"] = Job("v5e:2x2", chip_training.post_local_sgd)
+    return run_jobs(jobs, timeout=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_sharding(name: str) -> None:
+    assert_right(HYBRID[name][1], others()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_sequence_and_loss_parallelism(name: str) -> None:
+    done = others()[name]
+    assert not done.error, done.error
+    tensor_training.assert_like_plain(TENSOR[name], done.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SHARDED)
+def test_other_steps_of_sharded_models(way: str) -> None:
+    done = others()[way]
+    assert not done.error, done.error
+    expected = chip_training.plain(len(done.ranks), way)
+    for rank in done.ranks:
+        assert_close(rank, expected, what="state", atol=2e-6, of_largest=2e-4, smallest=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", ["equal", "different"])
+def test_dropout_draws_as_ranks_are_seeded(seeds: str) -> None:
+    done = others()[f"{seeds} seeds"]
+    assert not done.error, done.error
+    outputs = [[step["output"] for step in rank] for rank in done.ranks]
+    same = [torch.equal(a[0] != 0, outputs[0][0] != 0) for a in outputs[1:]]
+    assert same == [seeds == "equal"] * 3
+    assert not torch.equal(outputs[0][0] != 0, outputs[0][1] != 0)
+    for step, weight in enumerate(chip_training.expected_weights(done.ranks)):
+        assert all(torch.allclose(rank[step]["weight"], weight) for rank in done.ranks)
+
+
+@pytest.mark.slow
+def test_an_optimizer_divided_over_the_ranks() -> None:
+    done = others()["zero"]
+    assert not done.error, done.error
+    model, _, norms = train_plain_replica(8, chip_training.adamw, clip=0.1)
+    for rank in done.ranks:
+        assert largest_error(rank["params"], values(model)) <= 2e-4
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_averages_after_local_steps_are_two_programs() -> None:
+    done = others()["post-local"]
+    assert not done.error, done.error
+    expected = chip_training.plain_local_sgd(4)
+    for found, wanted in zip(done.ranks, expected, strict=True):
+        for step, params in enumerate(found):
+            assert largest_error(params, wanted[step]) <= 1e-6
+    assert len(done.programs) == 1  # of the other kind of step no rank needs another
+
+
+# ---------------------------------------------------------------- random models
+
+RECIPES, SHRUNK = 200, 3
+
+
+@pytest.mark.slow
+def test_random_models_on_random_slices(tmp_path: Path) -> None:
+    recipes = {seed: draw_on_chips(seed) for seed in range(RECIPES)}
+    judged = dict(zip(recipes, verdicts_on_chips([*recipes.values()]), strict=True))
+    failing = [seed for seed, verdict in judged.items() if verdict.is_failure]
+    refused = sum(verdict.kind == "refused" for verdict in judged.values())
+    print(f"seeds 0 to {RECIPES - 1}: {len(failing)} failures, {refused} refused")
+    chosen = [(recipes[seed], judged[seed]) for seed in failing[:SHRUNK]]
+    for number, each in enumerate(shrink(chosen, verdicts_on_chips) if chosen else ()):
+        (tmp_path / f"{number}.py").write_text(script(*each))
+        print(f"{tmp_path}/{number}.py: {each[1].kind}: {each[1].what}\n{each[0]}")
+    assert not failing, f"seeds {failing}"

@@ -1,0 +1,228 @@
+"""Read pickles as plain values: nothing that a pickle names is imported or called.
+
+Python's own unpicklers trust what they read. A few bytes can call a class with any arguments,
+allocate room for as much as one instruction states, or nest tuples whose hash takes years. Here a
+class or function becomes a ``Global``, and its call an ``Object``, for the reader to interpret.
+
+Invariants: time and memory are at most proportional to the pickle's length, as each instruction
+takes both at most in proportion to its own length and to what it takes from the stack; the keys of
+dicts and sets are numbers, text or short tuples of these.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from xla_fsdp.checkpoint.errors import CheckpointError, shown
+
+MAX_INT_BYTES = 512  # as long as JSON's integers may be in Python; hashing longer ones takes time
+MAX_KEY_PARTS = 64
+MAX_DEPTH = 100  # far below the depth at which Python's recursion ends
+EXPANSION = 16  # values in the containers of a pickle, for each of its bytes
+
+_REFUSED = (
+    pickle.INST,
+    pickle.OBJ,
+    pickle.NEWOBJ_EX,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+)
+
+_MAPPINGS = ("collections.OrderedDict", "collections.Counter")
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Global:
+    """A class or function that a pickle names; a call makes an ``Object``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> Object:
+        return Object(self.name, args)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Object:
+    """An object that a pickle makes.
+
+    Args:
+        name: of its class, or of the function that makes it.
+        args: of the call.
+        state: attributes that are set afterwards.
+        items: put into it afterwards, as into a dict.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def __repr__(self) -> str:
+        return f"a {self.name}"
+
+
+def read_pickle(
+    file: Any,
+    is_known: Callable[[str], bool],
+    persistent: Callable[[Any], Any] | None = None,
+    advice: str = "",
+) -> Any:
+    """Return the value of one pickle, with ``Global`` and ``Object`` in place of all objects.
+
+    Args:
+        file: with ``read`` and ``readline``, neither of which returns more than is there.
+        is_known: whether the reader knows a class or function, such as ``"torch.Size"``.
+        persistent: returns the value for a persistent id, which may be any value.
+        advice: follows the message if the pickle names what is not known.
+
+    Raises:
+        CheckpointError: if the pickle names what is not known.
+        Exception: of any kind, if it is malformed.
+    """
+    reader = _Reader(file, is_known, advice)
+    if persistent is not None:
+        reader.persistent_load = persistent  # type: ignore[method-assign]
+    return reader.load()
+
+
+def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any:
+    """Return a copy of a value in which no container is in two places.
+
+    Args:
+        value: from ``read_pickle``, whose containers may contain each other any number of times.
+        length: of the pickle, in bytes.
+        convert: called with everything that is neither plain nor a container.
+
+    Raises:
+        CheckpointError: if the copy would be too deep, or too large for such a pickle.
+    """
+    room = EXPANSION * (length + MAX_INT_BYTES)
+
+    def walk(value: Any, depth: int) -> Any:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise CheckpointError(
+                f"refused: its containers repeat each other, with more than {EXPANSION} values for "
+                f"each of its bytes. Save a copy in which each container is in one place"
+            )
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"refused: its containers are nested more than {MAX_DEPTH} deep")
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, dict):
+            return {walk(k, depth + 1): walk(v, depth + 1) for k, v in value.items()}
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(walk(each, depth + 1) for each in value)
+        if isinstance(value, Object) and value.name in _MAPPINGS:
+            return {walk(k, depth + 1): walk(v, depth + 1) for k, v in _items(value)}
+        if isinstance(value, Object) and value.name == "builtins.set":
+            _check_keys(*value.args)
+            return {walk(each, depth + 1) for each in value.args[0]}
+        return convert(value)
+
+    return walk(value, 0)
+
+
+def _items(mapping: Object) -> Iterator[tuple[Any, Any]]:
+    """Yield what is in an ``OrderedDict`` or ``Counter``; protocol 2 gives it as an argument."""
+    for given in mapping.args:
+        pairs = list(given.items() if isinstance(given, dict) else given)
+        _check_keys(key for key, _ in pairs)
+        yield from pairs
+    yield from mapping.items.items()
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        parts = key if type(key) is tuple else (key,)
+        kinds = (*PLAIN, Object, Global)
+        if len(parts) > MAX_KEY_PARTS or not all(isinstance(part, kinds) for part in parts):
+            raise CheckpointError(f"refused: a key of a dict or set is a {type(key).__name__}")
+
+
+class _Reader(pickle._Unpickler):
+    """Python's unpickler that is written in Python, without what trusts the file."""
+
+    def __init__(self, file: Any, is_known: Callable[[str], bool], advice: str) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._is_known, self._advice = is_known, advice
+
+    def find_class(self, module: str, name: str) -> Global:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if not self._is_known(full):
+            raise CheckpointError(
+                f"refused: it holds a {shown(full)[1:-1]}, and loading that would run code from "
+                f"the file{self._advice}"
+            )
+        return Global(full)
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self.stack[-1](*args)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(made := self.stack[-1], Object):
+            raise pickle.UnpicklingError("state of what has none")
+        made.state = state
+
+    def load_long4(self) -> None:
+        length = int.from_bytes(self.read(4), "little")
+        if length > MAX_INT_BYTES:
+            raise CheckpointError(f"refused: it holds an integer of {length:,} bytes")
+        self.append(pickle.decode_long(self.read(length)))
+
+    def load_bytearray8(self) -> None:
+        self.append(self.read(int.from_bytes(self.read(8), "little")))
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()
+
+    def load_additems(self) -> None:
+        _check_keys(self.stack)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        _check_keys(self.stack)
+        super().load_frozenset()
+
+    def refuse(self) -> NoReturn:
+        raise pickle.UnpicklingError("an instruction that neither torch nor DCP write")
+
+    dispatch = {  # noqa: RUF012 (a class attribute there, too)
+        **pickle._Unpickler.dispatch,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.BUILD[0]: load_build,
+        pickle.LONG4[0]: load_long4,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.FROZENSET[0]: load_frozenset,
+        **dict.fromkeys((code[0] for code in _REFUSED), refuse),
+    }

@@ -1,0 +1,137 @@
+"""Ranks that run one after the other, as threads of one process, and meet where they need each
+other.
+
+Invariants: one rank runs at a time, and goes on until it meets the others or returns, so that all
+ranks find the host's random number generators as a process of their own would. Imports no
+torch_xla, and torch only when needed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_fsdp.distributed.cpu_ranks import Failure, Run, Unwind
+
+Together = Callable[[list[Any]], Sequence[Any]]
+"""Takes what every rank brings to a meeting, in rank order; returns what each takes away."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A rank that waits for the others to meet.
+
+    Args:
+        purpose: of the meeting, as text for messages; equal on all ranks.
+        brought: what it brings.
+    """
+
+    purpose: str
+    brought: Any
+
+
+class TurnRun(Run):
+    """A run whose ranks take turns; each calls ``begin`` first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._turn = 0
+        self._visits: dict[int, Visit] = {}
+        self._taken: dict[int, Any] = {}
+        self._first_state = _random_state()
+        self._states: dict[int, Any] = {}
+
+    def begin(self, rank: int) -> None:
+        """Wait for the first turn of ``rank``."""
+        with self._changed:
+            self._await_turn(rank)
+
+    def meet(self, rank: int, purpose: str, brought: Any, together: Together) -> Any:
+        """Wait for all ranks; return this rank's part of ``together(what all have brought)``.
+
+        The rank that comes last calls ``together``. Raises Unwind if the run fails.
+        """
+        with self._changed:
+            self._check_may_wait(rank)
+            self._visits[rank] = Visit(purpose, brought)
+            if len(self._visits) < self.num_ranks:
+                self._pass_turn(rank)
+                self._await_turn(rank)
+                return self._taken.pop(rank)
+            visits = [self._visits[each] for each in range(self.num_ranks)]
+        self._check_purposes(visits)
+        taken = together([visit.brought for visit in visits])
+        with self._changed:
+            self._taken = dict(enumerate(taken))
+            self._visits.clear()
+            self._pass_turn(rank)
+            self._await_turn(rank)
+            return self._taken.pop(rank)
+
+    def exchange(self, rank: int, data: bytes) -> list[bytes]:
+        return self.meet(rank, "an exchange of host data", data, lambda found: [found] * len(found))
+
+    def finish(self, rank: int) -> None:
+        with self._changed:
+            self.finished.add(rank)
+            if not self.failures and self._turn == rank:
+                self._pass_turn(rank)
+            self._changed.notify_all()
+
+    def _pass_turn(self, rank: int) -> None:
+        """Give the turn to the first rank that can run; fail the run if all others wait for one
+        that has returned."""
+        self._states[rank] = _random_state()
+        busy = self.finished | self._visits.keys()
+        able = [each for each in range(self.num_ranks) if each not in busy]
+        if able:
+            self._turn = able[0]
+            self._changed.notify_all()
+        elif self._visits:
+            self._fail_early_return_of(self._visits)
+
+    def _fail_early_return_of(self, visits: dict[int, Visit]) -> None:
+        left, waiting = sorted(self.finished), sorted(visits)
+        self.fail(
+            Failure(
+                left[0],
+                f"ranks {waiting} wait for {visits[waiting[0]].purpose}, but ranks {left} have "
+                f"already returned. Every rank must take the same number of steps and call the "
+                f"same collectives; look for uneven data or an early return.",
+            )
+        )
+
+    def _await_turn(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._turn == rank or self.failures)
+        if self.failures:
+            raise Unwind
+        _set_random_state(self._states.get(rank, self._first_state))
+
+    def _check_purposes(self, visits: Sequence[Visit]) -> None:
+        ranks: dict[str, list[int]] = {}
+        for rank, visit in enumerate(visits):
+            ranks.setdefault(visit.purpose, []).append(rank)
+        if len(ranks) > 1:
+            what = "; ".join(f"{purpose} on ranks {which}" for purpose, which in ranks.items())
+            raise RuntimeError(
+                f"the ranks meet for different reasons: {what}. Every rank must sync, read values "
+                f"and exchange data in the same order; look for code that depends on the rank."
+            )
+
+
+def _random_state() -> tuple[Any, ...]:
+    import numpy as np
+    import torch
+
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    import numpy as np
+    import torch
+
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])

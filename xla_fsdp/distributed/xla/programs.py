@@ -1,0 +1,279 @@
+"""Compile what was traced to a program, and run it again with other inputs.
+
+A program takes device buffers and returns device buffers. ``torch_xla.sync()`` finds both by itself
+in every step; here the caller names them once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+import torch_xla
+from torch import Tensor
+
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
+from xla_fsdp.distributed.xla.graph import buffer_id, tensor_id
+from xla_fsdp.distributed.xla.host import copies
+
+# How the random number state changes in torch_xla: when a sync ends a step, and for each drawing of
+# random numbers. Both modulo 2^64.
+STEP_FACTOR, STEP_ADDED = 7012063, 1012031
+DRAW_FACTOR, DRAW_ADDED = 214013, 2531011
+MOST_DRAWS = 1 << 16
+
+
+class ProgramGoneError(Exception):
+    """torch_xla no longer has a program: its cache holds 2048."""
+
+
+@dataclass(frozen=True)
+class ProgramInputs:
+    """The inputs of a traced program, in order.
+
+    Args:
+        values: a tensor for each, which holds its buffer.
+        buffers: numbers that identify the buffers, as ``graph.buffer_id``.
+        seeds: positions of random number states.
+    """
+
+    values: list[Tensor]
+    buffers: list[int]
+    seeds: list[int]
+
+
+def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
+    """Return the inputs of the program that computes ``outputs``."""
+    ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(outputs))
+    seed = torch_xla._XLAC._get_seed_info_id()
+    return ProgramInputs(
+        list(values),
+        list(torch_xla._XLAC._get_tensors_handle(values)),
+        [position for position, each in enumerate(ids) if each == seed],
+    )
+
+
+def find_pending(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of some XLA tensors that were traced but not computed."""
+    pending = torch_xla._XLAC._check_tensor_need_materialization(list(tensors))
+    return [each for each, is_pending in zip(tensors, pending, strict=True) if is_pending]
+
+
+def buffers_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return ``graph.buffer_id`` of each tensor."""
+    try:
+        return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
+    except RuntimeError:  # one of them has no buffer
+        return [buffer_id(each) for each in tensors]
+
+
+def run_traced(
+    outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]
+) -> tuple[bytes, list[Tensor]]:
+    """Compile and run the program that computes ``outputs``, together with the other ranks.
+
+    Args:
+        outputs: traced tensors.
+        values: the program's inputs, ``inputs_of(outputs).values``.
+        donated: positions of inputs whose buffers the outputs may use, and that are gone then.
+
+    Returns:
+        The program, and new tensors with the values of ``outputs``.
+    """
+    program = b""
+
+    def compile_it() -> None:
+        nonlocal program
+        for position in donated:
+            torch_xla._XLAC._set_buffer_donation(values[position], True)
+        with _donating():
+            program = torch_xla._XLAC._get_graph_hash(list(outputs))
+            torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])
+
+    def run_it() -> list[Tensor]:
+        return torch_xla._XLAC._run_cached_graph(program, list(values))
+
+    results = ops.runtime().run_together(run_it, compile_it)
+    return program, results
+
+
+def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Run a result of ``run_traced`` with other inputs, together with the other ranks.
+
+    Raises:
+        ProgramGoneError: if torch_xla has dropped the program from its cache.
+    """
+
+    def run() -> list[Tensor]:
+        try:
+            return torch_xla._XLAC._run_cached_graph(program, list(inputs))
+        except RuntimeError as error:
+            if "Failed to get computation by hash" in str(error):
+                raise ProgramGoneError from error
+            raise
+
+    return ops.runtime().run_together(run)
+
+
+@contextmanager
+def _donating() -> Iterator[None]:
+    before = torch_xla._XLAC._xla_get_enable_alias_with_buffer_donor_config()
+    torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+    try:
+        yield
+    finally:
+        torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
+
+
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give each tensor the buffer of a value of its shape, as an in-place change would."""
+    # Not _replace_xla_tensor, after which views of the tensor still have the old value.
+    for tensor, value in zip(tensors, values, strict=True):
+        torch._functionalize_replace(tensor, torch._from_functional_tensor(value))
+        torch._functionalize_commit_update(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_sync(tensor)
+
+
+def unshare(tensors: Sequence[Tensor]) -> None:
+    """Give every scalar of some computed tensors a buffer of its own.
+
+    torch_xla keeps one buffer for all equal scalars that come from the host: copies of tensors, and
+    numbers in operations. Programs could not tell such inputs apart, or donate them.
+    """
+    scalars = {tensor_id(each): each for each in tensors if not each.dim()}
+    values = copies(list(scalars.values()))
+    put(list(scalars.values()), [ops.upload(value) for value in values])
+
+
+def run_pending() -> None:
+    """Execute what is pending on the caller's device, without collectives; the random number state
+    stays."""
+    torch_xla._XLAC._xla_sync_live_tensors(str(ops.device()), [], False)
+
+
+def drop_pending() -> None:
+    """Forget what was traced but not computed on the caller's device.
+
+    A view's tensor keeps the one that it was a view of, which nobody can read any more.
+    """
+    ops.forget_token()
+    torch_xla._XLAC._clear_pending_irs(str(ops.device()))
+
+
+def count_change(tensors: Sequence[Tensor]) -> None:
+    """Raise the versions of tensors, which ``put`` leaves alone."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    versions = tuple(tensor._version + 1 for tensor in counted)
+    torch._C._autograd._unsafe_set_version_counter(counted, versions)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def seed_after(seed: int, draws: int) -> int:
+    """Return the random number state after so many drawings."""
+    for _ in range(draws):
+        seed = (DRAW_ADDED + DRAW_FACTOR * seed) % 2**64
+    return seed
+
+
+def next_seed(seed: int) -> int:
+    """Return the random number state after the ``torch_xla.sync()`` of a step."""
+    return (STEP_ADDED + STEP_FACTOR * seed) % 2**64
+
+
+def draws_until(seed: int, wanted: int, change: Callable[[int], int] = int) -> int | None:
+    """Return after how many drawings ``change(state)`` is ``wanted``; None if it never is."""
+    for draws in range(MOST_DRAWS):
+        if change(seed) == wanted:
+            return draws
+        seed = (DRAW_ADDED + DRAW_FACTOR * seed) % 2**64
+    return None
+
+
+def seed_value(seed: int) -> Tensor:
+    """Return a random number state as programs take it, int64 [], on the device."""
+    return ops.upload(torch.tensor(seed - (2**64 if seed >= 2**63 else 0)))
+
+
+# ---------------------------------------------------------------- reads while tracing
+
+
+class Reader(Protocol):
+    """Told of reads by the code that a rank traces."""
+
+    def before_read(self, value: Any) -> None:
+        """Called before a tensor, or list of tensors, is read, or everything pending is run
+        (None)."""
+        ...
+
+    def item(self, tensor: Tensor) -> Any:
+        """Return what ``tensor.item()`` of a host tensor returns; None to let torch read it."""
+        ...
+
+
+@dataclass
+class _Readers:
+    """The readers of a process, by device; its functions are replaced at the first."""
+
+    by_device: dict[str, Reader] = field(default_factory=dict)
+    installing: Lock = field(default_factory=Lock)
+    installed: bool = False
+
+    @property
+    def current(self) -> Reader | None:
+        # By device: backward hooks run in another thread than the step.
+        if not self.by_device:
+            return None
+        return self.by_device.get(torch_xla._XLAC._xla_get_default_device())
+
+    def install(self) -> None:
+        with self.installing:
+            if not self.installed:
+                self.installed = True
+                for owner, name, read in host_reads(self._before):
+                    setattr(owner, name, self._item(read) if name == "item" else read)
+                original = torch_xla._XLAC._xla_step_marker
+                torch_xla._XLAC._xla_step_marker = self._step_marker(original)
+
+    def _before(self, value: Any) -> None:
+        if (reader := self.current) is not None:
+            reader.before_read(value)
+
+    def _item(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def item(tensor: Tensor) -> Any:
+            reader = self.current
+            known = None if reader is None or tensor.is_xla else reader.item(tensor)  # type: ignore[attr-defined]
+            return original(tensor) if known is None else known
+
+        return item
+
+    def _step_marker(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def step_marker(*args: Any, **kwargs: Any) -> Any:
+            self._before(None)
+            return original(*args, **kwargs)
+
+        return step_marker
+
+
+_readers = _Readers()
+
+
+@contextmanager
+def reading_by(reader: Reader) -> Iterator[None]:
+    """Tell ``reader`` of the reads of the caller's device inside the block."""
+    _readers.install()
+    on = str(ops.device())
+    _readers.by_device[on] = reader
+    try:
+        yield
+    finally:
+        del _readers.by_device[on]

@@ -1,0 +1,588 @@
+"""``compile_step``: trace a training step a few times, then run its program again and again.
+
+The first steps are traced as always. Each is turned into a ``Program``; when the next one traces
+the same program, it is confirmed and replayed from then on, for as long as nothing that it depends
+on has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from xla_fsdp.distributed.xla import host, ops, programs
+from xla_fsdp.distributed.xla.graph import tensor_id
+from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
+from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
+from xla_fsdp.fsdp.replay.program import (
+    HostInput,
+    Numbers,
+    Program,
+    Reference,
+    Returned,
+    candidates_of,
+)
+from xla_fsdp.fsdp.replay.seen import CompileStepError, Seen, watching
+from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Watched
+
+MANY_TRACES = 12
+FIRST = "the first step"
+
+_log = logging.getLogger("xla_fsdp")
+
+
+@overload
+def compile_step(step: Callable[..., Any], *, unknown: str = "raise") -> CompiledStep: ...
+@overload
+def compile_step(
+    step: None = None, *, unknown: str = "raise"
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile_step(step: Callable[..., Any] | None = None, *, unknown: str = "raise") -> Any:
+    """Make a training or evaluation step that is traced a few times and then replayed.
+
+    The step runs its program itself; a ``torch_xla.sync()`` after it is not needed. Its Python code
+    runs only while it is traced: what it does to lists and other objects of the host does not
+    happen in a replay.
+
+    Args:
+        step: a function of tensors and plain values. It makes a whole step (forward, backward,
+            clipping, optimizer step, ``zero_grad``), and returns tensors and plain values in any
+            containers. Returned tensors have no graph.
+        unknown: what to do if a replay would be wrong, because the step reads the device or uses a
+            value that the host computes anew in each step: "raise", or "trace" every step.
+
+    Returns:
+        A callable with the arguments of ``step``.
+
+    Raises:
+        ValueError: if ``unknown`` is neither.
+    """
+    if unknown not in ("raise", "trace"):
+        raise ValueError(f"unknown={unknown!r}; expected 'raise' or 'trace'")
+    if step is None:
+        return functools.partial(compile_step, unknown=unknown)
+    return CompiledStep(step, refuses=unknown == "raise")
+
+
+class CompiledStep:
+    """What ``compile_step`` returns. CPU ranks that share it trace and replay each for itself."""
+
+    def __init__(self, step: Callable[..., Any], *, refuses: bool) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._refuses = refuses
+        self._ranks: dict[str, _RankStep] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def traces(self) -> Counter[str]:
+        """How often the calling rank has traced the step, by reason."""
+        return self._own.traces
+
+    @property
+    def replays(self) -> int:
+        """How often the calling rank has replayed the step."""
+        return self._own.replays
+
+    @property
+    def _own(self) -> _RankStep:
+        on = str(ops.device())
+        if on not in self._ranks:
+            self._ranks[on] = _RankStep(self._step, refuses=self._refuses)
+        return self._ranks[on]
+
+
+class _RankStep:
+    """The programs of one rank's step."""
+
+    def __init__(self, step: Callable[..., Any], *, refuses: bool) -> None:
+        self.traces: Counter[str] = Counter()
+        self.replays = 0
+        self._step = step
+        self._refuses = refuses
+        self._traces_always = ""
+        self._device = ops.device()
+        self._programs: dict[Any, list[Program]] = {}
+        self._changed_plain: Counter[str] = Counter()
+        self._watched = Watched(step, [], [], self._device)
+        self._modules: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._others: list[weakref.ref[Tensor]] = []
+        self._objects: dict[int, Any] = {}  # arguments that are no tensors or plain values
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        if self._traces_always:
+            return self._run_plainly(args, kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = tree, *self._kinds(leaves)
+        reason = self._find(key, leaves)
+        if isinstance(reason, Program):
+            try:
+                found = reason.replay(leaves)
+            except programs.ProgramGoneError:
+                self._programs[key].remove(reason)
+                reason = "torch_xla had dropped the program"
+            else:
+                self.replays += 1
+                return pytree.tree_unflatten(found, reason.returned.tree)
+        self._count(reason)
+        return self._trace(key, args, kwargs, leaves)
+
+    def _kinds(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return what programs depend on of each argument: all but the values of tensors."""
+        first: dict[int, int] = {}
+        kinds: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                same_as = first.setdefault(id(leaf), number)
+                kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as))
+            elif isinstance(leaf, PLAIN):
+                kinds.append((type(leaf), leaf))
+            elif isinstance(leaf, nn.Module | torch.optim.Optimizer) or callable(leaf):
+                self._objects[id(leaf)] = leaf  # or another object might get its id
+                kinds.append(("object", id(leaf)))
+            else:
+                raise TypeError(
+                    f"a compiled step got a {type(leaf).__name__}; pass tensors and plain values, "
+                    f"in containers that torch.utils._pytree knows if need be, modules, optimizers "
+                    f"and functions"
+                )
+        return kinds
+
+    def _run_plainly(self, args: Any, kwargs: Any) -> Any:
+        self.traces[self._traces_always] += 1
+        result = pytree.tree_map_only(Tensor, Tensor.detach, self._step(*args, **kwargs))
+        ops.sync()
+        return result
+
+    def _find(self, key: Any, leaves: Sequence[Any]) -> Program | str:
+        """Return the program to replay, or why there is none."""
+        known = self._programs.get(key, [])
+        if not known:
+            return "arguments of new shapes, dtypes or values" if self._programs else FIRST
+        facts = self._watched.facts()
+        reason = ""
+        for program in reversed(known):
+            if program.facts != facts:
+                reason = reason or self._watched.describe(program.facts, facts)
+                continue
+            numbers = OptimizerNumbers(self._watched.optimizers)
+            reason = program.why_not(numbers)
+            if not reason:
+                return program
+        return reason
+
+    def _count(self, reason: str) -> None:
+        self.traces[reason] += 1
+        if sum(self.traces.values()) == MANY_TRACES:
+            table = "\n".join(f"{n:6} {each}" for each, n in self.traces.most_common())
+            warnings.warn(
+                f"a compiled step was traced {MANY_TRACES} times, which costs the host as much as "
+                f"without compile_step. How often, and what had changed:\n{table}",
+                stacklevel=4,
+            )
+        if reason == FIRST:
+            _log.info("compile_step traces a step; replays do not run its Python code")
+
+    # ------------------------------------------------------------ tracing
+
+    def _trace(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        self._renew()
+        trace = _Trace(self._watched, leaves, self._device, refuses=self._refuses)
+        result = trace.run(self._step, args, kwargs)
+        if trace.seen.first_read:
+            self._give_up(f"the step reads the device at {trace.seen.first_read}")
+            ops.sync()
+            return pytree.tree_map_only(Tensor, Tensor.detach, result)
+        result = trace.execute(result)
+        for module in trace.seen.modules:
+            if module not in self._watched.labels:
+                self._modules.append(module)
+        self._optimizers += trace.seen.optimizers.values()
+        self._others = [weakref.ref(each) for each in trace.seen.tensors()]
+        if self._watched.knows([*trace.seen.modules], [*trace.seen.optimizers.values()]):
+            self._learn(key, trace)
+        return result
+
+    def _renew(self) -> None:
+        """Watch the modules, optimizers and parameters that there are now."""
+        old = self._watched
+        new = Watched(self._step, self._modules, self._optimizers, self._device, self._others)
+        same = (
+            [*map(id, new.modules)] == [*map(id, old.modules)]
+            and [*map(id, new.optimizers)] == [*map(id, old.optimizers)]
+            and [*map(id, new.params)] == [*map(id, old.params)]
+        )
+        self._watched = new
+        if not same:
+            self._programs = {}
+
+    def _learn(self, key: Any, trace: _Trace) -> None:
+        problem = trace.problem or self._find_counter(trace)
+        program = trace.program
+        if problem or program is None:
+            self._give_up(problem)
+            return
+        known = self._programs.setdefault(key, [])
+        for each in known:
+            if each.is_same(program):
+                problem = trace.unknown(each, each.confirm(program))
+                if problem:
+                    self._give_up(problem)
+                return
+        known.append(program)
+
+    def _find_counter(self, trace: _Trace) -> str:
+        """Return what is wrong if the step itself has changed the same plain value twice."""
+        for label, change in self._watched.changed_numbers(trace.facts, trace.facts_after):
+            self._changed_plain[label] += 1
+            if self._changed_plain[label] > 1:
+                return f"the step changes a number of the host itself: {label} ({change})"
+        return ""
+
+    def _give_up(self, problem: str) -> None:
+        if self._refuses:
+            raise CompileStepError(
+                f"{problem}. A replay would not follow that. Hand it to the step as an argument "
+                f"(a tensor), or keep it in a tensor on the device; "
+                f'compile_step(..., unknown="trace") traces every step'
+            )
+        if not self._traces_always:
+            warnings.warn(f"every step is traced, because {problem}", stacklevel=4)
+        self._traces_always, self._programs = problem, {}
+
+
+class _Trace:
+    """One traced step, from the tensors before it to the program that it makes."""
+
+    def __init__(
+        self, watched: Watched, leaves: Sequence[Any], device: torch.device, *, refuses: bool
+    ) -> None:
+        self.problem = ""
+        self.program: Program | None = None
+        self._device = device
+        self._watched = watched
+        self._numbers = OptimizerNumbers(watched.optimizers)
+        host.settle()
+        self._slots = watched.slots()
+        self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
+        self._arguments = list(leaves)
+        held = [*self._own(leaves), *self._before.values()]
+        ops.compute(held)
+        programs.unshare(held)
+        self._seed = ops.get_rng_state(device)
+        self.facts = watched.facts()
+        self.facts_after = self.facts
+        self._options = self._numbers.options()
+        self._counts = [count.read() for count in self._numbers.counts()]
+        begins = sorted(set(self._counts))
+        self._begins = begins
+        keys = {begin: ("count", number) for number, begin in enumerate(begins)}
+        self._found = HostNumbers()
+        self._keys = keys
+        self.seen = Seen(self._found, keys, refuses=refuses)
+        self._buffers = self._find_buffers()
+
+    def _own(self, values: Sequence[Any]) -> list[Tensor]:
+        return [v for v in values if isinstance(v, Tensor) and v.device == self._device]
+
+    def _find_buffers(self) -> dict[int, tuple[Reference, Tensor]]:
+        """Return the reference of each buffer that the step may use; slots are named by place."""
+        held: list[tuple[Reference, Tensor]] = [
+            (("slot", where), tensor) for where, tensor in self._before.items()
+        ]
+        held += [
+            (("argument", number), leaf)
+            for number, leaf in enumerate(self._arguments)
+            if isinstance(leaf, Tensor) and leaf.device == self._device
+        ]
+        found: dict[int, tuple[Reference, Tensor]] = {}
+        for each, buffer in zip(held, programs.buffers_of([t for _, t in held]), strict=True):
+            if buffer is None:
+                continue
+            reference, tensor = found.setdefault(buffer, each)
+            if each[0][0] == "argument" and tensor is not each[1]:
+                known = (
+                    "another argument" if reference[0] == "argument" else "a tensor of the model"
+                )
+                self.problem = f"argument {each[0][1]} of the step shares its memory with {known}"
+        return found
+
+    def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the step; if it raises, put the tensors back that it has changed."""
+        saved = [(tensor, tensor.detach().clone()) for tensor in self._before.values()]
+        try:
+            with (
+                programs.reading_by(self.seen),
+                self._numbers.traced(self._found, self._keys),
+                watching(self.seen),
+            ):
+                return step(*args, **kwargs)
+        except BaseException:
+            self._restore(saved)
+            raise
+
+    def _restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for tensor, value in saved:
+            if ops.is_pending(tensor):
+                programs.put([tensor], [value])
+        for where, (_, slot) in self._watched.slots().items():
+            if slot.get() is not self._before.get(where):
+                slot.set(self._before.get(where))
+        for where, (_, slot) in self._slots.items():
+            if slot.get() is not self._before[where]:
+                slot.set(self._before[where])
+        for count, number in zip(self._numbers.counts(), self._counts, strict=False):
+            count.write(number)
+        ops.runtime().forget_collectives()
+        programs.drop_pending()
+
+    # ------------------------------------------------------------ the program
+
+    def execute(self, result: Any) -> Any:
+        """Run what was traced, and make ``program`` from it; returns the step's result."""
+        leaves, tree = pytree.tree_flatten(result)
+        leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
+        after = self._watched.slots()
+        held = {id(slot.get()): slot.get() for _, slot in after.values()}
+        for each in (*self._own(leaves), *self.seen.tensors(), *self._own(self._arguments)):
+            if each.device == self._device:
+                held.setdefault(id(each), each)
+        groups = _by_tensor(programs.find_pending(list(held.values())))
+        outputs = [group[0] for group in groups]
+        self.facts_after = self._watched.facts()
+        if outputs:
+            leaves = self._run_program(outputs, groups, held, after, leaves, tree)
+        del held, outputs, groups, result
+        programs.drop_pending()
+        ops.sync()  # step closures, and the random number state
+        if self.program is not None:
+            self.program.last_seed = self._last_seed()
+        return pytree.tree_unflatten([plain(each) for each in leaves], tree)
+
+    def _last_seed(self) -> tuple[str, int]:
+        now = ops.get_rng_state(self._device)
+        draws = programs.draws_until(self._seed, now, programs.next_seed)
+        return ("constant", now) if draws is None else ("draws", draws)
+
+    def _run_program(
+        self,
+        outputs: list[Tensor],
+        groups: list[list[Tensor]],
+        held: dict[int, Tensor],
+        after: dict[Any, tuple[str, Slot]],
+        leaves: Sequence[Any],
+        tree: Any,
+    ) -> list[Any]:
+        inputs = programs.inputs_of(outputs)
+        pending = {id(each) for group in groups for each in group}
+        idle = [each for each in held.values() if id(each) not in pending]
+        kept = set(programs.buffers_of(idle))
+        donated = [
+            number
+            for number, buffer in enumerate(inputs.buffers)
+            if buffer in self._buffers
+            and id(self._buffers[buffer][1]) in pending
+            and buffer not in kept
+        ]
+        builder = _Builder(self._slots, self._before, after, self._arguments, self._buffers, idle)
+        references, hosts = builder.inputs(inputs, self._found, self._seed)
+        collectives = ops.runtime().traced_collectives()
+        code, results = programs.run_traced(outputs, inputs.values, donated)
+        goals = [builder.goals(group) for group in groups]
+        self.problem = self.problem or builder.problem
+        self.program = Program(
+            code=code,
+            facts=self.facts,
+            slots=builder.slots,
+            shapes=builder.shapes(),
+            inputs=references,
+            hosts=hosts,
+            outputs=goals,
+            new=builder.new,
+            emptied=builder.emptied(),
+            objects=builder.objects,
+            returned=Returned(builder.returned(leaves, groups), tree),
+            numbers=self._numbers_after(),
+            collectives=collectives,
+            last_seed=("draws", 0),
+            unreduced=[
+                (unit.context, list(unit.context.unreduced)) for unit in self._watched.units
+            ],
+        ).compact()
+        self.program.place(results, self._arguments)
+        for group, goal, value in zip(groups, goals, results, strict=True):
+            if not goal:  # what the step's code has kept elsewhere
+                programs.put(group, [value] * len(group))
+        return self.program.leaves(results, self._arguments)
+
+    def _numbers_after(self) -> Numbers:
+        now = [count.read() for count in self._numbers.counts()]
+        deltas = [new - old for new, old in zip(now, self._counts, strict=False)]
+        members = [[n for n, c in enumerate(self._counts) if c == b] for b in self._begins]
+        return Numbers(self._options, members, self._begins, deltas, self._found.outcomes)
+
+    def unknown(self, program: Program, positions: Sequence[int]) -> str:
+        """Say which host inputs of a program nothing explains, and where they entered."""
+        found = []
+        for number in positions:
+            value = program.hosts[number].value
+            what = value.item() if not value.dim() else f"a tensor of shape {list(value.shape)}"
+            place = self._place_of(value)
+            found.append(f"{what:g}" if isinstance(what, float) else str(what))
+            found[-1] += f" (entered at {place})" if place else ""
+        if not found:
+            return ""
+        shown = "; ".join(dict.fromkeys(found))
+        return f"the host computes a value anew in every step: {shown}"
+
+    def _place_of(self, value: Tensor) -> str:
+        if value.dim():
+            return self.seen.places.get(tuple(value.shape), "")
+        for number, place in self.seen.places.items():
+            if isinstance(number, float):
+                try:
+                    if torch.tensor(number, dtype=value.dtype) == value:
+                        return place
+                except (OverflowError, RuntimeError):
+                    continue
+        return ""
+
+
+def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group Python tensors that are the same XLA tensor."""
+    groups: dict[int, list[Tensor]] = {}
+    for each in tensors:
+        groups.setdefault(tensor_id(each), []).append(each)
+    return list(groups.values())
+
+
+class _Builder:
+    """Finds where inputs of a traced program come from, and where its results go."""
+
+    def __init__(
+        self,
+        before: dict[Any, tuple[str, Slot]],
+        tensors: dict[Any, Tensor],
+        after: dict[Any, tuple[str, Slot]],
+        arguments: Sequence[Any],
+        buffers: dict[int, tuple[Reference, Tensor]],
+        idle: Sequence[Tensor],
+    ) -> None:
+        self.problem = ""
+        self.new: set[int] = set()
+        self.objects: list[weakref.ref[Tensor]] = []
+        self._before, self._tensors, self._after = before, tensors, after
+        self._arguments = list(arguments)
+        self._buffers = buffers
+        both = {**before, **after}
+        self._numbers = {where: number for number, where in enumerate(both)}
+        self.slots: list[Slot] = [slot for _, slot in both.values()]
+        self._labels = [label for label, _ in both.values()]
+        self._idle = {b: t for t, b in zip(idle, programs.buffers_of(idle), strict=True)}
+        self._holders: dict[int, list[int]] = {}
+        for where, (_, slot) in after.items():
+            self._holders.setdefault(id(slot.get()), []).append(self._numbers[where])
+
+    def shapes(self) -> list[tuple[Any, ...] | None]:
+        """Return shape, dtype and device of the tensors before the step, None without one."""
+        found: list[tuple[Any, ...] | None] = [None] * len(self.slots)
+        for where, tensor in self._tensors.items():
+            found[self._numbers[where]] = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        return found
+
+    def emptied(self) -> list[int]:
+        """Return the slots that hold nothing after the step."""
+        return [self._numbers[where] for where in self._before if where not in self._after]
+
+    def inputs(
+        self, inputs: programs.ProgramInputs, found: HostNumbers, seed: int
+    ) -> tuple[list[Reference], list[HostInput]]:
+        """Return where each input comes from, and those that come from the host."""
+        references: list[Reference] = []
+        values: list[Tensor] = []
+        seeds = self._seeds(inputs, seed)
+        for number, (buffer, value) in enumerate(zip(inputs.buffers, inputs.values, strict=True)):
+            if number in seeds:
+                references.append(("seed", seeds[number]))
+            elif buffer in self._buffers:
+                references.append(self._named(self._buffers[buffer][0]))
+            elif buffer in self._idle:
+                references.append(self._object(self._idle[buffer]))
+            else:
+                references.append(("host", len(values)))
+                values.append(value)
+        hosts = [
+            HostInput(at_host, value, candidates_of(at_host, found.found))
+            for at_host, value in zip(host.copies(values), values, strict=True)
+        ]
+        return references, hosts
+
+    def _seeds(self, inputs: programs.ProgramInputs, seed: int) -> dict[int, int]:
+        """Return after how many drawings each random number state is what an input holds; a state
+        that is not reached so was set by the step itself."""
+        states = host.copies([inputs.values[position] for position in inputs.seeds])
+        draws = [programs.draws_until(seed, state.item() % 2**64) for state in states]
+        pairs = zip(inputs.seeds, draws, strict=True)
+        return {position: count for position, count in pairs if count is not None}
+
+    def goals(self, group: Sequence[Tensor]) -> list[Reference]:
+        """Return where a result goes, whose traced tensor these Python tensors are."""
+        found: list[Reference] = []
+        for tensor in group:
+            for number in self._holders.get(id(tensor), ()):
+                if tensor is not self._tensors.get(self._where(number)):
+                    self.new.add(number)
+                    if tensor.requires_grad:
+                        self.problem = f"the step replaces {self._labels[number]}, a parameter"
+                found.append(("slot", number))
+            for number, argument in enumerate(self._arguments):
+                if argument is tensor:
+                    found.append(("argument", number))
+        return list(dict.fromkeys(found))
+
+    def returned(self, leaves: Sequence[Any], groups: list[list[Tensor]]) -> list[tuple[Any, ...]]:
+        """Return what each leaf of the step's result is."""
+        numbers = {id(each): n for n, group in enumerate(groups) for each in group}
+        return [self._returned(leaf, numbers) for leaf in leaves]
+
+    def _returned(self, leaf: Any, numbers: dict[int, int]) -> tuple[Any, ...]:
+        if not isinstance(leaf, Tensor):
+            return ("plain", plain(leaf))
+        if id(leaf) in numbers:
+            return ("result", numbers[id(leaf)])
+        [buffer] = programs.buffers_of([leaf]) if leaf.is_xla else [None]  # type: ignore[attr-defined]
+        if buffer in self._buffers:
+            return self._named(self._buffers[buffer][0])
+        self.problem = (
+            f"the step returns a tensor of shape {list(leaf.shape)} that is neither computed on "
+            f"the device nor one of its arguments or of the model"
+        )
+        return ("plain", None)
+
+    def _where(self, number: int) -> Any:
+        return self.slots[number].where
+
+    def _named(self, reference: Reference) -> Reference:
+        if reference[0] == "slot":
+            return ("slot", self._numbers[reference[1]])
+        return reference
+
+    def _object(self, tensor: Tensor) -> Reference:
+        self.objects.append(weakref.ref(tensor))
+        return ("object", len(self.objects) - 1)

@@ -1,0 +1,513 @@
+"""What a traced step depends on besides tensors: modules, units, optimizers and plain values.
+
+A program is right for as long as these facts are what they were when it was traced. Slots are the
+places that hold tensors: a program reads its inputs from them and puts its results into them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.state import FSDPState
+
+PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+LIBRARIES = ("torch", "torch_xla", "numpy", "builtins", "functools")
+DEEPEST = 3
+"""How far the values that a step's code names are followed through containers and objects."""
+
+
+# ---------------------------------------------------------------- places that hold tensors
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a dict."""
+
+    mapping: dict[Any, Any]
+    key: Any
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.mapping), self.key
+
+    def get(self) -> Any:
+        return self.mapping.get(self.key)
+
+    def set(self, value: Tensor | None) -> None:
+        if value is None:
+            self.mapping.pop(self.key, None)
+        else:
+            self.mapping[self.key] = value
+
+
+@dataclass(frozen=True)
+class NestedEntry:
+    """A tensor in a dict that is an attribute of an object, which may replace the dict."""
+
+    attributes: dict[str, Any]
+    name: str
+    key: Any
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.attributes), self.name, self.key
+
+    def get(self) -> Any:
+        return self.attributes[self.name].get(self.key)
+
+    def set(self, value: Tensor | None) -> None:
+        Entry(self.attributes[self.name], self.key).set(value)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a parameter."""
+
+    param: Tensor
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.param), "grad"
+
+    def get(self) -> Any:
+        return self.param.grad
+
+    def set(self, value: Tensor | None) -> None:
+        self.param.grad = value
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variable of a function around the step."""
+
+    cell: Any
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.cell), "cell"
+
+    def get(self) -> Any:
+        return self.cell.cell_contents
+
+    def set(self, value: Tensor | None) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor in a list."""
+
+    items: list[Any]
+    number: int
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return id(self.items), self.number
+
+    def get(self) -> Any:
+        return self.items[self.number] if self.number < len(self.items) else None
+
+    def set(self, value: Tensor | None) -> None:
+        self.items[self.number] = value
+
+
+@dataclass(frozen=True)
+class Somewhere:
+    """A tensor that some object holds, which the step does not replace."""
+
+    reference: weakref.ref[Tensor]
+    number: int
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        return "somewhere", self.number
+
+    def get(self) -> Any:
+        return self.reference()
+
+    def set(self, value: Tensor | None) -> None:
+        raise TypeError("a tensor in an unknown place cannot be replaced")
+
+
+Slot = Entry | NestedEntry | Gradient | Cell | Item | Somewhere
+
+
+# ---------------------------------------------------------------- values that code names
+
+
+@dataclass
+class Named:
+    """What a function's code reaches by the names that it uses.
+
+    Attributes:
+        slots: of tensors, with labels.
+        plain: reads a plain value, with a label.
+        held: returns which object a name stands for, with a label.
+    """
+
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    slots: list[tuple[str, Slot]]
+    plain: list[tuple[str, Callable[[], Any]]]
+    held: list[tuple[str, Callable[[], int]]]
+
+
+class _Names:
+    """Follows a function's variables, globals and attributes as far as its code names them."""
+
+    def __init__(self) -> None:
+        self.found = Named([], [], [], [], [])
+        self._attributes: set[str] = set()
+        self._seen: set[int] = set()
+        self._objects: list[tuple[str, Any, int]] = []
+
+    def function(self, function: Any) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        if isinstance(function, functools.partial):
+            for number, value in enumerate((*function.args, *function.keywords.values())):
+                self._add(f"partial argument {number}", value, None, 0)
+            self.function(function.func)
+        elif isinstance(function, types.MethodType):
+            self._add("self", function.__self__, None, 0)
+            self.function(function.__func__)
+        elif isinstance(function, types.FunctionType):
+            self._code(function)
+        else:
+            self._objects.append((type(function).__name__, function, 0))
+            call = vars(type(function)).get("__call__")
+            if isinstance(call, types.FunctionType):
+                self.function(call)
+
+    def finish(self) -> Named:
+        while self._objects:
+            label, value, depth = self._objects.pop(0)
+            for name, each in list(getattr(value, "__dict__", {}).items()):
+                if name in self._attributes:
+                    self._add(f"{label}.{name}", each, Entry(vars(value), name), depth + 1)
+        return self.found
+
+    def _code(self, function: types.FunctionType) -> None:
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            self.function(wrapped)
+        code = function.__code__
+        self._attributes.update(_names_in(code))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self._add(name, cell.cell_contents, Cell(cell), 0)
+            except ValueError:  # not assigned yet
+                continue
+        for name in sorted(_names_in(code)):
+            if name in function.__globals__:
+                held = Entry(function.__globals__, name)
+                self._add(name, function.__globals__[name], held, 0)
+
+    def _add(self, label: str, value: Any, slot: Slot | None, depth: int) -> None:
+        found = self.found
+        if slot is not None and not isinstance(value, (*PLAIN, Tensor)):
+            found.held.append((f"which object {label} is", functools.partial(_id_in, slot)))
+        if isinstance(value, PLAIN):
+            if slot is not None:
+                found.plain.append((label, slot.get))
+        elif isinstance(value, Tensor):
+            if slot is not None:
+                found.slots.append((label, slot))
+        elif isinstance(value, nn.Module):
+            found.modules.append(value)
+        elif isinstance(value, Optimizer):
+            found.optimizers.append(value)
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            if not _is_library(value):
+                self.function(value)
+        elif id(value) in self._seen or depth >= DEEPEST or _is_library(value):
+            return
+        elif isinstance(value, dict):
+            self._seen.add(id(value))
+            for key, each in list(value.items()):
+                self._add(f"{label}[{key!r}]", each, Entry(value, key), depth + 1)
+        elif isinstance(value, list | tuple):
+            self._seen.add(id(value))
+            for number, each in enumerate(value):
+                if not isinstance(each, PLAIN):
+                    held = Item(value, number) if isinstance(value, list) else None
+                    self._add(f"{label}[{number}]", each, held, depth + 1)
+        elif not isinstance(value, type | types.ModuleType):
+            self._seen.add(id(value))
+            self._objects.append((label, value, depth))
+
+
+def _id_in(slot: Slot) -> int:
+    return id(slot.get())
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_library(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return False
+    module = (getattr(value, "__module__", None) or type(value).__module__ or "").partition(".")[0]
+    return module in LIBRARIES or (module == "xla_fsdp" and callable(value))
+
+
+def named_by(function: Any) -> Named:
+    """Return what ``function`` reaches by the names in its code and that of functions it calls."""
+    names = _Names()
+    names.function(function)
+    return names.finish()
+
+
+# ---------------------------------------------------------------- facts
+
+
+class Watched:
+    """Everything that one rank's step has been seen to use.
+
+    Args:
+        function: the step.
+        modules: whose forward it has called.
+        optimizers: whose step it has called.
+        device: this rank's.
+        others: tensors that it has used, wherever they are held.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        others: Sequence[weakref.ref[Tensor]] = (),
+    ) -> None:
+        named = named_by(function)
+        self.device = device
+        self._others = list(others)
+        self.optimizers = list(dict.fromkeys([*named.optimizers, *optimizers]))
+        roots = dict.fromkeys([*named.modules, *modules])
+        self.labels: dict[nn.Module, str] = {}
+        for root in roots:
+            for name, module in root.named_modules():
+                self.labels.setdefault(module, f"{type(root).__name__} {name}".strip())
+        self.modules = list(self.labels)
+        self.units = list(dict.fromkeys(unit for root in roots for unit in units_in(root)))
+        self._named = named
+        self.params = self._find_params()
+        self._facts = list(self._make_facts())
+
+    def knows(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether these are among what is watched."""
+        return all(each in self.labels for each in modules) and all(
+            any(each is known for known in self.optimizers) for each in optimizers
+        )
+
+    def facts(self) -> list[Any]:
+        """Return all facts now, to be compared with those of another time."""
+        return [read() for _, read in self._facts]
+
+    def describe(self, before: Sequence[Any], now: Sequence[Any]) -> str:
+        """Say in words which facts differ."""
+        if len(before) != len(now):
+            return "the modules or optimizers that the step uses"
+        for (label, _), old, new in zip(self._facts, before, now, strict=True):
+            if old != new:
+                return f"{label}: {_difference(old, new)}"
+        return "nothing"
+
+    def changed_numbers(
+        self, before: Sequence[Any], now: Sequence[Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield label and change of the plain values of modules, or named by the step's code, that
+        differ."""
+        plain = {id(read) for _, read in self._named.plain}
+        for (label, read), old, new in zip(self._facts, before, now, strict=False):
+            if isinstance(read, _ModuleFacts):
+                for name, a, b in zip(("training", *read.names), old[0], new[0], strict=False):
+                    if a != b:
+                        yield f"{label}.{name}", _shown([(a, b)])
+            elif id(read) in plain and old != new:
+                yield label, _shown([(old, new)])
+
+    def slots(self) -> dict[tuple[Any, ...], tuple[str, Slot]]:
+        """Return the places that hold a tensor of this device, with labels, by ``Slot.where``."""
+        found: dict[tuple[Any, ...], tuple[str, Slot]] = {}
+        for label, slot in self._places():
+            value = slot.get()
+            if isinstance(value, Tensor) and value.device == self.device:
+                found.setdefault(slot.where, (label, slot))
+        known = {id(slot.get()) for _, slot in found.values()}
+        for reference in self._others:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in known:
+                slot = Somewhere(reference, id(tensor))
+                found[slot.where] = ("a tensor that some object holds", slot)
+        return found
+
+    def _places(self) -> Iterator[tuple[str, Slot]]:
+        for module, label in self.labels.items():
+            for mapping in (module._parameters, module._buffers, vars(module)):
+                for name in mapping:
+                    yield f"{label}.{name}", Entry(mapping, name)
+        for param in self.params:
+            yield "a gradient", Gradient(param)
+        for number, optimizer in enumerate(self.optimizers):
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    for name in state:
+                        yield f"{_name(optimizer, number)}'s {name}", Entry(state, name)
+            for group in optimizer.param_groups:
+                for name in group:
+                    yield f"{_name(optimizer, number)}'s {name}", Entry(group, name)
+        for unit in self.units:
+            attributes = vars(unit.group)
+            for name in ("_unreduced", "_not_all_reduced"):
+                for key in attributes[name]:
+                    yield "an unreduced gradient", NestedEntry(attributes, name, key)
+        yield from self._named.slots
+
+    def _find_params(self) -> list[Tensor]:
+        in_modules = (p for module in self.modules for p in module._parameters.values())
+        in_groups = (
+            p for each in self.optimizers for group in each.param_groups for p in group["params"]
+        )
+        found = [p for p in (*in_modules, *in_groups) if isinstance(p, Tensor)]
+        return list({id(p): p for p in found}.values())
+
+    def _make_facts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "torch's modes (grad, autocast, default dtype)", _modes
+        for module, label in self.labels.items():
+            yield label, _ModuleFacts(module)
+        yield (
+            "requires_grad, hooks, or whether there is a gradient, of parameters",
+            self._param_facts,
+        )
+        for unit in self.units:
+            yield "a unit's settings or state", functools.partial(_unit_facts, unit)
+        for number, optimizer in enumerate(self.optimizers):
+            yield _name(optimizer, number), functools.partial(_optimizer_facts, optimizer)
+        yield from self._named.plain
+        yield from self._named.held
+
+    def _param_facts(self) -> list[Any]:
+        # A grad counts as a fact only by whether it is there.
+        return [
+            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            if not (p._backward_hooks or p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            else (
+                p.requires_grad,
+                p.grad is None,
+                tuple(p._backward_hooks or ()),
+                tuple(p._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
+            )
+            for p in self.params
+        ]
+
+
+class _ModuleFacts:
+    """Reads the plain attributes, hooks and children of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        names = [name for name, each in self._attributes.items() if isinstance(each, PLAIN)]
+        self.names = sorted(names)
+        self._plain = operator.itemgetter("training", *self.names)
+        self._hooks = operator.itemgetter(*HOOKS)
+        self._held = operator.itemgetter("_parameters", "_buffers")
+
+    def __call__(self) -> tuple[Any, ...]:
+        attributes = self._attributes
+        try:
+            plain = self._plain(attributes)
+        except KeyError as gone:
+            plain = (str(gone),)
+        return (
+            plain,
+            len(attributes),
+            [*map(tuple, self._hooks(attributes))],
+            [(id(held), *held) for held in self._held(attributes)],
+            [*map(id, attributes["_parameters"].values())],
+            [*map(id, attributes["_modules"].values())],
+        )
+
+
+def _difference(old: Any, new: Any) -> str:
+    while isinstance(old, tuple | list) and isinstance(new, tuple | list) and len(old) == len(new):
+        pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+        if len(pairs) != 1:
+            return f"{len(pairs)} of them" if len(pairs) > 3 else _shown(pairs)
+        [(old, new)] = pairs
+    return _shown([(old, new)])
+
+
+def _shown(pairs: list[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{str(old)[:60]} is now {str(new)[:60]}" for old, new in pairs)
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("xla"),
+        torch.get_autocast_dtype("xla"),
+        torch.get_default_dtype(),
+    )
+
+
+def _unit_facts(unit: FSDPState) -> tuple[Any, ...]:
+    group, context = unit.group, unit.context
+    return (
+        [id(each) if isinstance(each, list) else each for each in vars(unit.settings).values()],
+        context.is_last,
+        [*map(id, context.unreduced)],
+        group.all_reduces,
+        group.sharded_state,
+        group._prefetched is None,
+        tuple(group._unreduced),
+        tuple(group._not_all_reduced),
+        id(group.stepper),
+    )
+
+
+def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
+    return (
+        [
+            (
+                id(group),
+                [*map(id, group["params"])],
+                [v for v in group.values() if v is None or isinstance(v, bool | str)],
+                len(group),
+            )
+            for group in optimizer.param_groups
+        ],
+        # New ones, if a state dict was loaded.
+        [(id(state), len(state)) for state in optimizer.state.values() if isinstance(state, dict)],
+        tuple(optimizer._optimizer_step_pre_hooks),
+        tuple(optimizer._optimizer_step_post_hooks),
+    )
+
+
+def _name(optimizer: Optimizer, number: int) -> str:
+    return f"{type(optimizer).__name__} {number}" if number else type(optimizer).__name__

@@ -29,7 +29,7 @@ SCRIPTS = ("examples/imagenet/train.py", "examples/mnist/train.py", "examples/ll
 
 def commands() -> list[tuple[str, str]]:
     """Every command and the file that it is in."""
-    documents = [ROOT / "README.md", *ROOT.glob("benchmarks/*.md")]
+    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     documents += [*ROOT.glob("examples/*/*.md"), *ROOT.glob("examples/*/*.py")]
     found: dict[str, str] = {}
     for path in sorted(documents):

@@ -12,6 +12,7 @@ from test.common.import_graph import circles, import_graph, module_name
 from test.common.ranks import ROOT, run_python
 
 PACKAGE = ROOT / "xla_fsdp"
+IGNORED = ("__pycache__", "py.typed")
 MOST_ENTRIES = 15
 """Of the package's folder, so that a listing shows its parts."""
 
@@ -33,6 +34,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.tracebacks",
         "distributed.turns",
         "tpu_flags",
         "wrap",
@@ -131,6 +133,18 @@ def test_public_modules_have_their_names() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_torch_xla_does_not_remark_that_there_is_no_tpu(place: str) -> None:
+    # Without a device in the environment it says which one it takes.
+    code = (
+        "import os; del os.environ['PJRT_DEVICE']; import {}, {}; print(os.environ['PJRT_DEVICE'])"
+    )
+    names = ("xla_fsdp", "torch_xla") if place == "first" else ("torch_xla", "xla_fsdp")
+    done = run_python("-c", code.format(*names))
+    assert done.stdout.strip() == "CPU"
+    assert ("Defaulting to" in done.stderr) == (place == "last")
+
+
 def test_launch_is_a_function_even_after_importing_its_command() -> None:
     code = "import xla_fsdp.launch, xla_fsdp; print(xla_fsdp.launch(int, num_ranks=1))"
     done = run_python("-c", code)
@@ -186,7 +200,7 @@ def test_internals_of_torch_xla_are_used_in_one_folder() -> None:
 
 
 def test_the_package_shows_its_parts() -> None:
-    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name != "__pycache__")
+    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name not in IGNORED)
     assert len(entries) <= MOST_ENTRIES, entries
 
 

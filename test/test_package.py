@@ -21,17 +21,7 @@ from test.common.ranks import ROOT, environment
 from xla_fsdp import __version__
 
 ARCHIVED = ("README.md", "Makefile", "examples/mnist/train.py", "docs/index.md", "test/conftest.py")
-MNIST = [
-    "--fake_data",
-    "--num_epochs",
-    "1",
-    "--max_steps",
-    "2",
-    "--compare_steps",
-    "0",
-    "--min_accuracy",
-    "0",
-]
+MNIST = ["--fake_data", "--num_epochs=1", "--max_steps=2", "--compare_steps=0", "--min_accuracy=0"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,13 @@ the package, merging checkpoints or reading help texts needs no torch_xla. Wrap 
 ``xla_fsdp.optim``.
 """
 
+import logging
+
 import lazy_loader
 
 __version__ = "0.1.0"
+
+# torch_xla says so whenever it is imported on a machine without a TPU, if it is imported later.
+logging.getLogger().addFilter(lambda record: record.msg != "Defaulting to PJRT_DEVICE=CPU")
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

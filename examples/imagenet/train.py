@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xla_fsdp  # noqa: F401  (first: torch_xla then does not remark that there is no TPU)
+
+# isort: split
 import torch
 import torch.nn.functional as F
 import torch_xla

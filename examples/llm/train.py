@@ -23,6 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import xla_fsdp  # noqa: F401  (first: torch_xla then does not remark that there is no TPU)
+
+# isort: split
 import torch
 import torch_xla
 from torch import Tensor, nn

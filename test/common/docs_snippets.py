@@ -244,6 +244,14 @@ def same(found: Space, expected: Space) -> None:
             assert torch.equal(state[what], expected["optim"][name][what]), (name, what)
 
 
+def for_a_step() -> Space:
+    """What a compiled step needs."""
+    model = given()["FSDP"](make(Model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": Batches()}
+
+
 def saved_run() -> Space:
     """A checkpoint to merge."""
     launch(save_run, num_ranks=RANKS)
@@ -263,6 +271,7 @@ EXTRA: dict[str, Callable[[], Space]] = {
     "hugging_face": hugging_face,
     "moving": from_fsdp2,
     "checkpoint_files": saved_run,
+    "compile_step": for_a_step,
 }
 CHECKS: dict[str, Callable[[Space], None]] = {
     "trained": trained,

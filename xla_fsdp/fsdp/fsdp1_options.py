@@ -253,7 +253,7 @@ def _warn_about_ignored(options: TorchOptions) -> None:
             f"{', '.join(ignored)}: ignored. The program of a whole step is scheduled by XLA: "
             f"gathers start while the unit before computes, and optimization barriers bound how "
             f"many are ahead; every rank has one device",
-            stacklevel=4,
+            stacklevel=1,  # the same line for all callers: Python shows it once
         )
 
 

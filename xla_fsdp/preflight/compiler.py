@@ -107,7 +107,10 @@ def check_installed() -> None:
     """Raise CompileError if the TPU compiler is not installed."""
     missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
-        raise CompileError(f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}")
+        raise CompileError(
+            f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}, with Python 3.11 "
+            f"or 3.12, for which its packages are made"
+        )
 
 
 # ---------------------------------------------------------------- the cache

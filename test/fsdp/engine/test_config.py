@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -57,6 +58,16 @@ def test_contradictions(options: dict[str, Any], kind: type[Exception], text: st
 def test_ignored_options_are_said(options: dict[str, Any], text: str) -> None:
     with pytest.warns(UserWarning, match=text):
         FSDPConfig(**options).warn_about_ignored()
+
+
+def test_ignored_options_are_said_once() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for wrap in ("first", "second"):
+            code = "config.warn_about_ignored()"
+            config = FSDPConfig(pin_layout_in_collective_ops=True)
+            exec(compile(code, wrap, "exec"), {"config": config, "__name__": wrap})
+    assert len(seen) == 1
 
 
 def test_options_travel_as_constructor_keywords() -> None:

@@ -74,18 +74,21 @@ class FSDPConfig(UpstreamOptions):
         return {each.name: getattr(self, each.name) for each in fields(UpstreamOptions)}
 
     def warn_about_ignored(self) -> None:
-        """Warn the caller of a wrapper's constructor about options that have no effect."""
+        """Warn about options that have no effect; a program that wraps in many places is told once.
+
+        Python shows a warning once for each line, and this one is the line for all of them.
+        """
         if self.pin_layout_in_collective_ops:
             warnings.warn(
                 "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
                 "all-gather into an all-reduce with twice the traffic",
-                stacklevel=3,
+                stacklevel=1,
             )
         if self.shard_param_on_dim_0 and self.flatten_parameters:
             warnings.warn(
                 "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
                 "parameters into one vector",
-                stacklevel=3,
+                stacklevel=1,
             )
 
     @property

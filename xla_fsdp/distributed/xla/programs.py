@@ -136,7 +136,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     # Not _replace_xla_tensor, after which views of the tensor still have the old value.
     for tensor, value in zip(tensors, values, strict=True):
         torch._functionalize_replace(tensor, torch._from_functional_tensor(value))
-        torch._functionalize_commit_update(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_commit_update(tensor)
         torch._functionalize_sync(tensor)
 
 

@@ -196,7 +196,7 @@ def arguments(rank: int) -> list[Any]:
     x, y = (torch.full((3,), each).to(torch_xla.device()) for each in (1.0, 5.0))
     same = [step(x, x).item() for _ in range(4)]
     other = [step(x, y).item() for _ in range(4)]
-    aliased = message(lambda: [step(x, x.detach()) for _ in range(3)])
+    aliased = message(lambda: compile_step(lambda x, y: x + y)(x, x.detach()))
     return [same, other, aliased, message(lambda: step(x, object()))]
 
 

@@ -1,6 +1,6 @@
 """``compile_step``: replayed steps are traced ones to the bit, or are refused.
 
-All jobs of a number of ranks run in one launch, 30 steps each, three times.
+All jobs of a number of ranks run in one launch, 30 steps each, traced and replayed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def check(found: dict[str, Any], name: str) -> None:
     """Assert that a job's replayed steps are those traced."""
     assert not found["error"], found["error"]
     assert found["differences"] == []
-    assert found["to_plain"] < 1e-4
     assert found["replays"] + sum(found["traces"].values()) == STEPS
     assert found["replays"] >= FEWEST_REPLAYS.get(name, 22), found["traces"]
 

@@ -537,7 +537,7 @@ class _Builder:
         """Return after how many drawings each random number state is what an input holds; a state
         that is not reached so was set by the step itself."""
         states = host.copies([inputs.values[position] for position in inputs.seeds])
-        draws = [programs.draws_until(seed, state.item() % 2**64) for state in states]
+        draws = [programs.draws_until(seed, int(state.item()) % 2**64) for state in states]
         pairs = zip(inputs.seeds, draws, strict=True)
         return {position: count for position, count in pairs if count is not None}
 

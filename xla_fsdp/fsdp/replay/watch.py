@@ -422,13 +422,13 @@ class Watched:
     def _param_facts(self) -> list[Any]:
         # A grad counts as a fact only by whether it is there.
         return [
-            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-            if not (p._backward_hooks or p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)
+            if not (p._backward_hooks or p._post_accumulate_grad_hooks)
             else (
                 p.requires_grad,
                 p.grad is None,
                 tuple(p._backward_hooks or ()),
-                tuple(p._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
+                tuple(p._post_accumulate_grad_hooks or ()),
             )
             for p in self.params
         ]

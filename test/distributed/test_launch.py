@@ -852,8 +852,10 @@ def reads(rank: int) -> list[Any]:
     found.append(torch.isin(other, other[:1]).tolist() if rank == 0 else [True, True])
     torch_xla.sync()
     third = xm.all_gather(torch.full((1,), float(rank), device=device))
+    random_state = xm.get_rng_state()
     found += [third.tolist(), third.to("cpu").tolist(), third.cpu().tolist(), str(third[1])]
-    return [*found, float(third.sum()), int(third[1]), bool(third[2] == 2), repr(third.sum())]
+    found += [float(third.sum()), int(third[1]), bool(third[2] == 2), repr(third.sum())]
+    return [*found, xm.get_rng_state() == random_state]
 
 
 def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
@@ -863,6 +865,7 @@ def test_values_can_be_read_on_all_ranks_or_on_one() -> None:
         assert found[6].startswith("tensor(1.")
         assert found[7:10] == [3.0, 1, True]
         assert found[10].startswith("tensor(3.")
+        assert found[11]
 
 
 def seeded_as_usual(rank: int) -> list[float]:

@@ -196,7 +196,7 @@ class LostTensor(Tensor):
                 return found
         raise _lost(name)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 

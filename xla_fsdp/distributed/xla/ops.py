@@ -76,6 +76,10 @@ class RankRuntime:
     def expect_on_all_ranks(self, fact: str) -> None:
         """Fail the run unless all ranks pass the same ``fact``; only CPU ranks check it."""
 
+    def executes(self) -> bool:
+        """Return whether programs are executed; those of fake ranks are not."""
+        return True
+
     def run_together(
         self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
     ) -> list[Tensor]:

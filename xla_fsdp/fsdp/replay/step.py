@@ -126,7 +126,7 @@ class _RankStep:
         self._objects: dict[int, Any] = {}  # arguments that are no tensors or plain values
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        if self._traces_always:
+        if self._traces_always or not ops.runtime().executes():
             return self._run_plainly(args, kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = tree, *self._kinds(leaves)
@@ -165,7 +165,7 @@ class _RankStep:
         return kinds
 
     def _run_plainly(self, args: Any, kwargs: Any) -> Any:
-        self.traces[self._traces_always] += 1
+        self.traces[self._traces_always or "programs of fake ranks are not executed"] += 1
         result = pytree.tree_map_only(Tensor, Tensor.detach, self._step(*args, **kwargs))
         ops.sync()
         return result

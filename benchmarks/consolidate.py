@@ -1,6 +1,6 @@
 """Time and peak memory of merging shard files: ours against torch_xla's, on the same files.
 
-    python benchmarks/consolidate.py --gigabytes 1 4 10 --ranks 16
+    python benchmarks/consolidate.py --gigabytes 1 4 10 --ranks 16 --rounds 3
 
 For every size it writes the files of all ranks (fp32 weights and two AdamW states each; a third of
 the bytes is the model) in the format of ``torch_xla.distributed.fsdp`` and in ours. Then it merges
@@ -11,9 +11,10 @@ them in these ways, each in a child process and with cold caches:
     with optimizer  our safetensors files into a Hugging Face directory    (model and optimizer)
     copy            our files, copied: an upper bound of the disk's speed
 
-The merged files are compared tensor by tensor. A child that needs more than ``--memory_limit``
-bytes is reported as such. Temporary files, about five times the largest size, go to ``--directory``
-and are removed.
+The ways take turns, and medians are shown; "start-up" is what a child takes beside its merge, most
+of it imports. The merged files are compared tensor by tensor. A child that needs more than
+``--memory_limit`` bytes is reported as such. Temporary files, about five times the largest size, go
+to ``--directory`` and are removed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -239,11 +241,12 @@ def _peak() -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds, seconds of CPU time, and bytes of peak resident memory."""
+    """Seconds, seconds of CPU time, bytes of peak resident memory, and seconds before and after."""
 
     seconds: float
     cpu: float
     peak: int
+    startup: float = 0.0
 
 
 def measure(way: str, case: Case, memory_limit: int) -> Result | None:
@@ -252,12 +255,15 @@ def measure(way: str, case: Case, memory_limit: int) -> Result | None:
     command = [sys.executable, __file__, "--child", way, "--directory", str(case.directory)]
     command += ["--gigabytes", str(case.gigabytes), "--ranks", str(case.ranks)]
     command += ["--memory_limit", str(memory_limit)]
+    start = time.perf_counter()
     child = subprocess.run(command, capture_output=True, text=True, check=False)
+    total = time.perf_counter() - start
     if child.returncode == DOES_NOT_FIT:
         return None
     if child.returncode:
         raise RuntimeError(f"{way} failed:\n{child.stderr}")
-    return Result(**json.loads(child.stdout.splitlines()[-1]))
+    found = json.loads(child.stdout.splitlines()[-1])
+    return Result(**found, startup=total - found["seconds"])
 
 
 def _drop_from_cache(paths: Sequence[Path]) -> None:
@@ -281,32 +287,39 @@ def _bits(model: dict[str, TensorSource], name: str) -> tuple[object, list[int]]
     return model[name].spec, crcs
 
 
-def run_case(case: Case, memory_limit: int) -> Iterator[str]:
-    """Measure all ways; yield the lines of a table."""
+def run_case(case: Case, memory_limit: int, rounds: int) -> Iterator[str]:
+    """Measure all ways in turns; yield the lines of a table."""
     write_files(case)
     size = sum(path.stat().st_size for path in case.paths("safetensors"))
     yield f"\n{case.ranks} files, {size / 1e9:.2f} GB in all"
-    yield f"{'':16}{'seconds':>9}{'cpu':>7}{'peak MiB':>10}{'GB/s':>7}{'time':>7}{'memory':>8}"
-    upstream = None
+    columns = {"seconds": 9, "cpu": 7, "peak MiB": 10, "start-up": 10, "of a copy": 11}
+    yield " " * 16 + "".join(f"{name:>{width}}" for name, width in columns.items())
+    results: dict[str, list[Result | None]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            results[way].append(measure(way, case, memory_limit))
+            if way == "same files" and results["upstream"][-1] is not None:
+                check_equal(case)
+            _remove_outputs(case, except_for="upstream.pth" if way == "upstream" else "")
+    copied = _median(results["copy"])
     for way in WAYS:
-        result = measure(way, case, memory_limit)
-        upstream = result if way == "upstream" else upstream
-        yield _line(way, result, upstream, size, memory_limit)
-        if way == "same files" and upstream is not None:
-            check_equal(case)
-        _remove_outputs(case, except_for="upstream.pth" if way == "upstream" else "")
+        yield _line(way, _median(results[way]), copied, memory_limit)
 
 
-def _line(
-    way: str, result: Result | None, upstream: Result | None, size: int, memory_limit: int
-) -> str:
+def _median(results: Sequence[Result | None]) -> Result | None:
+    known = [each for each in results if each is not None]
+    if len(known) < len(results):
+        return None
+    fields = ("seconds", "cpu", "peak", "startup")
+    return Result(*(statistics.median(getattr(each, name) for each in known) for name in fields))
+
+
+def _line(way: str, result: Result | None, copied: Result | None, memory_limit: int) -> str:
     if result is None:
         return f"{way:16}does not fit into {memory_limit // MIB:,} MiB"
-    seconds, peak = result.seconds, result.peak / MIB
-    text = f"{way:16}{seconds:9.2f}{result.cpu:7.2f}{peak:10.0f}{size / 1e9 / seconds:7.2f}"
-    if upstream is None:
-        return text
-    return f"{text}{seconds / upstream.seconds:7.2f}{result.peak / upstream.peak:8.3f}"
+    text = f"{way:16}{result.seconds:9.2f}{result.cpu:7.2f}{result.peak / MIB:10.0f}"
+    text += f"{result.startup:10.2f}"
+    return text if copied is None else f"{text}{result.seconds / copied.seconds:11.2f}"
 
 
 def _remove_outputs(case: Case, except_for: str) -> None:
@@ -322,6 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 10])
     parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways, in turns")
     parser.add_argument("--directory", default=tempfile.gettempdir())
     parser.add_argument("--memory_limit", type=int, default=12 << 30, help="bytes for each child")
     parser.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
@@ -331,7 +345,8 @@ def main() -> int:
         return run_child(args.child, case, args.memory_limit)
     for gigabytes in args.gigabytes:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-            for line in run_case(Case(Path(directory), gigabytes, args.ranks), args.memory_limit):
+            case = Case(Path(directory), gigabytes, args.ranks)
+            for line in run_case(case, args.memory_limit, args.rounds):
                 print(line, flush=True)
     return 0
 

@@ -3,6 +3,7 @@
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run/mnist --ckpt_suffix "_rank-*"
     python -m xla_fsdp.consolidate_sharded_ckpts --ckpt_prefix run --save_path hf/ --dtype bf16
     python -m xla_fsdp.consolidate_sharded_ckpts inspect --ckpt_prefix run --verify
+    python -m xla_fsdp.consolidate_sharded_ckpts list --ckpt_prefix gs://bucket/run
 
 Also installed as ``consolidate_sharded_ckpts``, and in a checkout ``tools/consolidate_ckpts.py``.
 ``--ckpt_prefix``, ``--ckpt_suffix`` and ``--save_path`` are those of torch_xla's command of the
@@ -37,7 +38,9 @@ from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION
 from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.shard_files import Shard, describe_found
+from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
+from xla_fsdp.checkpoint.step_table import describe_steps
+from xla_fsdp.checkpoint.storage import open_storage
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LINE_EVERY = 30.0  # seconds between lines about progress, where there is no terminal
@@ -70,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_signals():
             _refuse_impossible(args)
+            if args.command == "list":
+                return _list(args)
             if args.command == "inspect":
                 return _inspect(args)
             _consolidate(args)
@@ -126,9 +131,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("merge", "inspect"),
+        choices=("merge", "inspect", "list"),
         default="merge",
-        help="merge (default), or inspect: list ranks, names, shapes and problems, write nothing",
+        help="merge (default); inspect: list ranks, names, shapes and problems, write nothing; or "
+        "list: print a table of the steps of a run",
     )
     _add_inputs(parser)
     _add_outputs(parser)
@@ -213,6 +219,17 @@ def _inspect(args: Namespace) -> int:
         print(f"verified {known} tensors; {unknown} have no checksum")
     _complain(problems)
     return 2 if problems else 0
+
+
+def _list(args: Namespace) -> int:
+    def verify(folder: str) -> list[str]:
+        shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
+        damage, _, _ = verify_shards(shards, args.threads or default_threads(), lambda _: None)
+        return problems + damage
+
+    for line in describe_steps(open_storage(args.ckpt_prefix), verify if args.verify else None):
+        print(line)
+    return 0
 
 
 def _consolidate(args: Namespace) -> None:

@@ -148,13 +148,34 @@ def partly(rank: int, folder: Path) -> Any:
     manager = CheckpointManager(folder)
     manager.save(1, model, optimizer)
     other = new_model(1.0)
-    manager.restore(other, only=["inp."])
+    stepped = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    manager.restore(other, stepped, only=["inp."])
     first = values(other)
+    assert stepped.param_groups[0]["lr"] == 0.5
     swapped = new_model(1.0)
     swap = {"inp.bias": "out.weight"}
     wrong = message(lambda: manager.restore(swapped, key_map=swap))
     manager.restore(swapped, only=lambda name: name == "out.bias")
-    return first, wrong, values(swapped)
+    unfit = message(lambda: manager.restore(swapped, key_map={"decoder.": "out."}))
+    mapped = swapped_names(manager)
+    return first, wrong, values(swapped), unfit, mapped
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inp(x))
+
+
+def swapped_names(manager: Any) -> dict[str, float]:
+    """The values of a model whose head has another name than in the checkpoint."""
+    model = fsdp(make(Renamed))
+    manager.restore(model, key_map={"out.": "head."})
+    return values(model)
 
 
 def tiers(rank: int, folder: Path) -> Any:
@@ -304,11 +325,13 @@ def test_a_damaged_step_is_named_and_left_and_an_older_one_loaded() -> None:
 
 
 def test_a_part_of_a_model_is_restored() -> None:
-    first, wrong, bias = found()[0]["partly"]
+    first, wrong, bias, unfit, mapped = found()[0]["partly"]
     assert {key.rpartition(".")[0]: value for key, value in first.items()} == {
         key.rpartition(".")[0]: 7.0 if "inp" in key else 1.0 for key in first
     }
-    assert "the name out.weight appears twice" in wrong
+    assert "key_map: 2 names become 'out.weight'" in wrong
+    assert "key_map: decoder.=out. fits no name of the model" in unfit
+    assert set(mapped.values()) == {7.0}
     assert {value for key, value in bias.items() if "out.bias" in key} <= {7.0}
     assert {value for key, value in bias.items() if "out.bias" not in key} == {1.0}
 

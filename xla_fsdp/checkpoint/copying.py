@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 
 from xla_fsdp.checkpoint.checksum import (
     BLOCK,
-    block_crcs,
     combine,
     crcs_in,
     whole_of,
     written,
 )
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.storage import failing
+from xla_fsdp.checkpoint.errors import CheckpointError, failing
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
+    Joined,
+    Part,
     RecentBlocks,
     TensorSource,
     pieces,
@@ -35,6 +35,8 @@ from xla_fsdp.checkpoint.tensor_source import (
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
 # or, in tests, a divisor of it.
 CHUNK = 4 * BLOCK
+
+COMBINED = 1 << 18  # bytes from which on to combine CRC-32s is faster than to compute them again
 
 Progress = Callable[[int], None]
 
@@ -111,10 +113,12 @@ def _read_all(
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(bytearray(longest))
         buffer = own.buffer[: chunk.length]
-        sources[chunk.index].read_into(chunk.start, buffer)
+        source, crcs = sources[chunk.index], []
+        for at in range(0, chunk.length, BLOCK):
+            crcs.append(read_with_crc(source, chunk.start + at, buffer[at : at + BLOCK]))
         use(chunk, buffer)
         progress(chunk.length)
-        return block_crcs(buffer)
+        return crcs
 
     parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
@@ -123,6 +127,32 @@ def _read_all(
                 block = parts[chunk.index][(chunk.start + at) // BLOCK]
                 block.append((crc, min(BLOCK, chunk.length - at)))
     return [[combine(block) for block in own.values()] for own in parts]
+
+
+def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
+    """Fill ``buffer`` with bytes of a source from ``start`` on, and return their CRC-32.
+
+    Bytes that a verifier reads need not be gone through twice.
+    """
+    if isinstance(source, Part):
+        return read_with_crc(source.source, source.start + start, buffer)
+    if isinstance(source, ChecksumVerifier):
+        return source.read_with_crc(start, buffer)
+    if isinstance(source, Joined):
+        end = start + len(buffer)
+        parts = [(p, low, min(stop, end), stop) for p, low, stop in source.parts(start, end)]
+        if len(buffer) >= len(parts) * COMBINED:
+            return combine(
+                (
+                    read_with_crc(
+                        part, low - (stop - part.nbytes), buffer[low - start : high - start]
+                    ),
+                    high - low,
+                )
+                for part, low, high, stop in parts
+            )
+    source.read_into(start, buffer)
+    return zlib.crc32(buffer)
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:
@@ -148,8 +178,13 @@ class ChecksumVerifier:
         self._read: dict[tuple[int, int], int] = {}  # (start, stop) of a read to its CRC-32
 
     def read_into(self, start: int, buffer: memoryview) -> None:
+        self.read_with_crc(start, buffer)
+
+    def read_with_crc(self, start: int, buffer: memoryview) -> int:
+        """Read, and return the CRC-32 of what was read."""
         self._source.data.read_into(start, buffer)
-        self._read[start, start + len(buffer)] = zlib.crc32(buffer)
+        crc = self._read[start, start + len(buffer)] = zlib.crc32(buffer)
+        return crc
 
     def problem(self, *, unread: bool) -> str | None:
         """Return a line if the tensor is damaged, else None.

@@ -55,6 +55,7 @@ from xla_fsdp.checkpoint.errors import (
     checked_shape,
     dtype_name,
     dtype_named,
+    failing,
     item,
     listed,
     prefixed,
@@ -79,14 +80,7 @@ from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find
 from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import (
-    EXISTS,
-    AtomicFiles,
-    failing,
-    is_url,
-    remove_abandoned,
-    sync,
-)
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, is_url, remove_abandoned, sync
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -248,12 +248,22 @@ def parse_rule(text: str) -> Rule:
 
 
 def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
-    """Return the checkpoint with new names; the first rule whose prefix a name has applies.
+    """Return the checkpoint with new names, as ``new_names``."""
+    names = new_names(full.model, rules)
+    return FullCheckpoint(
+        model={names[name]: value for name, value in full.model.items()},
+        ties={names[alias]: names[canonical] for alias, canonical in full.ties.items()},
+        optimizer=full.optimizer and _renamed_optimizer(full.optimizer, names),
+    )
+
+
+def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+    """Return the new name for each old one; the first rule whose prefix a name has applies.
 
     Raises:
         CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
     """
-    names = {name: new_name(name, rules) for name in full.model}
+    names = {name: _new_name(name, rules) for name in old_names}
     problems = [
         f"key_map: {rule.old}={rule.new} fits no name of the model"
         for rule in rules
@@ -265,11 +275,7 @@ def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
         if count > 1 or not name
     ]
     raise_if(problems)
-    return FullCheckpoint(
-        model={names[name]: value for name, value in full.model.items()},
-        ties={names[alias]: names[canonical] for alias, canonical in full.ties.items()},
-        optimizer=full.optimizer and _renamed_optimizer(full.optimizer, names),
-    )
+    return names
 
 
 def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
@@ -287,7 +293,7 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
     return replace(full, model={name: cast(value) for name, value in full.model.items()})
 
 
-def new_name(name: str, rules: Sequence[Rule]) -> str:
+def _new_name(name: str, rules: Sequence[Rule]) -> str:
     rule = next((rule for rule in rules if name.startswith(rule.old)), None)
     return name if rule is None else rule.new + name.removeprefix(rule.old)
 

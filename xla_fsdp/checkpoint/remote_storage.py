@@ -21,9 +21,8 @@ from itertools import count
 from threading import Semaphore
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, T
-from xla_fsdp.checkpoint.storage import Buffer, failing
-from xla_fsdp.checkpoint.tensor_source import ByteSource, RecentBlocks
+from xla_fsdp.checkpoint.errors import CheckpointError, T, failing
+from xla_fsdp.checkpoint.tensor_source import Buffer, ByteSource, RecentBlocks
 
 # A put is seen in whole or not at all, and there are no folders to make.
 OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oss", "oci", "r2"})
@@ -153,8 +152,9 @@ class RemoteStorage:
         found = self._ask("", "cannot be listed", lambda: self._find(), missing={})
         folders: dict[str, dict[str, int]] = {}
         for path, each in found.items():
-            above, _, name = path.rpartition("/")
-            folders.setdefault(above.rpartition("/")[2], {})[name] = each["size"]
+            folder, slash, name = path.removeprefix(f"{self._root}/").partition("/")
+            if slash and each["type"] == "file":
+                folders.setdefault(folder, {})[name] = each["size"]
         return folders
 
     def read(self, name: str) -> bytes:
@@ -320,7 +320,7 @@ class RemoteStorage:
         finally:
             for part in written:
                 with suppress(Exception):
-                    self._patience.repeat(lambda part=part: self._fs.rm_file(part))
+                    self._patience.repeat(partial(self._fs.rm_file, part))
 
     def _write_all(
         self,
@@ -358,7 +358,7 @@ class RemoteStorage:
             joined = [path] if last else [f"{hidden}-{level}.{n:05d}" for n in range(len(groups))]
             written += [] if last else joined
             for target, group in zip(joined, groups, strict=True):
-                self._patience.repeat(lambda to=target, of=group: self._fs.merge(to, of))
+                self._patience.repeat(partial(self._fs.merge, target, group))
             if last:
                 return
 
@@ -427,9 +427,7 @@ class RemoteFile:
         for index in range(start // self._block, -(-stop // self._block)):
             low = index * self._block
             high = min(low + self._block, max(self.nbytes, stop))
-            block = self._recent.get(
-                (self.place, index), lambda low=low, high=high: self._ask(low, high)
-            )
+            block = self._recent.get((self.place, index), partial(self._ask, low, high))
             begin, end = max(start, low), min(stop, high)
             buffer[begin - start : end - start] = block[begin - low : end - low]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import dtype_named, listed, refuse_repeated
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, dtype_named, listed
 from xla_fsdp.checkpoint.format import (
     UNSHARDED,
     GroupRecord,
@@ -34,6 +34,7 @@ from xla_fsdp.checkpoint.format import (
     state_name,
 )
 from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
+from xla_fsdp.checkpoint.model_files import Rule, new_names
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
@@ -68,30 +69,32 @@ class Selection:
         only: whether a parameter or buffer of this name in the model is loaded.
         strict: whether a selected name that is only in the checkpoint or only in the model is an
             error.
-        renamed: returns the name in the model for the name in the checkpoint.
+        rules: that give names in the checkpoint those in the model.
     """
 
     only: Callable[[str], bool] = lambda name: True
     strict: bool = True
-    renamed: Callable[[str], str] = lambda name: name
+    rules: tuple[Rule, ...] = ()
 
     def plan(self, plan: MergePlan) -> MergePlan:
         """Return the plan with the names in the model.
 
         Raises:
-            CheckpointError: if two tensors get one name.
+            MismatchError: if two tensors get one name, or a rule fits none.
         """
+        members = [member.name for entry in plan.sharded.values() for member in entry.members]
+        try:
+            names = new_names([*members, *plan.unsharded.values(), *plan.ties], self.rules)
+        except CheckpointError as error:
+            raise MismatchError(error.problems) from error
         sharded = {
             key: replace(
-                entry,
-                members=tuple(replace(m, name=self.renamed(m.name)) for m in entry.members),
+                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
             )
             for key, entry in plan.sharded.items()
         }
-        unsharded = {key: self.renamed(name) for key, name in plan.unsharded.items()}
-        members = (m.name for entry in sharded.values() for m in entry.members)
-        refuse_repeated("after key_map, the name", [*members, *unsharded.values()])
-        ties = {self.renamed(a): self.renamed(name) for a, name in plan.ties.items()}
+        unsharded = {key: names[name] for key, name in plan.unsharded.items()}
+        ties = {names[alias]: names[name] for alias, name in plan.ties.items()}
         return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape, glob
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
@@ -68,7 +70,7 @@ class Shard:
             JSON of values beside the tensors under ``VALUES_KEY``.
         digest: of the file's description; None if it was not read from one.
         verified: whether whatever is read is verified, without checksums that are listed.
-        copy: the temporary directory with a copy of a remote file, which goes with the shard.
+        copy: that was made of a remote file, and is deleted with the shard.
     """
 
     source: str
@@ -284,13 +286,22 @@ def open_torch(path: str) -> Shard:
     )
 
 
+class _LocalCopy:
+    """A copy of a remote file, which is deleted with this object."""
+
+    def __init__(self, url: str) -> None:
+        folder = mkdtemp(prefix="xla_fsdp-")
+        finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = fetch(url, folder)
+
+
 def open_remote_torch(url: str) -> Shard:
     """Open the shard in a torch file at a URL, of which it makes a local copy."""
-    copy = TemporaryDirectory(prefix="xla_fsdp-")
+    copy = _LocalCopy(url)
     try:
-        shard = open_torch(fetch(url, copy.name))
+        shard = open_torch(copy.path)
     except CheckpointError as error:
-        lines = [line.replace(copy.name, os.path.dirname(url)) for line in error.problems]
+        lines = [line.replace(copy.path, url) for line in error.problems]
         raise CheckpointError(lines) from error
     return replace(shard, source=url, copy=copy)
 

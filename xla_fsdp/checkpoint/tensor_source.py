@@ -44,6 +44,9 @@ def full_path(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
 
 
+Buffer = bytes | memoryview
+
+
 class ByteSource(Protocol):
     """A number of bytes that can be read from any offset."""
 
@@ -266,10 +269,10 @@ class Part:
     def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
         if not 0 <= start <= start + nbytes <= source.nbytes:
             raise ValueError(f"bytes {start} to {start + nbytes} are not in {source.nbytes}")
-        self._source, self._start, self.nbytes = source, start, nbytes
+        self.source, self.start, self.nbytes = source, start, nbytes
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self._source.read_into(self._start + start, buffer)
+        self.source.read_into(self.start + start, buffer)
 
 
 class Zeros:
@@ -334,8 +337,8 @@ class Piece(NamedTuple):
 def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
     """Divide bytes ``start`` to ``stop`` of a source by the files that they are read from."""
     if isinstance(source, Part):
-        first = source._start
-        for piece in pieces(source._source, first + start, first + stop):
+        first = source.start
+        for piece in pieces(source.source, first + start, first + stop):
             yield piece._replace(start=piece.start - first, stop=piece.stop - first)
     elif isinstance(source, Joined):
         for part, low, high in source.parts(start, stop):

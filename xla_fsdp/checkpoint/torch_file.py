@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION, skip_data
 
 from xla_fsdp.checkpoint.checksum import whole, written
@@ -42,7 +44,6 @@ from xla_fsdp.checkpoint.tensor_source import (
     TensorSource,
     TensorSpec,
     Zeros,
-    convert_tensors,
     read_bytes,
 )
 
@@ -466,19 +467,23 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
     Returns:
         Every tensor that is not empty, and the offset of its bytes in the file.
     """
-    fakes: dict[int, tuple[TensorSource, Tensor]] = {}
+    sources: list[TensorSource] = []
 
-    def fake(source: TensorSource) -> Tensor:
-        made = torch.empty(source.shape, dtype=source.dtype)
-        return fakes.setdefault(id(source), (source, made))[1]
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, TensorSource):
+                return NotImplemented
+            sources.append(value)
+            return _without_data(value.spec)
 
-    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
-        torch.save(convert_tensors(content, fake), path)
+    # FakeTensorMode would do as well, but to import it takes 2 s.
+    with skip_data():
+        torch.save(content, path, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
     with zipfile.ZipFile(path) as archive:
         records = read_records(archive, os.path.getsize(path))
     names = {name.partition("/data/")[2]: record for name, record in records.items()}
     offsets = []
-    for i, (source, _) in enumerate(fakes.values()):  # torch numbers tensors as it meets them
+    for i, source in enumerate(sources):  # torch numbers tensors as it meets them
         record = names[str(i)]
         if record.nbytes != source.spec.nbytes:
             raise RuntimeError(
@@ -488,6 +493,19 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
         if source.spec.nbytes:
             offsets.append((source, record.start))
     return offsets
+
+
+def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
+    """Return what ``Tensor.__reduce__`` does for a tensor on the CPU, without its storage."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    data = torch.UntypedStorage(spec.nbytes, device="meta")
+    data._fake_device = torch.device("cpu")
+    where: tuple[Any, ...] = (0, tuple(spec.shape), tensor.stride(), False, OrderedDict())
+    if spec.dtype not in torch.storage._dtype_to_storage_type_map():
+        return torch._utils._rebuild_tensor_v3, (data, *where, spec.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=data, dtype=spec.dtype, _internal=True)
+    typed._fake_device = data._fake_device
+    return torch._utils._rebuild_tensor_v2, (typed, *where)
 
 
 def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:

@@ -11,14 +11,13 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.model_files import Rule, new_name
+from xla_fsdp.checkpoint.model_files import Rule
 from xla_fsdp.checkpoint.reshard import Selection
 from xla_fsdp.checkpoint.save_step import Ranks
 from xla_fsdp.checkpoint.step_directory import (
@@ -375,7 +374,7 @@ def _selection(
     only: Callable[[str], bool] | Collection[str] | None,
     key_map: Mapping[str, str] | None,
 ) -> Selection:
-    rules = [Rule(old, new) for old, new in (key_map or {}).items()]
+    rules = tuple(Rule(old, new) for old, new in (key_map or {}).items())
     if only is None:
         selected: Callable[[str], bool] = lambda name: True  # noqa: E731
     elif callable(only):
@@ -383,7 +382,7 @@ def _selection(
     else:
         prefixes = (only,) if isinstance(only, str) else tuple(only)
         selected = lambda name: name.startswith(prefixes)  # noqa: E731
-    return Selection(selected, strict, partial(new_name, rules=rules))
+    return Selection(selected, strict, rules)
 
 
 def _check_positive(**numbers: Any) -> None:

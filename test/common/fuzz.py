@@ -311,6 +311,7 @@ def torch_files(zipped: bool) -> Format:
                 change(content, chance, OBJECTS)
             with suppress(Exception):  # what cannot be pickled is no input
                 content["model"] = {**sound["model"], **content.get("model", {})}
+                content.setdefault("optimizer", sound["optimizer"])
                 put(path, saved(content, zipped))
         else:
             put(path, with_pickle(made_up(chance)))

@@ -6,6 +6,7 @@ uninterrupted run on 2 ranks says what the others must come to.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -489,7 +490,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found["missing ok"] == "{'step': None, 'extra': None}"
     assert "/adamw holds no step 7 that is complete; there is 1, 2" in found["no step"]
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
-    assert "the checkpoint holds no lr_scheduler; load without one" in found["scheduler"]
+    assert re.search(r"step_0+\d+: the checkpoint holds no lr_scheduler; load", found["scheduler"])
     assert found["unchanged"] == "True"
     wrong = outcomes()[3][0]["wrong"]
     assert "is of another kind of optimizer: it has dampening, momentum" in wrong

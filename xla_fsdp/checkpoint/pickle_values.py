@@ -95,7 +95,7 @@ def read_pickle(
     """
     reader = _Reader(file, is_known, advice)
     if persistent is not None:
-        reader.persistent_load = persistent  # type: ignore[method-assign]
+        reader.persistent_load = persistent
     return reader.load()
 
 
@@ -155,7 +155,10 @@ def _check_keys(keys: Iterable[Any]) -> None:
             raise CheckpointError(f"refused: a key of a dict or set is a {type(key).__name__}")
 
 
-class _Reader(pickle._Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler  # whose methods the types of Python leave out
+
+
+class _Reader(_PythonUnpickler):
     """Python's unpickler that is written in Python, without what trusts the file."""
 
     def __init__(self, file: Any, is_known: Callable[[str], bool], advice: str) -> None:

@@ -314,18 +314,18 @@ def _locked(path: str, *, folder: bool, before: int | None) -> int | None:
     new = f"{path}.new"
     if folder:
         os.mkdir(new)
-    descriptor: int | None = os.open(
-        new, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
-    )
+    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+    descriptor = os.open(new, flags, 0o666)
+    held: int | None = descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        descriptor = None
+        held = None
     os.rename(new, path)
     if before is not None:
         os.close(before)
-    return descriptor
+    return held
 
 
 def _is_locked(path: str) -> bool:

@@ -271,6 +271,7 @@ def test_files_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
         "folder": (tmp_path / "folder", "holds 0 .safetensors files and 0 indexes"),
         "index": (tmp_path / "x.safetensors.index.json", "is no index of .safetensors files"),
         "lost": (tmp_path / "y.safetensors.index.json", "lists gone.safetensors, which is missing"),
+        "out": (tmp_path / "z.safetensors.index.json", "gone.safetensors', which is no name of a"),
     }
     whole = (checkpoints / "one.safetensors").read_bytes()
     bad["cut"][0].write_bytes(whole[:-10])
@@ -278,7 +279,8 @@ def test_files_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
     torch.save(3, bad["number"][0])
     bad["folder"][0].mkdir()
     bad["index"][0].write_text("[]")
-    bad["lost"][0].write_text('{"weight_map": {"a": "../gone.safetensors"}}')
+    bad["lost"][0].write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    bad["out"][0].write_text('{"weight_map": {"a": "../gone.safetensors"}}')
     for path, text in bad.values():
         with pytest.raises(CheckpointError, match=text):
             init_from_checkpoint(Net(), path)

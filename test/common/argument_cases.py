@@ -361,6 +361,19 @@ def _(block: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
+def _overwritten(block: nn.Module, h: Tensor) -> Seen:
+    x = h * 2
+    y = block(x)
+    return [y, x], []
+
+
+@_inside_of(_overwritten)
+def _(block: Any, x: Tensor) -> Tensor:
+    y = block.lin(torch.tanh(x))
+    x.copy_(y)
+    return y * x
+
+
 # ---------------------------------------------------------------- shared memory
 
 

@@ -848,7 +848,8 @@ def mixed(x: Tensor, other: Any) -> Tensor:
         return x[other]
     if other.shape == x.shape:
         return x + other.to(x.dtype)
-    return x + torch.tanh(other.to(x.dtype).sum())
+    # Of the mean: the tests' compiler computes a saturated tanh with few digits.
+    return x + torch.tanh(other.to(x.dtype).mean())
 
 
 # A linear layer or embedding with the weight of one made before; a module made before.

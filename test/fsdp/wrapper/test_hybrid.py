@@ -46,7 +46,8 @@ def outcomes() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         results = run_on_ranks(on_four_ranks, RANKS, folder)
         files = {
-            name: sorted(p.name for p in Path(folder, name).rglob("rank*")) for name in LAYOUTS
+            name: sorted(p.name for p in Path(folder, name).rglob("rank*.safetensors"))
+            for name in LAYOUTS
         }
         merged, _ = consolidate_sharded_model_checkpoints(
             f"{folder}/hybrid/step_00000001/rank", "*.safetensors", save_model=False

@@ -89,11 +89,6 @@ def _report(failures: list[tuple[Recipe, Verdict]], count: int, folder: Path) ->
     return f"{len(failures)} of {count} fail: {dict(sorts)}\n" + "\n".join(scripts)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a rematerialized block that changes an argument in place, and is handed a view of it, "
-    "too, gets wrong gradients: Pairs of OfPair(remat='outside'), number 39",
-)
 def test_random_models(tmp_path: Path) -> None:
     _expect_no_failure(quick(), tmp_path)
 
@@ -149,7 +144,6 @@ def _root() -> Path:
     return Path(random_models.__file__).resolve().parents[2]
 
 
-@pytest.mark.xfail(strict=True, reason="two steps stay where one is enough")
 def test_failures_are_shrunk() -> None:
     """To the parts without which they do not fail; here, by a rule in the place of ranks."""
 

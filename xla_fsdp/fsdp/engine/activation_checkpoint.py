@@ -251,7 +251,7 @@ class _Region:
         inputs = Inputs(args, kwargs)
         self._form = inputs.form()
         self._needs_grad = [source.requires_grad for source in inputs.sources]
-        before = [ops.snapshot(source) for source in inputs.sources]
+        before = [source.detach().clone() for source in inputs.sources]
         changes = Changes(inputs.sources, inputs.sources)
         self._save_inputs(inputs.sources)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)

@@ -76,7 +76,7 @@ def plain_local_sgd(num_ranks: int) -> list[list[list[Tensor]]]:
                     for param in same:
                         param.copy_(mean)
         for rank, model in enumerate(models):
-            history[rank].append(values(model))
+            history[rank].append([param.clone() for param in values(model)])
     return history
 
 

@@ -82,7 +82,7 @@ def _run(job: Job, chips: Any) -> Done:
         except Exception as raised:
             ranks, error = [], f"{type(raised).__name__}: {raised}"
     used = chips.runs[first[1] :]
-    numbers = sorted({each for each in used if b"all-gather" in chips.programs[each]})
+    numbers = sorted({each for each in used if chips.is_joint(each)})
     at = {number: index for index, number in enumerate(numbers)}
     texts = tuple(text_of(chips.programs[number]) for number in numbers)
     return Done(ranks, error, texts, tuple(at[each] for each in used if each in at))

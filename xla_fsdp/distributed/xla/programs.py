@@ -140,13 +140,6 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._functionalize_sync(tensor)
 
 
-def present_value(tensor: Tensor) -> Tensor:
-    """Return a tensor without graph that keeps the present value of ``tensor``, in its buffer."""
-    # A clone would need memory as soon as both are results of a program.
-    torch._functionalize_sync(tensor)
-    return torch._to_functional_tensor(torch._from_functional_tensor(tensor))
-
-
 def unshare(tensors: Sequence[Tensor]) -> None:
     """Give every scalar of some computed tensors a buffer of its own.
 

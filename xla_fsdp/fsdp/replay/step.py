@@ -325,7 +325,7 @@ class _Trace:
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the step; if it raises, put the tensors back that it has changed."""
-        saved = [(tensor, programs.present_value(tensor)) for tensor in self._before.values()]
+        saved = [(tensor, tensor.detach().clone()) for tensor in self._before.values()]
         try:
             with (
                 programs.reading_by(self.seen),

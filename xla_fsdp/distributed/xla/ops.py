@@ -309,19 +309,6 @@ def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     return tensor.shape != before.shape or tensor.stride() != before.stride()
 
 
-<<<<<<< HEAD
-=======
-def snapshot(tensor: Tensor) -> Tensor:
-    """Return a tensor without graph that keeps the present value of ``tensor``, which needs memory
-    of its own only once ``tensor`` is changed in place."""
-    if not torch._is_functional_tensor(tensor):
-        return tensor.detach().clone()
-    # A clone would need memory as soon as both are results of a program.
-    torch._functionalize_sync(tensor)
-    return torch._to_functional_tensor(torch._from_functional_tensor(tensor))
-
-
->>>>>>> i24-numbers
 def is_pending(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is an XLA tensor that has been traced but not yet computed."""
     if tensor.device.type != "xla":

@@ -108,8 +108,8 @@ def check_installed() -> None:
     missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
         raise CompileError(
-            f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}, with Python 3.11 "
-            f"or 3.12, for which its packages are made"
+            f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}, with Python "
+            f"3.11 or 3.12, for which its packages are made"
         )
 
 

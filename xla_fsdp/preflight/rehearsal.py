@@ -323,8 +323,6 @@ class _Seen:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients as they are now."""
-        from xla_fsdp.distributed.xla import ops
-
         if not self.depth:
             self.optimizers[id(optimizer)] = optimizer
             for param in _params_of(optimizer):

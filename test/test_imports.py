@@ -34,6 +34,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.tracebacks",
         "distributed.turns",
         "tpu_flags",
         "wrap",

@@ -180,10 +180,10 @@ def test_progress_is_in_the_log(
     every_kind().save_safetensors(tmp_path, 2)
     prefix = ["--ckpt_prefix", str(tmp_path)]
     monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.0)
+    assert main(["inspect", "--verify", *prefix]) == 0
+    assert "consolidate_sharded_ckpts: verifying: " in capsys.readouterr().err
     assert main([*prefix, "--save_path", f"{tmp_path}/full.pth"]) == 0
     line = r"consolidate_sharded_ckpts: copying: 0\.00 of 0\.00 GB, \d+ MB/s, \d+ s left"
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(re.fullmatch(line, each) for each in lines), lines
-    assert main(["inspect", "--verify", *prefix]) == 0
-    assert "consolidate_sharded_ckpts: verifying: " in capsys.readouterr().err

@@ -57,7 +57,8 @@ def test_a_signal_ends_with_one_line_and_leaves_nothing(
         return 1000
 
     monkeypatch.setattr(copying.os, "pwrite", interrupt)
-    monkeypatch.setattr(dcp_files._Rows, "load", interrupt)
+    load = dcp_files._Rows.load
+    monkeypatch.setattr(dcp_files._Rows, "load", lambda rows: interrupt() and load(rows))
     assert main(arguments(shards, output)) == 128 + number
     assert capsys.readouterr().err == (
         f"consolidate_sharded_ckpts: interrupted by {number.name}: what it had written is removed\n"

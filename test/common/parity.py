@@ -417,12 +417,14 @@ def _nest(model: nn.Module, case: Case, fsdp: Callable[[nn.Module], nn.Module]) 
     return model
 
 
-def join(ranks: list[dict[str, Any]]) -> Outcome:
-    """Merge what the ranks hold into one outcome (of groups, the first one's)."""
+def join(ranks: list[dict[str, Any]], of: int = 0) -> Outcome:
+    """Merge what the ranks hold into one outcome; of groups, what that of rank ``of`` holds."""
     metadata = ranks[0]["metadata"]
     if metadata is None:  # every rank has everything
         return Outcome(*(ranks[0][key] for key in ("losses", "grads", "norms", "state")))
-    ranks = ranks[: metadata["world_size"]]
+    # On a torus a group need not be the first ranks.
+    groups = metadata.get("groups") or [range(metadata["world_size"])]
+    ranks = [ranks[rank] for rank in next(group for group in groups if of in group)]
     return Outcome(
         losses=ranks[0]["losses"],
         grads=_join_grads([rank["grads"] for rank in ranks], metadata),
@@ -461,9 +463,9 @@ class Runs:
         return ranks
 
 
-def assert_parity(case: Case, ranks: list[dict[str, Any]]) -> None:
+def assert_parity(case: Case, ranks: list[dict[str, Any]], of: int = 0) -> None:
     """Compare what the ranks hold after training with the plain model on the joined batch."""
-    found, expected = join(ranks), reference(case, len(ranks))
+    found, expected = join(ranks, of), reference(case, len(ranks))
     if case.options.get("flatten_parameters"):
         found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
     assert_same(found, expected, case.tolerance)

@@ -62,7 +62,11 @@ def quick() -> dict[str, Done]:
 
 def assert_right(case: Case, done: Done) -> None:
     assert not done.error, done.error
-    assert_parity(case, [rank["it"] for rank in done.ranks])
+    ranks = [rank["it"] for rank in done.ranks]
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    groups = (ranks[0]["metadata"] or {}).get("groups") or [[0]]
+    for group in groups:
+        assert_parity(case, ranks, of=group[0])
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -181,7 +185,7 @@ WAYS: dict[str, Case] = {
     "in place along dim 1": Case("Net", in_place=True, dim=1),
     "frozen": Case("FrozenNet"),
     "batch norm": Case("BatchNormNet"),
-    "tied": Case("TiedNet"),
+    "unit runs twice": Case("TwiceNet"),
     "loop": Case("ScanNet", scan=ALL_LARGE, clip=(0.3, 2.0)),
     "loop, small parameters once": Case("ScanNet", scan={}),
     "stacked": Case("ScanNet", scan={**ALL_LARGE, "stacked": True}),

@@ -21,8 +21,7 @@ from xla_fsdp.checkpoint.checksum import (
     whole_of,
     written,
 )
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.storage import failing
+from xla_fsdp.checkpoint.errors import CheckpointError, failing
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
     Joined,

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ from xla_fsdp.checkpoint.errors import (
     checked_shape,
     dtype_name,
     dtype_named,
+    failing,
     item,
     listed,
     prefixed,
@@ -79,14 +80,7 @@ from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find
 from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import (
-    EXISTS,
-    AtomicFiles,
-    failing,
-    is_url,
-    remove_abandoned,
-    sync,
-)
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, is_url, remove_abandoned, sync
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,
@@ -196,9 +190,9 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> Mapping[Ind
             dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
         first, _ = next(iter(error.failures.values()))
-        if isinstance(first, CheckpointError) or not isinstance(first, Exception):
-            raise first from error  # the reason, or an interrupt
-        raise OSError(f"{type(first).__name__}: {first}") from error
+        planner.failures.append(first)
+    planner.end()
+    _checked_metadata(path)  # DCP does not tell when one of its threads could not write
     return planner.crcs
 
 
@@ -232,6 +226,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self._progress = progress
         self._rows: dict[MetadataIndex, _Rows] = {}
         self.crcs: dict[Index, int] = {}
+        self.failures: list[BaseException] = []
+        self._threads: set[Thread] = set()
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -243,11 +239,31 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         rows = self._rows.get(write_item.index)
         if rows is None:
             return super().resolve_data(write_item)
-        tensor = rows.load()
-        offsets = tuple(write_item.index.offset or ())
-        self.crcs[write_item.index.fqn, offsets] = zlib.crc32(bytes_of(tensor))
-        self._progress(tensor.nbytes)
+        self._threads.add(current_thread())
+        if self.failures:  # what is written from now on will be deleted
+            return torch.empty(0)
+        try:
+            tensor = rows.load()
+            offsets = tuple(write_item.index.offset or ())
+            self.crcs[write_item.index.fqn, offsets] = zlib.crc32(bytes_of(tensor))
+            self._progress(tensor.nbytes)
+        except BaseException as error:  # ``end`` raises it: of its threads, DCP would not tell
+            self.failures.append(error)
+            return torch.empty(0)
         return tensor
+
+    def end(self) -> None:
+        """Wait until DCP's threads have ended, and raise the first error of any, or an interrupt.
+
+        Raises:
+            OSError: for all other errors.
+        """
+        for thread in self._threads - {current_thread()}:
+            thread.join()
+        for first in self.failures[:1]:
+            if isinstance(first, CheckpointError) or not isinstance(first, Exception):
+                raise first
+            raise OSError(f"{type(first).__name__}: {first}") from first
 
     def _parts(self, item: WriteItem) -> Iterator[WriteItem]:
         known = self._sources.get(id(self.state_dict[item.index.fqn]))

@@ -6,8 +6,10 @@ An argument ``where`` is the path of a value in the metadata, such as ``params.2
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from reprlib import Repr
 from typing import Any, TypeVar
 
@@ -158,3 +160,29 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# torch turns a failed write into a RuntimeError of several lines. Remote file systems have their
+# own exceptions, so there every Exception is expected.
+LOCAL_ERRORS = (OSError, RuntimeError)
+
+
+@contextmanager
+def failing(
+    path: str | Path,
+    what: str = "could not be written",
+    errors: type[Exception] | tuple[type[Exception], ...] = LOCAL_ERRORS,
+) -> Iterator[None]:
+    """Convert exceptions to a ``CheckpointError`` of one line: the path, ``what``, the reason."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except errors as error:
+        raise failure(path, what, error) from error
+
+
+def failure(path: str | Path, what: str, error: Exception) -> CheckpointError:
+    """Return the error of one line for an exception."""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"{path}: {what}: {reason or type(error).__name__}")

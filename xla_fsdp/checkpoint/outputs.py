@@ -26,17 +26,9 @@ from xla_fsdp.checkpoint.copying import (
     find_damage,
     read_crcs,
 )
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, failing, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.storage import (
-    EXISTS,
-    AtomicFiles,
-    exists,
-    failing,
-    is_url,
-    remove_abandoned,
-    sync,
-)
+from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, exists, is_url, remove_abandoned, sync
 from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
 

@@ -21,9 +21,8 @@ from itertools import count
 from threading import Semaphore
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, T
-from xla_fsdp.checkpoint.storage import Buffer, failing
-from xla_fsdp.checkpoint.tensor_source import ByteSource, RecentBlocks
+from xla_fsdp.checkpoint.errors import CheckpointError, T, failing
+from xla_fsdp.checkpoint.tensor_source import Buffer, ByteSource, RecentBlocks
 
 # A put is seen in whole or not at all, and there are no folders to make.
 OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oss", "oci", "r2"})

@@ -92,6 +92,7 @@ def plan_reshard(
         CheckpointError: if such files cannot hold a value, or ``world_size`` or ``step`` is out of
             range.
     """
+    directory = full_path(directory)
     if not 1 <= world_size <= 1_000_000:
         raise CheckpointError(f"--to_world_size {world_size} must be from 1 to 1,000,000")
     if not 0 <= step <= 10**15:
@@ -101,7 +102,7 @@ def plan_reshard(
     content = _content(plan, same, world_size)
     job = job_token()
     content = replace(content, metadata=replace(content.metadata, step=step, job=job))
-    folder = os.path.join(full_path(directory), Attempt(step).folder)
+    folder = os.path.join(directory, Attempt(step).folder)
     files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
     marker = Marker(step, world_size, {}, job)
     outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]

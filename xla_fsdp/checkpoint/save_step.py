@@ -68,8 +68,8 @@ from xla_fsdp.checkpoint.step_directory import (
     write_marker,
     write_metrics,
 )
-from xla_fsdp.checkpoint.storage import Buffer, Storage
-from xla_fsdp.checkpoint.tensor_source import TensorSpec, bytes_of
+from xla_fsdp.checkpoint.storage import Storage
+from xla_fsdp.checkpoint.tensor_source import Buffer, TensorSpec, bytes_of
 
 LOOKED_AT = 4  # newest complete attempts that ranks compare; hosts differ by at most one
 LOOK_EVERY = 0.5  # seconds after which the leader looks again for announcements

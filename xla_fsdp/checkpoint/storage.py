@@ -14,15 +14,19 @@ import secrets
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.tensor_source import ByteSource, LocalFile, full_path, read_bytes
-
-Buffer = bytes | memoryview
+from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
+from xla_fsdp.checkpoint.tensor_source import (
+    Buffer,
+    ByteSource,
+    LocalFile,
+    full_path,
+    read_bytes,
+)
 
 LOCAL = "file://"
 
@@ -175,7 +179,7 @@ class LocalStorage:
         except FileExistsError:
             return False
         except OSError as error:
-            raise _failure(path, "could not be written", error) from error
+            raise failure(path, "could not be written", error) from error
         try:
             with failing(path), file:
                 file.write(data)
@@ -380,26 +384,6 @@ def fetch(url: str, folder: str) -> str:
     return path
 
 
-# torch turns a failed write into a RuntimeError of several lines. Remote file systems have their
-# own exceptions, so there every Exception is expected.
-LOCAL_ERRORS = (OSError, RuntimeError)
-
-
-@contextmanager
-def failing(
-    path: str | Path,
-    what: str = "could not be written",
-    errors: type[Exception] | tuple[type[Exception], ...] = LOCAL_ERRORS,
-) -> Iterator[None]:
-    """Convert exceptions to a ``CheckpointError`` of one line: the path, ``what``, the reason."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except errors as error:
-        raise _failure(path, what, error) from error
-
-
 def make_folder(path: Path) -> list[Path]:
     """Create a folder and its missing parents, durably; return those created, outermost first."""
     if path.is_dir():
@@ -442,8 +426,3 @@ def _remove(path: str) -> None:
         return
     with suppress(OSError):
         os.unlink(path)
-
-
-def _failure(path: str | Path, what: str, error: Exception) -> CheckpointError:
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return CheckpointError(f"{path}: {what}: {reason or type(error).__name__}")

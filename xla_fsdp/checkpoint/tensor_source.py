@@ -44,6 +44,9 @@ def full_path(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
 
 
+Buffer = bytes | memoryview
+
+
 class ByteSource(Protocol):
     """A number of bytes that can be read from any offset."""
 

@@ -323,6 +323,7 @@ class _Seen:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients as they are now."""
+
         if not self.depth:
             self.optimizers[id(optimizer)] = optimizer
             for param in _params_of(optimizer):

@@ -196,7 +196,7 @@ class LostTensor(Tensor):
                 return found
         raise _lost(name)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -221,7 +221,7 @@ def drop_pending(num_ranks: int) -> None:
             # for subclasses around other tensors, which are found by themselves.
             with contextlib.suppress(RuntimeError):
                 if ops.is_pending(tensor):
-                    tensor.__class__ = LostTensor  # type: ignore[assignment]
+                    tensor.__class__ = LostTensor
                 if tensor.is_leaf and tensor.grad is not None and ops.is_pending(tensor.grad):
                     _lose_gradient(tensor)
     # What these have in place of a value ends the process when a program reads it.
@@ -244,7 +244,7 @@ def _lose_gradient(leaf: Tensor) -> None:
             raise _lost("backward")
         handle.remove()
 
-    leaf.grad.__class__ = LostTensor  # type: ignore[assignment]
+    leaf.grad.__class__ = LostTensor
     handle = leaf.register_hook(refuse)
 
 

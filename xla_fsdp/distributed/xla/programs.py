@@ -136,8 +136,15 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     # Not _replace_xla_tensor, after which views of the tensor still have the old value.
     for tensor, value in zip(tensors, values, strict=True):
         torch._functionalize_replace(tensor, torch._from_functional_tensor(value))
-        torch._functionalize_commit_update(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_commit_update(tensor)
         torch._functionalize_sync(tensor)
+
+
+def present_value(tensor: Tensor) -> Tensor:
+    """Return a tensor without graph that keeps the present value of ``tensor``, in its buffer."""
+    # A clone would need memory as soon as both are results of a program.
+    torch._functionalize_sync(tensor)
+    return torch._to_functional_tensor(torch._from_functional_tensor(tensor))
 
 
 def unshare(tensors: Sequence[Tensor]) -> None:

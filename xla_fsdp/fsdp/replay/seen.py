@@ -150,14 +150,15 @@ class _Watchers:
     def add(self, seen: Seen) -> None:
         with self._changing:
             if not self._by_device:
-                self._call, nn.Module.__call__ = nn.Module.__call__, _watched_call
+                self._call = nn.Module.__call__
+                nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
             self._by_device[_device()] = seen
 
     def remove(self) -> None:
         with self._changing:
             del self._by_device[_device()]
             if not self._by_device:
-                nn.Module.__call__ = self._call
+                nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     @property
     def current(self) -> Seen | None:

@@ -325,7 +325,7 @@ class _Trace:
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the step; if it raises, put the tensors back that it has changed."""
-        saved = [(tensor, tensor.detach().clone()) for tensor in self._before.values()]
+        saved = [(tensor, programs.present_value(tensor)) for tensor in self._before.values()]
         try:
             with (
                 programs.reading_by(self.seen),
@@ -537,7 +537,7 @@ class _Builder:
         """Return after how many drawings each random number state is what an input holds; a state
         that is not reached so was set by the step itself."""
         states = host.copies([inputs.values[position] for position in inputs.seeds])
-        draws = [programs.draws_until(seed, state.item() % 2**64) for state in states]
+        draws = [programs.draws_until(seed, int(state.item()) % 2**64) for state in states]
         pairs = zip(inputs.seeds, draws, strict=True)
         return {position: count for position, count in pairs if count is not None}
 

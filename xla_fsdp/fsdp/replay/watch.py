@@ -332,9 +332,13 @@ class Watched:
         """Say in words which facts differ."""
         if len(before) != len(now):
             return "the modules or optimizers that the step uses"
-        for (label, _), old, new in zip(self._facts, before, now, strict=True):
-            if old != new:
-                return f"{label}: {_difference(old, new)}"
+        plain = {id(read) for _, read in self._named.plain}
+        for (label, read), old, new in zip(self._facts, before, now, strict=True):
+            if old == new:
+                continue
+            if isinstance(read, _ModuleFacts):
+                return f"{label}: {read.difference(old, new)}"
+            return f"{label}: {_shown([(old, new)])}" if id(read) in plain else label
         return "nothing"
 
     def changed_numbers(
@@ -405,22 +409,26 @@ class Watched:
             self._param_facts,
         )
         for unit in self.units:
-            yield "a unit's settings or state", functools.partial(_unit_facts, unit)
+            yield (
+                "a unit's settings, or gradients that no_sync left",
+                functools.partial(_unit_facts, unit),
+            )
         for number, optimizer in enumerate(self.optimizers):
-            yield _name(optimizer, number), functools.partial(_optimizer_facts, optimizer)
+            label = f"parameters, options, hooks or states of {_name(optimizer, number)}"
+            yield label, functools.partial(_optimizer_facts, optimizer)
         yield from self._named.plain
         yield from self._named.held
 
     def _param_facts(self) -> list[Any]:
         # A grad counts as a fact only by whether it is there.
         return [
-            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-            if not (p._backward_hooks or p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)
+            if not (p._backward_hooks or p._post_accumulate_grad_hooks)
             else (
                 p.requires_grad,
                 p.grad is None,
                 tuple(p._backward_hooks or ()),
-                tuple(p._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
+                tuple(p._post_accumulate_grad_hooks or ()),
             )
             for p in self.params
         ]
@@ -437,6 +445,14 @@ class _ModuleFacts:
         self._hooks = operator.itemgetter(*HOOKS)
         self._held = operator.itemgetter("_parameters", "_buffers")
 
+    def difference(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+        """Say which attributes differ between two results of a call."""
+        if old[0] == new[0]:
+            return "its attributes, hooks, children or parameters"
+        pairs = zip(("training", *self.names), old[0], new[0], strict=False)
+        found = (f"{name} {_shown([(a, b)])}" for name, a, b in pairs if a != b)
+        return ", ".join(dict.fromkeys(found))
+
     def __call__(self) -> tuple[Any, ...]:
         attributes = self._attributes
         try:
@@ -451,15 +467,6 @@ class _ModuleFacts:
             [*map(id, attributes["_parameters"].values())],
             [*map(id, attributes["_modules"].values())],
         )
-
-
-def _difference(old: Any, new: Any) -> str:
-    while isinstance(old, tuple | list) and isinstance(new, tuple | list) and len(old) == len(new):
-        pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
-        if len(pairs) != 1:
-            return f"{len(pairs)} of them" if len(pairs) > 3 else _shown(pairs)
-        [(old, new)] = pairs
-    return _shown([(old, new)])
 
 
 def _shown(pairs: list[tuple[Any, Any]]) -> str:

@@ -54,10 +54,10 @@ lint: $(READY)
 
 # The site, into site/: no link that leads nowhere, no name without a docstring.
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(READY)
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # Wheel and source archive, into dist/.
 package: $(READY)

@@ -79,8 +79,8 @@ class _Traced:
         return type(self.plain), (self.plain,)
 
     def _compared(self, function: Callable[..., Any], outcome: bool, *others: Any) -> bool:
-        expressions = (expression_of(each) for each in others)
-        self.numbers.outcomes[(function, self.expression, *expressions)] = outcome
+        compared = (function, self.expression, *map(expression_of, others))
+        self.numbers.outcomes[compared] = outcome
         return outcome
 
 

@@ -177,7 +177,7 @@ def test_one_bad_file_of_three(
 
 
 def test_no_file_matches(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^no shard file matches \S*mnist\*\.pth$"):
+    with pytest.raises(CheckpointError, match=r"^no shard file matches \S*mnist\*\.pth, and"):
         consolidate_sharded_model_checkpoints(str(tmp_path / "mnist"))
 
 

@@ -202,7 +202,7 @@ def test_a_failed_write_leaves_everything_as_it_was(
     consolidate_sharded_model_checkpoints(prefix)
     before = snapshot(tmp_path)
 
-    def fail_halfway(content: Any, path: str) -> None:
+    def fail_halfway(content: Any, path: str, **_: Any) -> None:
         Path(path).write_bytes(b"half")
         assert len(snapshot(tmp_path)) == len(before) + 1, "the temporary file is elsewhere"
         raise failure
@@ -220,8 +220,8 @@ def test_a_file_that_appears_meanwhile_is_kept(
     output = tmp_path / "mnist_consolidated.pth"
     save = torch.save
 
-    def save_while_another_does(content: Any, file: Any) -> None:
-        save(content, file)
+    def save_while_another_does(content: Any, file: Any, **how: Any) -> None:
+        save(content, file, **how)
         output.write_bytes(b"of another process")
 
     monkeypatch.setattr(torch, "save", save_while_another_does)

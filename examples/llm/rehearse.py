@@ -1,8 +1,6 @@
 """Rehearse ``train.py`` on a slice that is not there, beside the plain model.
 
     python -m xla_fsdp.preflight examples.llm.rehearse:build_step --topology v5e:2x4 --run 3
-    python -m xla_fsdp.preflight examples.llm.rehearse:build_step --topology v5e:2x4 --run 3 \\
-        --set scan=on --mesh replica=2,shard=4
 
 The text, the windows of each rank and the optimizer are those of training; the sizes are options.
 """

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from test.common.docs_snippets import snippets
 from test.common.ranks import cached_outcome, run_on_ranks
-from test.common.readme_snippets import snippets
 from test.common.scenarios import make
 from test.common.tensor_models import Llama
 from test.common.tensor_training import Case, assert_like_plain, train
 
-README = "the recipe of the README"
+README = "the recipe of the documentation"
 ALL = {"sequence": True, "loss": True}
 FLAT = (("flatten_parameters", True),)
 ROWS = (("shard_param_on_dim_0", True), ("reshard_after_forward", False))
@@ -62,10 +62,10 @@ def train_cases(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
 
 
 def recipe() -> tuple[Any, Any]:
-    """The mesh and the model that the README makes."""
-    [code, _] = snippets("Tensor, sequence and loss parallelism")
-    space: dict[str, Any] = {"model": make(Llama)}
-    exec(code, space)
+    """The mesh and the model that the page on tensor parallelism makes."""
+    [code] = [each.code for each in snippets() if "parallelize_module(model, mesh" in each.code]
+    space: dict[str, Any] = {"build_llama": lambda: make(Llama)}
+    exec(code.partition("\nwith loss_parallel()")[0], space)
     return space["mesh"], space["model"]
 
 

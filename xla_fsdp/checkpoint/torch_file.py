@@ -181,12 +181,9 @@ def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
             raise CheckpointError(UNREADABLE)
         folder = names[0].removesuffix("data.pkl")
         order = f"{folder}byteorder"
-        if order in records and archive.read(order) != b"little":
+        if order in records and _content(archive, source, records, order) != b"little":
             raise CheckpointError("was saved by a big-endian machine, which is not read")
-        # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
-        data = (
-            archive.read(names[0]) if records[names[0]].crc else _bytes(source, records[names[0]])
-        )
+        data = _content(archive, source, records, names[0])
 
     def storage(stored: _Storage) -> tuple[ByteSource, Record]:
         record = records.get(f"{folder}data/{stored.key}")
@@ -227,8 +224,12 @@ def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
     return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
 
 
-def _bytes(source: ByteSource, record: Record) -> bytes:
-    return read_bytes(source, record.start, record.nbytes)
+def _content(
+    archive: zipfile.ZipFile, source: ByteSource, records: Mapping[str, Record], name: str
+) -> bytes:
+    record = records[name]
+    # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
+    return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
 
 
 # ---------------------------------------------------------------- files from before torch 1.6

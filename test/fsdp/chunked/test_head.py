@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from test.common.docs_snippets import snippets
 from test.common.models import FEATURES, HeadNet, TiedHeadNet
 from test.common.parity import Case, Runs, assert_parity, run_cases, whole
 from test.common.ranks import run_on_ranks
-from test.common.readme_snippets import snippets
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES, NO_CLASS, TILE, cut_by_size, cut_into
@@ -823,7 +823,7 @@ def recipe(rank: int, code: str, directory: str) -> dict[str, Any]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_recipe_for_transformers_trains_a_llama(tmp_path: Path, tied: bool) -> None:
     pytest.importorskip("transformers")
-    [code] = [each for each in snippets("Use") if RECIPE in each]
+    [code] = [each.code for each in snippets() if RECIPE in each.code]
     plain = llama(tied=tied)
     plain.save_pretrained(tmp_path)
     found = run_on_ranks(recipe, RANKS, code, str(tmp_path))

@@ -599,7 +599,7 @@ class FSDPState:
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
         node = partial(PreBackward.apply, call, ready, len(for_backward), *for_backward)
         found = through(node, outputs.tensors)
-        return outputs.replaced([self.cast_output(tensor) for tensor in found])
+        return outputs.replaced(found, self.cast_output)
 
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]

@@ -377,7 +377,8 @@ class Changes:
                 if output is base:
                     return View(at)
                 if _can_be_made(output):
-                    return View(at, output, _is_connected(output, base))
+                    connected = torch.is_grad_enabled() and _is_connected(output, base)
+                    return View(at, output, connected)
         return None
 
     def on_own(self, view: View) -> Tensor:

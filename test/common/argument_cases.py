@@ -457,3 +457,129 @@ def _view_with_a_hook(block: nn.Module, h: Tensor) -> Seen:
 @_inside_of(_view_with_a_hook)
 def _(block: Any, x: Tensor, view: Tensor) -> Tensor:
     return block.lin(x) * view.t()
+
+
+class Reverse(torch.autograd.Function):
+    """Identity whose backward changes the sign; autograd makes a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def _view_with_another_gradient(block: nn.Module, h: Tensor) -> Seen:
+    x = h * 2
+    y, reversed_y, reversed_x, also = block(x, Reverse.apply(x)[:2])
+    return [y, reversed_y * 2, reversed_x * 3, also, x], []
+
+
+@_inside_of(_view_with_another_gradient)
+def _(block: Any, x: Tensor, reversed_x: Tensor) -> Any:
+    y = block.lin(x)
+    return y, Reverse.apply(y)[1:], Reverse.apply(x), reversed_x
+
+
+# ---------------------------------------------------------------- outputs that share memory
+
+
+def _skipped(block: nn.Module, h: Tensor) -> Seen:
+    before = h = block(h * 2, False)
+    h = block(h, True)
+    h += 1
+    return [h * before], [h is before]
+
+
+@_inside_of(_skipped)
+def _(block: Any, x: Tensor, skip: bool) -> Tensor:
+    return x if skip else block.lin(x)
+
+
+def _argument_returned(block: nn.Module, h: Tensor) -> Seen:
+    x, whole = h * 2, h * 3
+    y, (same, view), part, flat = block(x, whole[1:])
+    same.mul_(2)
+    view.add_(1)
+    part.mul_(3)
+    flat[2:4].sub_(1)
+    return [y, x, view * 1, whole, flat * 2], [same is x]
+
+
+@_inside_of(_argument_returned)
+def _(block: Any, x: Tensor, part: Tensor) -> Any:
+    return block.lin(x.clone()), [x, x.t()[:2]], part[1:], part.view(-1)
+
+
+def _changed_and_returned(block: nn.Module, h: Tensor) -> Seen:
+    x, whole = h * 2, h * 3
+    total = torch.zeros(3, device=h.device, dtype=h.dtype)
+    out, view, rows, part, count = block(x, whole[1:], total, h)
+    facts = [out is x, count is total]
+    out.add_(1)
+    view.mul_(2)
+    part.sub_(1)
+    count.mul_(2)
+    return [each * 0.2 for each in (x, view * 3, whole, rows, total * h.mean(), h)], facts
+
+
+@_inside_of(_changed_and_returned)
+def _(block: Any, x: Tensor, part: Tensor, total: Tensor, h: Tensor) -> Any:
+    early = x[1:]
+    x += block.lin(x.clone())
+    part[1:].mul_(2)
+    total += 1
+    return x, early[:2], part.clone().chunk(2)[0], part, total
+
+
+def _residual_stream(block: nn.Module, h: Tensor) -> Seen:
+    x = first = h * 2
+    for _ in range(3):
+        x = block(x)
+    return [first, x * 2], [x is first]
+
+
+@_inside_of(_residual_stream)
+def _(block: Any, x: Tensor) -> Tensor:
+    x += torch.tanh(block.lin(x.clone()))
+    return x
+
+
+def _argument_and_part_put_into_dict(block: nn.Module, h: Tensor) -> Seen:
+    x, other, found = h * 2, h * 3, State(h)
+    given: dict[str, Any] = {"state": found}
+    y = block(x, other, given)
+    given["x"].mul_(2)
+    given["part"].add_(1)
+    other.mul_(3)
+    more: Any = found.more
+    return [y, x, given["part"] * 2, more * 2, other], [given["x"] is x]
+
+
+@_inside_of(_argument_and_part_put_into_dict)
+def _(block: Any, x: Tensor, other: Tensor, given: dict[str, Any]) -> Tensor:
+    given["x"], given["part"] = x, x[:2]
+    given["state"].more = other.view(-1)
+    return block.lin(x.clone())
+
+
+def _output_and_views(block: nn.Module, h: Tensor) -> Seen:
+    given: dict[str, Any] = {}
+    (y, view), state, parts = block(h, given)
+    view.add_(1)
+    state.h.mul_(2)
+    y[1].sub_(3)
+    parts[0].mul_(2)
+    given["flat"][3:9].mul_(0.5)
+    given["again"].add_(1)
+    tensors = [y, view * 1, state.h, *state.nested, *parts, *given.values()]
+    return [each * 0.2 for each in tensors], [given["again"] is y]
+
+
+@_inside_of(_output_and_views)
+def _(block: Any, x: Tensor, given: dict[str, Any]) -> Any:
+    y, z = block.lin(x), block.lin(x * 2) * 2
+    given["flat"], given["again"] = y.view(-1), y
+    return (y, y[:2]), State(y.t(), nested=[y.view(2, -1)]), [z[0, :2], z[:2].t(), z[3]]

@@ -190,6 +190,7 @@ def refused(device: torch.device) -> dict[str, str]:
         "other dtype": message(lambda: add(x.view(torch.int32), x)),
         "same part twice": message(lambda: add(x[0], x[0])),
         "reshaped": message(lambda: transpose(x, x.clone())),
+        "leaf": message(lambda: add(x.clone().requires_grad_(), x)),
         "detached, another changed": message(lambda: add(x.clone(), x, x.detach())),
     }
     with torch.inference_mode():
@@ -207,6 +208,7 @@ def refused(device: torch.device) -> dict[str, str]:
         ("other dtype", ["ValueError", "shares memory"]),
         ("same part twice", ["ValueError", "shape [6]", "shares memory"]),
         ("reshaped", ["ValueError", "shape [6, 6] was reshaped in place", "without underscore"]),
+        ("leaf", ["RuntimeError", "leaf Variable that requires grad"]),
         ("detached, another changed", ["nothing was raised"]),
         ("inference", ["ValueError", "shares memory"]),
         ("changed in inference mode", ["3.0"]),

@@ -123,7 +123,7 @@ class ChunkedForward:
             outputs = inputs.call(forward, [unit.cast_input(t) for t in inputs.sources])
         if not running_units():
             unit.context.forward_gate.clear()
-        return outputs.replaced([unit.cast_output(tensor) for tensor in outputs.tensors])
+        return outputs.replaced(outputs.tensors, unit.cast_output)
 
 
 # ---------------------------------------------------------------- for the autograd nodes

@@ -36,7 +36,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     through,
     version_of,
 )
-from xla_fsdp.fsdp.engine.inputs import Changes, Inputs
+from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import current_pass, running_units
 from xla_fsdp.wrap import has_forward
@@ -253,7 +253,6 @@ class _Region:
         self._form = inputs.form()
         self._needs_grad = [source.requires_grad for source in inputs.sources]
         before = [source.detach().clone() for source in inputs.sources]
-        changes = Changes(inputs.sources, inputs.sources)
         self._save_inputs(inputs.sources)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)
         try:
@@ -265,10 +264,11 @@ class _Region:
             raise
         finally:
             self._kinds = _kinds(self._saved.close())
-        self._changed = changes.changed()
-        if self._changed:
+        self._changed = outputs.changed
+        # The caller may change what it gets back.
+        if kept := {*self._changed, *outputs.returned()}:
             pairs = enumerate(zip(before, inputs.sources, strict=True))
-            self._save_inputs([old if at in self._changed else now for at, (old, now) in pairs])
+            self._save_inputs([old if at in kept else now for at, (old, now) in pairs])
         self._environment.settle()
         # The node gets this list, not the region, which would live as long as the outputs.
         return outputs.replaced(

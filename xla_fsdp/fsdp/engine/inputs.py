@@ -1,17 +1,19 @@
 """Run a forward on copies of its arguments' tensors, unnoticed by the caller.
 
 A unit computes with copies of its inputs, behind a barrier and in its compute dtype. The caller
-still sees what the forward does to the arguments, and the forward which of them share memory.
+still sees what the forward does to the arguments, and the forward which of them share memory. What
+it returns goes through a node of autograd, and still shares memory with the arguments and with what
+else it returns.
 
 Invariants: the caller's containers are never copied. While the forward runs they hold the copies;
 after it, the caller's own tensors and what the forward has put there. A copy that was changed in
-place is written to the tensor it was made from.
+place is written to the tensor it was made from. An output that is a copy, or a view of one, becomes
+the caller's tensor or the same view of it, unless the copy has another dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from xla_fsdp.distributed.pytree import (
     tensors_in,
 )
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.autograd import on_device
 
 
 class Inputs:
@@ -57,17 +60,21 @@ class Inputs:
         kwargs = {name: replaced(value, by) for name, value in self._kwargs.items()}
         try:
             result = forward(*args, **kwargs)
+        except BaseException:
+            changes.write_all()
+            raise
         finally:
             containers = self._take_back(back, own, lent)
             _refuse_reshaped(lent, own)
-            changed = changes.write_back()
-        changes.refuse_lost(changed)
-        return Outputs(result, containers, own)
+        changes.refuse_lost()
+        return Outputs(result, containers, changes, own, lent)
 
     def call_on_own(self, forward: Callable[..., Any]) -> Outputs:
         """Run ``forward`` with the caller's tensors."""
+        changes = Changes(self.sources, self.sources)
         result = forward(*self._args, **self._kwargs)
-        return Outputs(result, self._reached(), self._contents.tensors)
+        own = self._contents.tensors
+        return Outputs(result, self._reached(), changes, own, own)
 
     def form(self) -> InputForm:
         """Return the arguments as they are now, without their tensors."""
@@ -126,29 +133,63 @@ class Outputs:
     Args:
         result: what it returned.
         containers: the caller's.
+        changes: of the copies that the forward had.
         own: the caller's tensors; they are no outputs.
+        lent: what the forward had in their place.
 
     Attributes:
-        tensors: the outputs.
+        tensors: what autograd's node of the outputs takes: those in memory of their own, or what
+            several of them are views of; and the changed copies.
+        changed: numbers of the sources that were changed in place.
     """
 
-    def __init__(self, result: Any, containers: list[Any], own: Sequence[Tensor]) -> None:
-        self._result = result
-        self._containers = containers
+    def __init__(
+        self,
+        result: Any,
+        containers: list[Any],
+        changes: Changes,
+        own: Sequence[Tensor],
+        lent: Sequence[Tensor],
+    ) -> None:
+        self._result, self._containers, self._changes = result, containers, changes
         found = Contents.of((result, *containers))
-        self._copied = found.containers
-        self.tensors = found.tensors
-        if containers:
-            kept, mine = {id(each) for each in containers}, {id(tensor) for tensor in own}
-            self._copied = [each for each in found.containers if id(each) not in kept]
-            self.tensors = [tensor for tensor in found.tensors if id(tensor) not in mine]
+        kept = {id(each) for each in containers}
+        self._copied = [each for each in found.containers if id(each) not in kept]
+        self._found = found.tensors
+        self._own = [pair for pair in zip(lent, own, strict=True) if _can_be_returned(*pair)]
+        mine = {id(tensor) for tensor in own} | {id(copy) for copy, _ in self._own}
+        others = [(each, changes.view(each)) for each in found.tensors if id(each) not in mine]
+        self._new = [tensor for tensor, view in others if view is None]
+        self._shared = [(tensor, view) for tensor, view in others if view is not None]
+        self._sources, self._views = _find_views(self._new, _all_views)
+        self.changed = changes.changed()
+        self.tensors = [*self._sources, *changes.unwritten(self.changed)]
 
-    def replaced(self, new: Sequence[Tensor]) -> Any:
-        """Return the result with ``new`` in place of ``tensors``, also in the caller's containers.
-        Other containers in the result are copied."""
-        by = substitutes(self.tensors, new)
+    def returned(self) -> list[int]:
+        """Return the numbers of the sources whose memory the caller gets back."""
+        bases = {id(_base(tensor)) for tensor in self._found}
+        return self._changes.of_bases(bases)
+
+    def replaced(
+        self, new: Sequence[Tensor], cast: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Any:
+        """Return the result with ``new`` in place of ``tensors``, also in the caller's containers
+        and tensors. Other containers in the result are copied.
+
+        Args:
+            new: in the order of ``tensors``.
+            cast: applied to what the forward returned, and put into containers.
+        """
+        num_sources = len(self._sources)
+        self._changes.write(new[num_sources:])
+        made = _views_on(self._views, [cast(tensor) for tensor in new[:num_sources]])
+        by = substitutes(self._new, made)
+        for tensor, view in self._shared:
+            by[id(tensor)] = tensor, cast(self._changes.on_own(view))
         for container in self._containers:
             replace_entries(container, by)
+        for copy, tensor in self._own:
+            by[id(copy)] = copy, cast(tensor)
         return copied(self._result, [each for each in self._copied if tensors_in(each)], by)
 
 
@@ -186,11 +227,33 @@ def _views_on(views: Views, copies: Sequence[Tensor]) -> Sequence[Tensor]:
     return copies if views is None else [view.on(copies[view.source]) for view in views]
 
 
-def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of several tensors with the same base that are views of shared memory: ``x.t()``
+    of ``x`` and ``x.t()``, or two views of all of ``x``. Separate parts (``q, k, v = x.chunk(3)``)
+    are not."""
+    base = _base(group[0])
+    views = _all_views(group)
+    # Views that have more elements than the base must share some; others are usually chunks.
+    shares = any(tensor is base for tensor in group)
+    return views if shares or sum(view.numel() for view in views) > base.numel() else []
+
+
+def _all_views(group: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of several tensors with the same base that can be made from it."""
+    base = _base(group[0])
+    return [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
+
+
+def _find_views(
+    tensors: Sequence[Tensor],
+    to_make: Callable[[Sequence[Tensor]], list[Tensor]] = _shared_views,
+) -> tuple[Sequence[Tensor], Views]:
     """Return sources, and how to make the tensors from them.
 
-    Of tensors that share memory, those are made that are views (``x`` and ``x.t()``, or two views
-    of all of ``x``). Views of separate parts (``q, k, v = x.chunk(3)``) are sources themselves.
+    Args:
+        tensors: all different.
+        to_make: returns those to make of several with the same base; the others are sources
+            themselves.
     """
     bases = [_base(tensor) for tensor in tensors]
     if len(set(map(id, bases))) == len(bases):
@@ -198,7 +261,7 @@ def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
     groups: dict[int, list[Tensor]] = {}
     for base, tensor in zip(bases, tensors, strict=True):
         groups.setdefault(id(base), []).append(tensor)
-    made = {id(view) for group in groups.values() if group[1:] for view in _shared_views(group)}
+    made = {id(view) for group in groups.values() if group[1:] for view in to_make(group)}
     origins = [
         base if id(tensor) in made else tensor for base, tensor in zip(bases, tensors, strict=True)
     ]
@@ -210,15 +273,6 @@ def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
         else View(number[id(origin)], tensor, _is_connected(tensor, origin))
         for origin, tensor in zip(origins, tensors, strict=True)
     ]
-
-
-def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
-    """Return those of several tensors with the same base that are views to make."""
-    base = _base(group[0])
-    views = [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
-    # Views that have more elements than the base must share some; others are usually chunks.
-    shares = any(tensor is base for tensor in group)
-    return views if shares or sum(view.numel() for view in views) > base.numel() else []
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -234,9 +288,34 @@ def _is_connected(view: Tensor, base: Tensor) -> bool:
 def _can_be_made(view: Tensor) -> bool:
     """Return whether the same view of a copy of the base, maybe in another dtype, has the gradient
     that ``view`` has."""
-    own_graph = view.requires_grad and not _base(view).requires_grad
-    hooked = view._backward_hooks or (view.requires_grad and view.retains_grad)
-    return view.dtype == _base(view).dtype and not own_graph and not hooked
+    base = _base(view)
+    return view.dtype == base.dtype and not _is_hooked(view) and _is_plain(view, base)
+
+
+def _is_plain(view: Tensor, base: Tensor) -> bool:
+    """Return whether the graph from ``base`` to ``view``, if there is one, has view ops only, and
+    no function of the user's with another gradient."""
+    if view.requires_grad and not base.requires_grad:
+        return False
+    node: Any = view.grad_fn
+    if node is None:
+        return True
+    first = torch.autograd.graph.get_gradient_edge(base).node
+    while node is not first:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        if len(node.next_functions) != 1 or (node := node.next_functions[0][0]) is None:
+            return False
+    return True
+
+
+def _is_hooked(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks) or (tensor.requires_grad and tensor.retains_grad)
+
+
+def _can_be_returned(copy: Tensor, tensor: Tensor) -> bool:
+    """Return whether a caller may get its own tensor in place of a copy of it."""
+    return copy is tensor or (copy.dtype == tensor.dtype and not _is_hooked(copy))
 
 
 # ---------------------------------------------------------------- changes in place
@@ -253,29 +332,72 @@ class Changes:
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._sources, self._copies = sources, copies
         self._counts = ops.num_changes(copies)
-        self._graphs = [copy.grad_fn for copy in copies]
+        # Views get a new node with every change of their base, those without grad mode too.
+        self._bases = [_base(copy) for copy in copies]
+        self._graphs = [base.grad_fn for base in self._bases]
+        self._targets: list[Tensor] = []  # to write to
 
     def changed(self) -> list[int]:
         """Return the numbers of the changed tensors."""
         now = ops.num_changes(self._copies)
         return [at for at, before in enumerate(self._counts) if now[at] > before]
 
-    def write_back(self) -> list[int]:
-        """Make the same changes to the caller's tensors; return the numbers of the changed ones."""
-        changed = self.changed()
-        for at in changed:
-            source, copy = self._sources[at], self._copies[at]
-            if copy is not source:
-                # Of a change without grad mode, which leaves allow too, autograd does not know.
-                known = copy.grad_fn is not self._graphs[at]
-                with nullcontext() if known else torch.no_grad():
-                    source.copy_(copy)
-        return changed
+    def write_all(self) -> None:
+        """Make the same changes to the caller's tensors."""
+        self.write(self.unwritten(self.changed()))
 
-    def refuse_lost(self, changed: Sequence[int]) -> None:
+    def unwritten(self, changed: Sequence[int]) -> list[Tensor]:
+        """Make those changes to the caller's tensors of which autograd does not know; return the
+        other changed copies, for ``write``."""
+        known: dict[int, tuple[Tensor, Tensor]] = {}
+        for at in changed:
+            source, copy, base = self._sources[at], self._copies[at], self._bases[at]
+            if base.grad_fn is not self._graphs[at]:
+                if copy is not source or on_device(copy):
+                    known[id(base)] = base, self._owner(at)
+            elif copy is not source:
+                # Without grad mode leaves can be changed too.
+                with torch.no_grad():
+                    source.copy_(copy)
+        self._targets = [target for _, target in known.values()]
+        return [base for base, _ in known.values()]
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Write these values of the tensors that ``unwritten`` has returned."""
+        for target, value in zip(self._targets, values, strict=True):
+            if value is not target:
+                target.copy_(value)
+
+    def view(self, output: Tensor) -> View | None:
+        """Return what to pass to ``on_own`` for an output; None if it shares no memory with the
+        copies, or does so in a way that cannot be repeated."""
+        base = _base(output)
+        for at, each in enumerate(self._bases):
+            if each is base and _can_be_returned(self._copies[at], self._sources[at]):
+                if output is base:
+                    return View(at)
+                if _can_be_made(output):
+                    connected = torch.is_grad_enabled() and _is_connected(output, base)
+                    return View(at, output, connected)
+        return None
+
+    def on_own(self, view: View) -> Tensor:
+        """Return the view of a copy as one of the caller's tensor."""
+        return view.on(self._owner(view.source))
+
+    def of_bases(self, bases: Collection[int]) -> list[int]:
+        """Return the numbers of the copies that are, or are views of, tensors with these ids."""
+        return [at for at, base in enumerate(self._bases) if id(base) in bases]
+
+    def _owner(self, at: int) -> Tensor:
+        """Return the caller's tensor that a copy, or its base, was made from."""
+        copy, source = self._copies[at], self._sources[at]
+        return self._bases[at] if copy is source else source
+
+    def refuse_lost(self) -> None:
         """Raise ValueError if a tensor did not follow the change of one that it shares memory
         with."""
-        for at in changed:
+        for at in self.changed():
             for other in range(len(self._sources)):
                 if other != at and not self._follows(other, at):
                     shapes = [list(self._sources[each].shape) for each in (at, other)]

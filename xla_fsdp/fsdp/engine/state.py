@@ -553,6 +553,7 @@ class FSDPState:
             hooks = current.saved.hooks() if current.call.reshards else nullcontext()
             with running(self), hooks:
                 outputs = forward()
+            result = self._tie_outputs(call, outputs, current.for_backward)
         except BaseException as error:
             self._forward = None
             if self.state is ShardedState.FORWARD:
@@ -561,10 +562,9 @@ class FSDPState:
             raise
         current.running.discard(part)
         current.done.add(part)
-        outputs = self._tie_outputs(call, outputs, current.for_backward)
         if len(current.done) == self.parts:
             self._end_forward()
-        return outputs
+        return result
 
     def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
         unsharded, larger = self._unshard_for_forward(before)
@@ -599,7 +599,7 @@ class FSDPState:
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
         node = partial(PreBackward.apply, call, ready, len(for_backward), *for_backward)
         found = through(node, outputs.tensors)
-        return outputs.replaced([self.cast_output(tensor) for tensor in found])
+        return outputs.replaced(found, self.cast_output)
 
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]

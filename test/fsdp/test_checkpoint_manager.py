@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import tempfile
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.ranks import cached_outcome, run_on_ranks, run_python
 from test.common.scenarios import fsdp, make, message
 
 RANKS = 4
@@ -368,3 +371,60 @@ def test_one_copy_is_in_memory() -> None:
 )
 def test_refusals(number: int, part: str) -> None:
     assert all(part in each["refusals"][number] for each in found())
+
+
+# ---------------------------------------------------------------- preemption
+
+
+def preempted(rank: int, folder: str) -> None:
+    """Train until rank 1's process has been asked to end and all ranks know it; saves are slow."""
+    import torch_xla
+
+    from xla_fsdp import CheckpointManager, Preemption
+    from xla_fsdp.distributed.preemption import was_asked
+
+    model, preemption, saved = new_model(1.0), Preemption(), 0
+    manager = CheckpointManager(folder, save_interval_steps=1000)
+    try:
+        with manager:
+            for step in range(1, 100):
+                model(torch.ones(2, 3).to(torch_xla.device())).sum().backward()
+                model.zero_grad()
+                preemption.vote()
+                torch_xla.sync()
+                stop = preemption.agreed()
+                saved += manager.save(step, model, extra=step, force=stop)
+                if stop:
+                    raise SystemExit(75)
+                if (rank, step) == (1, 3):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    while not was_asked():  # the main thread takes it
+                        time.sleep(0.001)
+    finally:
+        print(f"rank {rank}: {saved} saved, complete {manager.steps()}", flush=True)
+
+
+def run_preempted(folder: str) -> None:
+    """What a child of the test runs."""
+    from xla_fsdp import launch
+    from xla_fsdp.fsdp import train_checkpoint
+
+    write = train_checkpoint.write_rank_file
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1)
+        return write(*args)
+
+    train_checkpoint.write_rank_file = slow
+    launch(preempted, (folder,), num_ranks=2, stop_signals=[signal.SIGTERM])
+
+
+def test_a_preempted_job_finishes_the_save_before_it_leaves_the_block(tmp_path: Path) -> None:
+    code = f"import {__name__} as here; here.run_preempted({str(tmp_path)!r})"
+    done = run_python("-c", code, timeout=200)
+    assert done.returncode == 75, done.stderr
+    (folder,) = tmp_path.glob("step_*")
+    step = int(folder.name.removeprefix("step_"))
+    assert step in (5, 6)  # two steps later, or one more
+    expected = [f"rank {rank}: 1 saved, complete [{step}]" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected

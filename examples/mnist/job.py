@@ -59,7 +59,7 @@ class Options:
 
     @property
     def prefix(self) -> Path:
-        """What the paths of all checkpoint files of this run start with."""
+        """The directory of this run's checkpoints; what the paths of merged files start with."""
         return self.ckpt_dir / self.ckpt_prefix
 
 
@@ -116,10 +116,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ckpt_dir", type=Path, default=ROOT / "runs" / "mnist")
-    group.add_argument("--ckpt_prefix", default="mnist", help="first part of the file names")
+    group.add_argument("--ckpt_prefix", default="mnist", help="name of this run's directory there")
     group.add_argument("--ckpt_every_steps", type=at_least(1), help="save within epochs, too")
     add_switch(group, "ckpt_consolidation", True, "merge and verify the last checkpoint")
-    add_switch(group, "resume", False, "continue from the newest complete set of checkpoints")
+    add_switch(group, "resume", False, "continue from the newest complete checkpoint")
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:

@@ -3,7 +3,7 @@
     python examples/mnist/train.py                            # 8 CPU ranks, 2 epochs
     python examples/mnist/train.py --num_ranks 4 --flatten_parameters --compute_dtype bfloat16
     python examples/mnist/train.py --auto_wrap_policy size_based --use_gradient_checkpointing
-    python examples/mnist/train.py --num_epochs 4 --resume    # go on from the newest checkpoints
+    python examples/mnist/train.py --num_epochs 4 --resume    # go on from the newest checkpoint
     python examples/mnist/train.py --fake_data --max_steps 50 # no MNIST files needed
 
 On a TPU the same commands use all its devices. ``--help`` lists every option.
@@ -48,7 +48,15 @@ from place import Place
 from progress import Progress
 from ranks import average_statistics, global_means, read, this_place, zeros
 from verify import check_equal, evaluate_apart, merge
-from xla_fsdp import RankError, checkpoint_module, compile_step, launch, one_rank_at_a_time
+from xla_fsdp import (
+    CheckpointError,
+    CheckpointManager,
+    RankError,
+    checkpoint_module,
+    compile_step,
+    launch,
+    one_rank_at_a_time,
+)
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -68,6 +76,7 @@ class Job:
     place: Place
     model: FSDP
     optimizer: torch.optim.Optimizer
+    manager: CheckpointManager
     batches: TrainBatches
     progress: Progress
     point: Point
@@ -147,7 +156,7 @@ def train(job: Job) -> Score:
             f"test accuracy {score.accuracy:.2f}%, test loss {loss:.4f}"
         )
         with job.progress.timed("saving"):
-            save_shard(job)
+            save(job)
     return score or evaluate(job.model, job.digits, job.place)[0]
 
 
@@ -168,7 +177,7 @@ def train_epoch(job: Job) -> None:
                 job.progress.report(step, mean_loss, 100 * mean_correct / seen)
             if every and step % every == 0 and step < end:
                 job.point = Point(epochs, step)
-                save_shard(job)
+                save(job)
     job.steps += max(end - done, 0)
     job.point = Point(epochs + 1)
 
@@ -224,47 +233,35 @@ def evaluate(model: nn.Module, digits: MnistData, place: Place) -> tuple[Score, 
 # ---------------------------------------------------------------- checkpoints
 
 
-def save_shard(job: Job) -> None:
-    """Write this rank's checkpoint. A rank saves its shards of the model and of the optimizer."""
-    content = {
-        "model": job.model.state_dict(),
-        "shard_metadata": job.model.get_shard_metadata(),
-        "optimizer": job.optimizer.state_dict(),
-        "epoch": job.point.epochs,
-        "step": job.point.steps,
-    }
-    place, prefix = job.place, job.options.prefix
-    path = checkpoints.shard_path(prefix, job.point, place.rank, place.world_size)
-    checkpoints.save(path, content, job.options)
+def save(job: Job) -> None:
+    """Save the shards of model and optimizer, and how far the job is; written while it goes on."""
+    step = job.point.epochs * job.batches.per_epoch + job.point.steps
+    extra = checkpoints.describe(job.point, job.options, job.place.world_size)
+    job.manager.save(step, job.model, job.optimizer, extra=extra)
 
 
-def load_shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, options: Options
-) -> None:
-    """Continue from this rank's checkpoint."""
-    content = checkpoints.load(path, options)
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    torch_xla.sync()
-
-
-def resume(model: FSDP, optimizer: torch.optim.Optimizer, place: Place, options: Options) -> Point:
-    """Load this rank's part of the newest complete set of checkpoints; returns its point."""
-    found, notes = checkpoints.find_newest(options.prefix, place.world_size)
+def resume(
+    manager: CheckpointManager,
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    place: Place,
+    options: Options,
+) -> Point:
+    """Load the newest checkpoint that is whole; returns its point."""
+    restored = manager.restore(model, optimizer)
+    if restored is None:
+        raise JobFailed(f"--resume: found no complete checkpoint in {options.prefix}")
+    point = checkpoints.point_of(restored.extra, options, place.world_size)
     if place.rank == 0:
-        print("\n".join([*notes, f"resuming after {found.point}"]))
-    load_shard(model, optimizer, found.paths[place.rank], options)
-    return found.point
+        print(f"resuming after {point}")
+    return point
 
 
 def begin_anew(place: Place, options: Options) -> Point:
     """Move an earlier run's checkpoints out of the way, on rank 0."""
-    folder = options.prefix.parent
-    if place.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        moved = checkpoints.set_aside(options.prefix)
-        if moved:
-            print(f"moved {moved} files of an earlier run to {folder / 'replaced'}")
+    if place.rank == 0 and (moved := checkpoints.set_aside(options.prefix)):
+        print(f"moved the checkpoints of an earlier run to {moved}")
+    xm.rendezvous("the directory is free")
     return Point(0)
 
 
@@ -273,27 +270,27 @@ def begin_anew(place: Place, options: Options) -> Point:
 
 def run_rank(index: int, options: Options, digits: MnistData) -> None:
     """The whole job on one rank."""
-    job = set_up(options, digits)
-    score = train(job)
-    rates = compare(job) if options.compare_steps else {}
-    xm.rendezvous("all shards are saved")
+    with CheckpointManager(options.prefix) as manager:
+        job = set_up(options, digits, manager)
+        score = train(job)
+        rates = compare(job) if options.compare_steps else {}
     if job.place.rank == 0:
         finish(job, score, rates)
 
 
-def set_up(options: Options, digits: MnistData) -> Job:
+def set_up(options: Options, digits: MnistData, manager: CheckpointManager) -> Job:
     """Build, shard and, on ``--resume``, load."""
     place = this_place()
     batches = make_batches(digits, place, options)
     model = shard_model(build_model(options.seed), options)
     optimizer = make_optimizer(model, options)
     if options.resume:
-        point = resume(model, optimizer, place, options)
+        point = resume(manager, model, optimizer, place, options)
     else:
         point = begin_anew(place, options)
     progress = Progress(place, options.loss_log, point)
     step = make_step(options)
-    return Job(options, digits, place, model, optimizer, batches, progress, point, step)
+    return Job(options, digits, place, model, optimizer, manager, batches, progress, point, step)
 
 
 def make_batches(digits: MnistData, place: Place, options: Options) -> TrainBatches:
@@ -342,7 +339,7 @@ def finish(job: Job, score: Score, rates: Mapping[str, float]) -> None:
     options, progress = job.options, job.progress
     if options.ckpt_consolidation:
         with progress.timed("merging and verification"):
-            path = merge(options, job.point, job.place.world_size)
+            path = merge(options, job.point)
             merged = evaluate_apart(path, options)
         check_equal(path, score, merged)
         progress.say(f"{path}: {merged.correct} of {merged.total} right without torch_xla, too")
@@ -386,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JobFailed, MnistDataError) as error:
         return _complain(error)
     except RankError as error:
-        if not isinstance(error.__cause__, JobFailed):
+        if not isinstance(error.__cause__, JobFailed | CheckpointError):
             raise
         return _complain(error.__cause__)
     except KeyboardInterrupt:

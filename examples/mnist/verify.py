@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoints import Point, point_prefix
+from checkpoints import Point
 from evaluate import Score
 from job import JobFailed, Options
 from xla_fsdp import CheckpointError, consolidate_sharded_model_checkpoints
@@ -21,18 +21,17 @@ from xla_fsdp import CheckpointError, consolidate_sharded_model_checkpoints
 EVALUATE = Path(__file__).with_name("evaluate.py")
 
 
-def merge(options: Options, point: Point, world_size: int) -> Path:
-    """Merge the shards of ``point`` into one file, and return its path."""
+def merge(options: Options, point: Point) -> Path:
+    """Merge the shards of the newest checkpoint, that of ``point``, and return the file's path."""
+    steps = f"_step_{point.steps}" if point.steps else ""
+    path = Path(f"{options.prefix}_epoch_{point.epochs}{steps}_consolidated.pth")
     try:
-        _, path = consolidate_sharded_model_checkpoints(
-            point_prefix(options.prefix, point),
-            f"_rank-*-of-{world_size:08d}.pth",
-            overwrite=True,
+        consolidate_sharded_model_checkpoints(
+            str(options.prefix), save_path=str(path), overwrite=True
         )
     except CheckpointError as error:
         raise JobFailed(f"the shards could not be merged: {error}") from error
-    assert path is not None  # it was asked for
-    return Path(path)
+    return path
 
 
 def evaluate_apart(path: Path, options: Options) -> Score:

@@ -19,14 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from test.common.ranks import ROOT, run_python, run_warm
+from xla_fsdp.checkpoint.consolidate import read_shards
+from xla_fsdp.checkpoint.shard_files import Shard
 
 MNIST = ROOT / "examples" / "mnist"
 MODULES = ("batches", "checkpoints", "evaluate", "fake_data", "job", "model", "progress", "verify")
 RANKS = 3
 STEPS = 6
-SHARDS = [f"_rank-{rank:08d}-of-{RANKS:08d}.pth" for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,18 @@ def losses(path: Path) -> dict[tuple[int, int], float]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint file."""
+    """A merged file."""
     return torch.load(path, weights_only=True)
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(folder.glob("step_*"))
+
+
+def shards_in(folder: Path) -> list[Shard]:
+    """The files of all ranks in a checkpoint."""
+    return read_shards(str(folder), "*.pth", None, overwrite=False)
 
 
 # ---------------------------------------------------------------- an uninterrupted run
@@ -108,17 +120,17 @@ def test_output_that_is_not_a_terminal_has_no_progress_bar(full_run: FullRun) ->
 
 
 def test_every_rank_saves_its_shards_at_every_point(full_run: FullRun) -> None:
-    points = ["mnist_epoch_0_step_4", "mnist_epoch_1", "mnist_epoch_1_step_4", "mnist_epoch_2"]
-    expected = {point + shard for point in points for shard in SHARDS}
     found = {path.name for path in full_run.checkpoints.iterdir()}
-    assert found == expected | {"mnist_epoch_2_consolidated.pth"}
-    contents = [read(full_run.checkpoints / f"mnist_epoch_1_step_4{shard}") for shard in SHARDS]
-    for rank, content in enumerate(contents):
-        assert (content["epoch"], content["step"]) == (1, 4)
-        assert content["shard_metadata"]["rank"] == rank
+    assert found == {"mnist", "mnist_epoch_2_consolidated.pth"}
+    first, epoch_1, inside, epoch_2 = steps_in(full_run.checkpoints / "mnist")
+    numbers = [int(path.name[5:]) for path in (first, epoch_1, inside, epoch_2)]
+    per_epoch = numbers[1]
+    assert numbers == [4, per_epoch, per_epoch + 4, 2 * per_epoch]
+    shards = shards_in(inside)
+    assert [shard.metadata["rank"] for shard in shards] == list(range(RANKS))
     # Rank 0 has a part of every parameter, the small ones do not reach the others.
-    momenta = contents[0]["optimizer"]["state"].values()
-    assert all(state["momentum_buffer"].any() for state in momenta)
+    momenta = {name for name in load_file(shards[0].source) if name.endswith("momentum_buffer")}
+    assert len(momenta) == len(shards[0].metadata["params"])
 
 
 def test_the_merged_file_is_a_plain_model(full_run: FullRun, mnist: SimpleNamespace) -> None:
@@ -150,17 +162,18 @@ def test_the_loss_log_has_every_step(full_run: FullRun) -> None:
 
 
 def test_a_resumed_run_has_the_same_losses(full_run: FullRun, tmp_path: Path) -> None:
-    for path in full_run.checkpoints.glob("mnist_epoch_[01]_*"):
-        if "epoch_1_step" not in path.name:
-            shutil.copy(path, tmp_path)
-    incomplete = f"mnist_epoch_1_step_4{SHARDS[0]}"
-    shutil.copy(full_run.checkpoints / incomplete, tmp_path)
-    (tmp_path / f"mnist_epoch_1{SHARDS[1]}").unlink()
+    shutil.copytree(full_run.checkpoints / "mnist", tmp_path / "mnist")
+    _, damaged, incomplete, last = steps_in(tmp_path / "mnist")
+    shutil.rmtree(last)
+    (incomplete / "complete.json").unlink()
+    lost = next(damaged.glob("rank-00001*.safetensors"))
+    lost.unlink()
     log = tmp_path / "log.jsonl"
     log.write_text('{"epoch": 1, "step": 4, "loss": 7}\n{"epoch": 1, "step": 5, "loss": 8}\n')
     done = train(f"--ckpt_dir={tmp_path}", f"--loss_log={log}", "--resume", "--compare_steps=0")
     assert done.returncode == 0, done.stderr
-    assert f"the set of 1 epochs lacks mnist_epoch_1{SHARDS[1]}\n" in done.stdout
+    assert f"{damaged} cannot be loaded, so an older step is tried: " in done.stderr
+    assert str(lost) in done.stderr
     assert "resuming after 0 epochs and 4 steps\n" in done.stdout
     later = {point: loss for point, loss in full_run.losses.items() if point > (1, 4)}
     assert losses(log) == {(1, 4): 7, **later}
@@ -169,11 +182,12 @@ def test_a_resumed_run_has_the_same_losses(full_run: FullRun, tmp_path: Path) ->
     assert all(torch.equal(before[key], now[key]) for key in before)
 
 
-def test_resuming_without_a_complete_set_names_the_missing_files(tmp_path: Path) -> None:
-    (tmp_path / f"mnist_epoch_1{SHARDS[0]}").touch()
+def test_resuming_without_a_complete_checkpoint_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mnist" / "step_00000004").mkdir(parents=True)
     done = train(f"--ckpt_dir={tmp_path}", "--resume")
     assert done.returncode == 1
-    assert f"lacks mnist_epoch_1{SHARDS[1]}, mnist_epoch_1{SHARDS[2]}" in done.stderr
+    message = f"train.py: --resume: found no complete checkpoint in {tmp_path / 'mnist'}\n"
+    assert done.stderr.endswith(message)
     assert "Traceback" not in done.stderr
 
 
@@ -197,7 +211,8 @@ def test_flat_bf16_rematerialized_units_chosen_by_size(tmp_path: Path) -> None:
     assert re.search(r"train.py: test accuracy is [\d.]+%, below --min_accuracy 100", done.stderr)
     assert "Traceback" not in done.stderr
     assert "right without torch_xla, too" in done.stdout
-    metadata = read(tmp_path / "mnist_epoch_1_rank-00000000-of-00000002.pth")["shard_metadata"]
+    (step,) = steps_in(tmp_path / "mnist")
+    metadata = shards_in(step)[0].metadata
     owners = {member["name"] for param in metadata["params"] for member in param["members"]}
     assert "conv2.weight" in owners
     assert len(metadata["params"]) < len(owners)
@@ -217,11 +232,11 @@ def test_fp16_rows_kept_after_forward_units_chosen_by_type(tmp_path: Path) -> No
         ranks=2,
     )
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"here_epoch_1_rank-{rank:08d}-of-00000002.pth" for rank in range(2)
-    }
-    model = read(tmp_path / "here_epoch_1_rank-00000000-of-00000002.pth")["model"]
-    assert model["conv2.weight"].shape == (10, 10, 5, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    (step,) = steps_in(tmp_path / "here")
+    first, second = shards_in(step)
+    assert first.state_dict["conv2.weight"].spec.shape == (10, 10, 5, 5)
+    assert second.state_dict["conv2.weight"].spec.shape == (10, 10, 5, 5)
 
 
 def test_a_wrong_flag_ends_with_exit_code_2() -> None:
@@ -315,49 +330,35 @@ def test_without_drop_last_every_image_is_taken(mnist: SimpleNamespace) -> None:
     assert (sizes, batches.per_epoch) == ([4, 4, 2], 3)
 
 
-def test_a_set_of_another_number_of_ranks_is_not_used(
-    tmp_path: Path, mnist: SimpleNamespace
-) -> None:
-    (tmp_path / "mnist_epoch_2_rank-00000000-of-00000001.pth").touch()
-    with pytest.raises(mnist.job.JobFailed, match=r"the set of 2 epochs is of 1 ranks"):
-        mnist.checkpoints.find_newest(tmp_path / "mnist", 4)
-    found, notes = mnist.checkpoints.find_newest(tmp_path / "mnist", 1)
-    assert (found.point, notes) == ((2, 0), [])
-
-
-def test_the_latest_point_is_the_newest(tmp_path: Path, mnist: SimpleNamespace) -> None:
-    for point in ("epoch_9", "epoch_10", "epoch_9_step_100", "epoch_9_step_20"):
-        (tmp_path / f"mnist_{point}_rank-00000000-of-00000001.pth").touch()
-    found, _ = mnist.checkpoints.find_newest(tmp_path / "mnist", 1)
-    assert found.paths[0].name == "mnist_epoch_10_rank-00000000-of-00000001.pth"
-
-
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("--batch_size=8", 4, "batch_size=16, this run has batch_size=8"),
+        ("--compute_dtype=bfloat16", 4, "compute_dtype=float32, this run has"),
+        ("", 2, "num_ranks=4, this run has num_ranks=2"),
+    ],
+)
 def test_options_that_changed_since_the_checkpoint_are_refused(
+    flags: str, ranks: int, message: str, mnist: SimpleNamespace
+) -> None:
+    point, before = mnist.checkpoints.Point(1, 5), mnist.job.parse_options([])
+    described = mnist.checkpoints.describe(point, before, 4)
+    longer = mnist.job.parse_options(["--num_epochs=9", "--flatten_parameters"])
+    assert mnist.checkpoints.point_of(described, longer, 4) == point
+    with pytest.raises(mnist.job.JobFailed, match=message):
+        mnist.checkpoints.point_of(described, mnist.job.parse_options(flags.split()), ranks)
+
+
+def test_checkpoints_of_an_earlier_run_are_moved_not_deleted(
     tmp_path: Path, mnist: SimpleNamespace
 ) -> None:
-    path = tmp_path / "shard.pth"
-    mnist.checkpoints.save(path, {"epoch": 1}, mnist.job.parse_options([]))
-    assert mnist.checkpoints.load(path, mnist.job.parse_options(["--num_epochs=9"]))["epoch"] == 1
-    with pytest.raises(mnist.job.JobFailed, match="batch_size=16, this run has batch_size=8"):
-        mnist.checkpoints.load(path, mnist.job.parse_options(["--batch_size=8"]))
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, mnist: SimpleNamespace) -> None:
-    path = tmp_path / "shard.pth"
-    path.write_bytes(b"damaged")
-    with pytest.raises(mnist.job.JobFailed, match=r"shard\.pth cannot be read"):
-        mnist.checkpoints.load(path, mnist.job.parse_options([]))
-
-
-def test_files_of_an_earlier_run_are_moved_not_deleted(
-    tmp_path: Path, mnist: SimpleNamespace
-) -> None:
-    names = ["mnist_epoch_1_rank-00000000-of-00000002.pth", "other.pth"]
-    for name in names:
-        (tmp_path / name).touch()
-    assert mnist.checkpoints.set_aside(tmp_path / "mnist") == 1
-    assert (tmp_path / "replaced" / names[0]).exists()
-    assert (tmp_path / names[1]).exists()
+    assert mnist.checkpoints.set_aside(tmp_path / "mnist") is None
+    for step in ("step_00000001", "step_00000002"):
+        (tmp_path / "mnist" / step).mkdir(parents=True)
+        (tmp_path / "other.pth").touch()
+        assert mnist.checkpoints.set_aside(tmp_path / "mnist") == tmp_path / "replaced" / "mnist"
+        assert [path.name for path in (tmp_path / "replaced" / "mnist").iterdir()] == [step]
+    assert {path.name for path in tmp_path.iterdir()} == {"other.pth", "replaced"}
 
 
 def test_a_merged_model_must_be_as_good_as_the_sharded_one(mnist: SimpleNamespace) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
+import os
+import signal
 import tempfile
+import time
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.ranks import cached_outcome, run_on_ranks
+from test.common.ranks import cached_outcome, run_on_ranks, run_python
 from test.common.scenarios import fsdp, make, message
 
 RANKS = 4
@@ -235,32 +236,35 @@ def replicas(rank: int, folder: Path) -> Any:
 
 
 def one_copy(rank: int, folder: Path) -> Any:
-    """How many copies of the shards are in memory when the next one is made."""
+    """Whether slow saves copy the shards to the same memory, and what is then in the files."""
     from xla_fsdp import CheckpointManager
-    from xla_fsdp.fsdp.train_checkpoint import TrainState
+    from xla_fsdp.fsdp import train_checkpoint
+    from xla_fsdp.fsdp.engine import stacked_params
 
-    model, alive, most = new_model(1.0), [], []
-    content = TrainState.content
+    write = train_checkpoint.write_rank_file
 
-    def noted(self: TrainState, extra: Any) -> Any:
-        if self.metadata.rank:  # ranks are threads of one process
-            return content(self, extra)
-        gc.collect()
-        most.append(sum(each() is not None for each in alive))
-        made = content(self, extra)
-        alive.append(weakref.ref(next(iter(made.model.values()))))
-        return made
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return write(*args)
 
-    if rank == 0:
-        TrainState.content = noted
-    try:
-        with CheckpointManager(folder) as manager:
-            for step in range(1, 5):
-                manager.save(step, model)
-    finally:
-        if rank == 0:
-            TrainState.content = content
-    return most
+    model, manager = new_model(0.0), CheckpointManager(folder)
+    copies: list[list[Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:  # ranks are threads of one process
+            patch.setattr(train_checkpoint, "write_rank_file", slow)
+            patch.setattr(stacked_params, "AT_ONCE", 32)
+        for step in (1, 2, 3):
+            set_to(model, step)
+            manager.save(step, model)
+            copies.append(list(train_checkpoint._pending[model]._host._copies))
+        manager.wait()
+    first, *later = copies
+    same = [all(a is b for a, b in zip(first, each, strict=True)) for each in later]
+    found = []
+    for step in (1, 2, 3):
+        manager.restore(model, step=step)
+        found.append(set(values(model).values()))
+    return len(first), same, found
 
 
 def refusals(rank: int, folder: Path) -> Any:
@@ -349,8 +353,11 @@ def test_replicas_share_the_writing() -> None:
     assert {value for each in found() for value in each["replicas"][1].values()} == {3.0}
 
 
-def test_one_copy_is_in_memory() -> None:
-    assert found()[0]["one_copy"] == [0, 0, 0, 0]
+def test_saves_reuse_one_copy_in_memory() -> None:
+    for count, same, at in (each["one_copy"] for each in found()):
+        assert count > 4
+        assert same == [True, True]
+        assert at == [{1.0}, {2.0}, {3.0}]
 
 
 @pytest.mark.parametrize(
@@ -368,3 +375,60 @@ def test_one_copy_is_in_memory() -> None:
 )
 def test_refusals(number: int, part: str) -> None:
     assert all(part in each["refusals"][number] for each in found())
+
+
+# ---------------------------------------------------------------- preemption
+
+
+def preempted(rank: int, folder: str) -> None:
+    """Train until rank 1's process has been asked to end and all ranks know it; saves are slow."""
+    import torch_xla
+
+    from xla_fsdp import CheckpointManager, Preemption
+    from xla_fsdp.distributed.preemption import was_asked
+
+    model, preemption, saved = new_model(1.0), Preemption(), 0
+    manager = CheckpointManager(folder, save_interval_steps=1000)
+    try:
+        with manager:
+            for step in range(1, 100):
+                model(torch.ones(2, 3).to(torch_xla.device())).sum().backward()
+                model.zero_grad()
+                preemption.vote()
+                torch_xla.sync()
+                stop = preemption.agreed()
+                saved += manager.save(step, model, extra=step, force=stop)
+                if stop:
+                    raise SystemExit(75)
+                if (rank, step) == (1, 3):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    while not was_asked():  # the main thread takes it
+                        time.sleep(0.001)
+    finally:
+        print(f"rank {rank}: {saved} saved, complete {manager.steps()}", flush=True)
+
+
+def run_preempted(folder: str) -> None:
+    """What a child of the test runs."""
+    from xla_fsdp import launch
+    from xla_fsdp.fsdp import train_checkpoint
+
+    write = train_checkpoint.write_rank_file
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1)
+        return write(*args)
+
+    train_checkpoint.write_rank_file = slow
+    launch(preempted, (folder,), num_ranks=2, stop_signals=[signal.SIGTERM])
+
+
+def test_a_preempted_job_finishes_the_save_before_it_leaves_the_block(tmp_path: Path) -> None:
+    code = f"import {__name__} as here; here.run_preempted({str(tmp_path)!r})"
+    done = run_python("-c", code, timeout=200)
+    assert done.returncode == 75, done.stderr
+    (folder,) = tmp_path.glob("step_*")
+    step = int(folder.name.removeprefix("step_"))
+    assert step in (5, 6)  # two steps later, or one more
+    expected = [f"rank {rank}: 1 saved, complete [{step}]" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected

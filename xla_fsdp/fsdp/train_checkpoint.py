@@ -1,7 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: save a training job, load it on any number of ranks.
 
 Invariants: every rank calls both functions, and all raise the same error or none; a save copies all
-tensors to host memory by one transfer; a load changes nothing before all has been read and checked.
+tensors to host memory first, an asynchronous one over the copies of the save before, which it waits
+for; a load changes nothing before all has been read and checked.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import exchange
 from xla_fsdp.fsdp.engine.module_state import reshard_units
-from xla_fsdp.fsdp.engine.stacked_params import copy_stacks_to_host
+from xla_fsdp.fsdp.engine.stacked_params import HostCopies
 from xla_fsdp.fsdp.fsdp1_state_dict_type import unchosen
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.state_dict.optim import (
@@ -111,10 +112,14 @@ class TrainState:
             problems += [problem.removeprefix("values.") for problem in error.problems]
         return problems
 
-    def content(self, extra: Any) -> RankContent:
+    def content(self, extra: Any, host: HostCopies) -> RankContent:
         """Return this rank's tensors and values, copied to host memory.
 
         Call it only if ``find_save_problems`` found none.
+
+        Args:
+            extra: as given to ``save_checkpoint``.
+            host: where the copies are.
         """
         state = None
         if self.optimizer is not None:
@@ -123,7 +128,7 @@ class TrainState:
         values = self._values(extra)
         names = [(key, name) for key, each in states.items() for name in each]
         live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
-        copies = iter(copy_stacks_to_host(live))
+        copies = iter(host.take(live))
         model = {key: next(copies) for key in model}
         for key, name in names:
             states[key][name] = next(copies)
@@ -251,9 +256,10 @@ _replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary(
 class PendingSave:
     """A save that a thread may still be writing."""
 
-    def __init__(self, save: Save) -> None:
-        self._save = save
+    def __init__(self, save: Save, host: HostCopies | None) -> None:
+        self._save, self._host = save, host
         self._done = False
+        self.reusable: HostCopies | None = None  # once nothing reads them any more
 
     def wait(self) -> None:
         """Wait until the step is complete on disk. Every rank must call it.
@@ -264,6 +270,7 @@ class PendingSave:
         done, self._done = self._done, True
         if not done:
             self._save.wait()
+            self.reusable = self._host
 
     def finish(self) -> None:
         """Wait until older steps are deleted, too. Every rank must call it.
@@ -353,15 +360,15 @@ def start_save(
     options: SaveOptions,
 ) -> PendingSave:
     """Save as ``save_checkpoint``, with any objects beside the model."""
-    wait_for_earlier(model)
+    host = wait_for_earlier(model) or HostCopies()
     state = TrainState(model, optimizer, objects)
     file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
     job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
     storage = open_storage(directory)
     save = Save(storage, own_ranks(), file, step, options.keep, job, options.metrics)
     save.begin(state.find_save_problems(extra))
-    save.start(state.content(extra), write_rank_file)
-    pending = _pending[model] = PendingSave(save)
+    save.start(state.content(extra, host), write_rank_file)
+    pending = _pending[model] = PendingSave(save, host if options.asynchronous else None)
     if not options.asynchronous:
         pending.wait()
     return pending
@@ -467,10 +474,14 @@ def own_ranks() -> Ranks:
     return Ranks(ops.rank(), ops.world_size(), exchange)
 
 
-def wait_for_earlier(model: ShardedModule) -> None:
-    """Wait until the last save of ``model`` is complete, and older steps are deleted."""
-    if earlier := _pending.pop(model, None):
-        earlier.finish()
+def wait_for_earlier(model: ShardedModule) -> HostCopies | None:
+    """Wait until the last save of ``model`` is complete, and older steps are deleted; return the
+    host memory that it used, if it was asynchronous."""
+    earlier = _pending.pop(model, None)
+    if earlier is None:
+        return None
+    earlier.finish()
+    return earlier.reusable
 
 
 def _agreed_attempt(

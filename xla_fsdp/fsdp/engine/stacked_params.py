@@ -9,7 +9,7 @@ the first unit; state dicts, of models and of optimizers, have shards, each unde
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -117,14 +117,53 @@ def part_of(stack: Tensor, number: int) -> Tensor:
     return cut
 
 
-def copy_stacks_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies in host memory, with one transfer for all slices of a stack."""
-    known = [_cut_from.get(getattr(each, "stands_for", each)) for each in tensors]
-    sources = [found or (each, None) for found, each in zip(known, tensors, strict=True)]
-    distinct = {id(source): source for source, _ in sources}
-    copies = dict(zip(distinct, to_host(list(distinct.values())), strict=True))
-    found = [(copies[id(source)], number) for source, number in sources]
-    return [copy if number is None else copy[number].clone() for copy, number in found]
+AT_ONCE = 64 << 20
+"""Bytes that ``HostCopies`` transfers together: torch_xla holds them twice meanwhile."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory; the next ones are written over them."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies, with one transfer for all slices of a stack; those of the last call change
+        where shape and dtype are the same."""
+        known = [_cut_from.get(getattr(each, "stands_for", each)) for each in tensors]
+        sources = [found or (each, None) for found, each in zip(known, tensors, strict=True)]
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, (source, _) in enumerate(sources):
+            places[id(source)].append(place)
+        earlier = dict(enumerate(self._copies))
+        made: dict[int, Tensor] = {}
+        for part in _parts({id(source): source for source, _ in sources}.values()):
+            for source, whole in zip(part, to_host(part), strict=True):
+                for place in places[id(source)]:
+                    number = sources[place][1]
+                    made[place] = _written_over(earlier.get(place), whole, number)
+        self._copies = [made[place] for place in range(len(tensors))]
+        return self._copies
+
+
+def _parts(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of up to ``AT_ONCE`` bytes together, or of one."""
+    part: list[Tensor] = []
+    for tensor in tensors:
+        if part and sum(each.nbytes for each in [*part, tensor]) > AT_ONCE:
+            yield part
+            part = []
+        part.append(tensor)
+    if part:
+        yield part
+
+
+def _written_over(earlier: Tensor | None, whole: Tensor, number: int | None) -> Tensor:
+    """Return ``whole``, or a slice of it: in ``earlier``, if that is like it."""
+    copy = whole if number is None else whole[number]
+    if earlier is not None and (earlier.shape, earlier.dtype) == (copy.shape, copy.dtype):
+        return earlier.copy_(copy)
+    return copy if number is None else copy.clone()
 
 
 def put_stacked_shards(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:

@@ -66,8 +66,9 @@ class Inputs:
         finally:
             containers = self._take_back(back, own, lent)
             _refuse_reshaped(lent, own)
-        changes.refuse_lost()
-        return Outputs(result, containers, changes, own, lent)
+        outputs = Outputs(result, containers, changes, own, lent)
+        changes.refuse_lost(outputs.changed)
+        return outputs
 
     def call_on_own(self, forward: Callable[..., Any]) -> Outputs:
         """Run ``forward`` with the caller's tensors."""
@@ -156,7 +157,9 @@ class Outputs:
         kept = {id(each) for each in containers}
         self._copied = [each for each in found.containers if id(each) not in kept]
         self._found = found.tensors
-        self._own = [pair for pair in zip(lent, own, strict=True) if _can_be_returned(*pair)]
+        back = {id(tensor) for tensor in found.tensors}
+        pairs = [pair for pair in zip(lent, own, strict=True) if id(pair[0]) in back]
+        self._own = [pair for pair in pairs if _can_be_returned(*pair)]
         mine = {id(tensor) for tensor in own} | {id(copy) for copy, _ in self._own}
         others = [(each, changes.view(each)) for each in found.tensors if id(each) not in mine]
         self._new = [tensor for tensor, view in others if view is None]
@@ -394,10 +397,10 @@ class Changes:
         copy, source = self._copies[at], self._sources[at]
         return self._bases[at] if copy is source else source
 
-    def refuse_lost(self) -> None:
+    def refuse_lost(self, changed: Sequence[int]) -> None:
         """Raise ValueError if a tensor did not follow the change of one that it shares memory
         with."""
-        for at in self.changed():
+        for at in changed:
             for other in range(len(self._sources)):
                 if other != at and not self._follows(other, at):
                     shapes = [list(self._sources[each].shape) for each in (at, other)]

@@ -105,6 +105,8 @@ def test_one_of_several_creates_a_file(faults: Faults) -> None:
     assert storage.read("job.json") == b"one"
 
 
+# gcsfs gives bodies of any size to aiohttp as bytes, of which that warns above 1 MB.
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize(
     ("count", "block"),
     [(300, 1 << 17), pytest.param(10_000, 1 << 23, marks=pytest.mark.slow)],

@@ -130,7 +130,7 @@ class Picture:
 
     def shard(self, key: str, rank: int, world_size: int) -> Tensor:
         """A rank's shard in its shape, padded with zeros."""
-        joined = torch.cat([self.params[name].reshape(-1) for name in self.keys()[key]])
+        joined = torch.cat([self.params[name].reshape(-1) for name in self.flat.get(key, [key])])
         row = self._multiple(key)
         length = math.ceil(math.ceil(joined.numel() / world_size) / row) * row
         padded = torch.zeros(length * world_size, dtype=joined.dtype)

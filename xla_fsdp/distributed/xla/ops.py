@@ -298,6 +298,13 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that a tensor, while it lives, shares with all that share its memory."""
+    if tensor.device.type == "xla" and not torch._is_functional_tensor(tensor):
+        return id(tensor)  # made under a dispatch mode: shares none
+    return tensor.untyped_storage()._cdata
+
+
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
     """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
     if torch._is_functional_tensor(tensor):

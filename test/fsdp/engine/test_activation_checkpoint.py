@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -68,6 +69,127 @@ class Hoarding(nn.Module):
         self.cache.append(self.lin(x))
         (only,) = self.cache
         return only
+
+
+class Counting(nn.Module):
+    """Changes its buffers in forward, and computes with them."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("run", torch.ones(FEATURES))
+        self.register_buffer("other", None)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return torch.tanh(self.lin(x)) * self.run.clone()
+
+
+def _assigned(module: Any) -> None:
+    module.run = module.run * 0.5
+
+
+def _made(module: Any) -> None:
+    module.run = module.run * 0.5
+    module.other = module.run * 2 if module.other is None else module.other * module.run
+    module.run = module.run + module.other
+
+
+def _in_place(module: Any) -> None:
+    module.run.mul_(0.5)
+
+
+def _both(module: Any) -> None:
+    module.run.mul_(0.5)
+    module.run = module.run + 1
+    module.run.mul_(0.75)
+
+
+def _registered(module: Any) -> None:
+    number = len(list(module.buffers()))
+    module.register_buffer(f"more{number}", module.run * number)
+    module.run = module.run + getattr(module, f"more{number}")
+
+
+CHANGES = {
+    "assigned": _assigned,
+    "made": _made,
+    "in place": _in_place,
+    "both": _both,
+    "registered": _registered,
+}
+
+
+def _buffers(device: torch.device, x: Tensor) -> dict[str, list[Any]]:
+    """Gradients and buffers of two steps that call a module twice, by how it changes buffers; first
+    the plain module's."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+
+    def steps(module: nn.Module) -> Any:
+        outer, given = nn.Sequential(module).to(device), x.clone().requires_grad_()
+        for _ in range(2):
+            first = outer(given)
+            loss = outer(first).sum()
+            with torch.no_grad():
+                module.run.mul_(3.0)
+            loss.backward()
+        torch_xla.sync()
+        tensors = {**dict(outer.named_buffers()), "grad": given.grad}
+        grads = {name: param.grad for name, param in outer.named_parameters()}
+        return {name: tensor.cpu() for name, tensor in {**tensors, **grads}.items()}
+
+    found: dict[str, list[Any]] = {}
+    for name, change in CHANGES.items():
+        torch.manual_seed(0)
+        plain = Counting(change)
+        ways = [copy.deepcopy(plain), checkpoint_module(copy.deepcopy(plain))]
+        found[name] = [steps(way) for way in ways]
+        inner = checkpoint_module(copy.deepcopy(plain))
+        found[name].append(steps(checkpoint_module(_Calling(inner))))
+        found[name][-1] = {n.replace("inner.", ""): t for n, t in found[name][-1].items()}
+    return found
+
+
+class _Calling(nn.Module):
+    """Calls another module."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def run(self) -> Tensor:
+        return self.inner.run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class _SavingItsBuffer(nn.Module):
+    """Autograd saves the buffer that it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("run", torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.run.mul_(0.5)
+        return x * self.run
+
+
+def _saved_buffer(device: torch.device, x: Tensor) -> list[float]:
+    """The gradient of the first of two calls, and the buffer after it."""
+    from xla_fsdp import checkpoint_module
+
+    module = checkpoint_module(_SavingItsBuffer().to(device))
+    given = x.clone().requires_grad_()
+    first = module(given)
+    module(x)
+    first.sum().backward()
+    return [given.grad.max().item(), module.run.max().item()]
 
 
 class Outer(nn.Module):
@@ -172,6 +294,8 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     loss.backward()
     results["second backward"] = torch.allclose(retained.lin.weight.grad.cpu(), 2 * once)
 
+    results["buffers"] = _buffers(device, x)
+    results["saved buffer"] = _saved_buffer(device, x)
     results["inputs are gone"] = _inputs_are_gone(checkpoint_module(copy.deepcopy(plain)), x)
     results["selective"] = _selective(device, x)
     results["gathers"] = {
@@ -361,6 +485,17 @@ def result() -> dict[str, Any]:
 )
 def test_same_as_without(what: str) -> None:
     assert result()[what]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_buffers_are_changed_once_and_are_those_of_the_forward(change: str) -> None:
+    plain, checkpointed, nested = result()["buffers"][change]
+    torch.testing.assert_close(checkpointed, plain)
+    torch.testing.assert_close(nested, plain)
+
+
+def test_a_saved_buffer_has_the_value_of_its_own_forward() -> None:
+    assert result()["saved buffer"] == [0.5, 0.25]
 
 
 def test_forward_runs_again_in_backward_only() -> None:

@@ -160,6 +160,84 @@ def test_a_held_parameter_that_is_not_freed_is_there_until_its_shards_change() -
     assert "lin.bias was used (by mul)" in found["after the step"]
 
 
+class _TimesData(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.data = weight.data
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.data.T, None
+
+
+class DataNet(nn.Module):
+    """Its blocks compute with ``weight.data``, and keep it for their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_DataBlock(), _DataBlock()])
+        self.returned: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, *self.returned = block(x)
+        return x
+
+
+class _DataBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.lin(x)
+        bias, part = self.lin.bias.data, self.lin.weight.data.T[1:]
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * (1 + bias.sum() + part.sum()))
+        h = _TimesData.apply(h, self.lin.weight) + h @ self.lin.weight.data
+        return h, self.lin.weight.data, self.lin.bias.data * 2
+
+
+@scenarios.add
+def data(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import FSDPModule
+    from xla_fsdp.fsdp.engine.param import gather_like
+
+    def trained(model: Any, x: Tensor) -> tuple[list[Tensor], list[Any]]:
+        model(x).square().sum().backward()
+        return getattr(model, "module", model).returned, list(model.parameters())
+
+    def inferred(model: Any, x: Tensor) -> list[Tensor]:
+        with torch.inference_mode(not isinstance(model, FSDPModule)), torch.no_grad():
+            y = model(x)
+        return [y, *getattr(model, "module", model).returned]
+
+    plain, low = make(DataNet), nested(make(DataNet), compute_dtype=torch.bfloat16)
+    returned, params = trained(plain, rows().cpu())
+    found: dict[str, Any] = {"plain": [*returned, *(param.grad for param in params)]}
+    found["plain, inferred"] = inferred(plain, rows().cpu())
+    for name, model in (("wrapper", nested(make(DataNet))), ("in place", in_place(make(DataNet)))):
+        returned, params = trained(model, rows())
+        found[name] = [*returned, *(gather_like(param, param.grad) for param in params)]
+        found[f"{name}, inferred"] = inferred(model, rows())
+    returned, params = trained(low, rows())
+    held = [returned[0], gather_like(params[-2], params[-2].detach()).to(torch.bfloat16)]
+    torch_xla.sync()
+    found["low"] = [tensor.cpu() for tensor in held]
+    return {name: [tensor.cpu() for tensor in each] for name, each in found.items()}
+
+
+def test_data_of_a_parameter_that_somebody_holds_keeps_its_value() -> None:
+    found = result("data")
+    for name in ("wrapper", "in place"):
+        torch.testing.assert_close(found[name], found["plain"])
+        torch.testing.assert_close(found[f"{name}, inferred"], found["plain, inferred"])
+    assert torch.equal(*found["low"])
+
+
 @scenarios.add
 def two_passes(rank: int) -> dict[str, list[Tensor]]:
     from xla_fsdp.fsdp.engine.param import gather_like

@@ -322,6 +322,24 @@ class Leaving(Block):
         return y
 
 
+class Hooking(Block):
+    """Doubles a gradient by a hook."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: grad * 2)
+        return y
+
+
+class Retaining(Block):
+    """Asks for the gradient of a tensor."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = super().forward(x)
+        y.retain_grad()
+        return y
+
+
 class Noting(Block):
     """Leaves a tensor for whoever asks."""
 
@@ -492,7 +510,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy,
+        Noting, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy, Hooking, Retaining,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -549,6 +567,8 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Gamma", ["calls lgamma, which torch_xla computes on the host", "by other operators"]),
         ("Bits", ["calls view, which torch_xla computes on the host"]),
         ("Distances", ["by an operator that torch_xla computes on the host"]),
+        ("Hooking", ["calls register_hook of a tensor", "torch.autograd.Function"]),
+        ("Retaining", ["calls retain_grad of a tensor"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),

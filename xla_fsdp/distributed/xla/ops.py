@@ -285,6 +285,19 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 
 
+def let_go(tensor: Tensor, dummy: Tensor) -> None:
+    """Give ``tensor`` the memory of ``dummy``, as ``release`` does, but leave its own to others
+    that share it unknown to autograd, such as ``tensor.data``; without such it is freed.
+
+    ``dummy`` has its dtype, and is an inference tensor if it is one.
+    """
+    if not torch._is_functional_tensor(tensor):  # made under a dispatch mode
+        release(tensor, dummy)  # its ``data`` is another tensor
+        return
+    with torch._C.DisableTorchFunction():
+        tensor.data = dummy
+
+
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often the memory of each tensor was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
@@ -300,6 +313,13 @@ def num_changes(tensors: Sequence[Tensor]) -> list[int]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that a tensor, while it lives, shares with all that share its memory."""
+    if tensor.device.type == "xla" and not torch._is_functional_tensor(tensor):
+        return id(tensor)  # made under a dispatch mode: shares none
+    return tensor.untyped_storage()._cdata
 
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:

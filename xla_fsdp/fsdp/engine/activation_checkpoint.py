@@ -163,37 +163,107 @@ class _Environment:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in ("xla", "cpu")
         ]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._buffers = _Buffers(module)
 
     def settle(self) -> None:
         """Drop the state that the forward has not changed."""
         # CPU ranks share the CPU's random state, so it is restored only if the forward used it.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        # Not by version: torch_xla's BatchNorm changes its statistics without a new one.
-        self._buffers = [entry for entry in self._buffers if ops.is_pending(entry[0])]
+        self._buffers.settle()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state of the forward inside the block, and the present state after it."""
         xla_rng, cpu_rng = ops.get_rng_state(self._device), torch.get_rng_state()
-        buffers = [buffer.detach().clone() for buffer, _ in self._buffers]
-        self._set(self._xla_rng, self._cpu_rng, [value for _, value in self._buffers])
+        self._set(self._xla_rng, self._cpu_rng)
         try:
             with contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                stack.enter_context(self._buffers.restored())
                 yield
         finally:
-            self._set(xla_rng, None if self._cpu_rng is None else cpu_rng, buffers)
+            self._set(xla_rng, None if self._cpu_rng is None else cpu_rng)
 
-    def _set(self, xla_rng: int, cpu_rng: Tensor | None, buffers: Sequence[Tensor]) -> None:
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, saved inside ``restored``, without its graph and with a value that
+        stays after it."""
+        return self._buffers.own(tensor)
+
+    def _set(self, xla_rng: int, cpu_rng: Tensor | None) -> None:
         ops.set_rng_state(xla_rng, self._device)
         if cpu_rng is not None:
             torch.set_rng_state(cpu_rng)
-        with torch.no_grad():
-            for (buffer, _), value in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(value)
+
+
+class _Buffers:
+    """The buffers of a module at the beginning of a forward: the tensors that its slots held, and
+    their values. A forward may change the tensors, and put others into the slots."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [(inner._buffers, dict(inner._buffers.items())) for inner in module.modules()]
+        held = [tensor for _, slots in self._slots for tensor in slots.values()]
+        self._tensors = list({id(tensor): tensor for tensor in held if tensor is not None}.values())
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+        self._changes = ops.num_changes(self._tensors)
+        self._pending = [True] * len(self._tensors)
+        self._memory: set[int] = set()  # inside ``restored``, of the buffers that it sets
+
+    def settle(self) -> None:
+        """Note which buffers the forward may have changed without a trace."""
+        self._pending = list(map(ops.is_pending, self._tensors))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the buffers inside the block, and the present ones after it."""
+        present = [(slots, dict(slots.items())) for slots, _ in self._slots]
+        changed = self._changed()
+        tensors, values = [tensor for tensor, _ in changed], [value for _, value in changed]
+        now = [tensor.detach().clone() for tensor in tensors]
+        _fill(self._slots)
+        # To others, who saved these tensors for their backward, nothing happens.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            _copy(values, tensors)
+            self._memory = set(map(ops.memory_of, tensors))
+            try:
+                yield
+            finally:
+                self._memory = set()
+                _copy(now, tensors)
+                _fill(present)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` without its graph; a copy if it shares memory with a buffer that
+        ``restored`` sets."""
+        shares = bool(self._memory) and ops.memory_of(tensor) in self._memory
+        return tensor.detach().clone() if shares else tensor.detach()
+
+    def _changed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers that may have other values now, and the values to restore."""
+        changes = ops.num_changes(self._tensors)
+        found = zip(self._tensors, self._values, self._pending, self._changes, changes, strict=True)
+        # Not only by number of changes: torch_xla's BatchNorm changes its statistics without one.
+        return [
+            (tensor, value)
+            for tensor, value, pending, before, after in found
+            if (pending or before != after or ops.is_pending(tensor)) and not tensor.is_inference()
+        ]
+
+
+def _fill(registries: Sequence[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]) -> None:
+    """Put tensors into the slots of modules: (registry, what it is to hold)."""
+    for slots, wanted in registries:
+        same = slots.keys() == wanted.keys() and all(slots[n] is wanted[n] for n in wanted)
+        if not same:
+            slots.clear()
+            slots.update(wanted)
+
+
+def _copy(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for value, tensor in zip(values, tensors, strict=True):
+            tensor.copy_(value)
 
 
 class _Saved:
@@ -303,8 +373,10 @@ class _Region:
         args, kwargs = self._inputs()
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
         try:
-            with torch.enable_grad(), self._environment.restored(), hooks:
-                self._forward(*args, **kwargs)
+            with torch.enable_grad(), self._environment.restored():
+                with hooks:
+                    self._forward(*args, **kwargs)
+                return [self._environment.own(tensor) for tensor in saved.close()]
         except Exception as error:
             note = (
                 f"Raised while the checkpointed forward of {self._name} was recomputed, in "
@@ -313,8 +385,7 @@ class _Region:
             _add_note(error, note)
             raise
         finally:
-            found = saved.close()
-        return [tensor.detach() for tensor in found]
+            saved.close()
 
     def _inputs(self) -> Any:
         """Return the inputs with new leaves, available only once the gradients of the outputs are;

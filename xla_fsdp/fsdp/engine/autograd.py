@@ -26,7 +26,7 @@ from torch import Tensor
 from xla_fsdp.distributed.higher_order import linear
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import Reshard
+from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
@@ -264,20 +264,20 @@ class SavedParams:
             index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) > before
         ]
 
-    def reshard(self, reshard: Reshard, dummy: Tensor | None) -> None:
+    def reshard(self, reshard: Reshard, dummies: Dummies | None) -> None:
         """Hand the parameters of this forward, and their saved views, to ``reshard``, and drop this
         object's own references, as the hooks outlive the forward.
 
         Args:
             reshard: as which the modules let go of them.
-            dummy: the data that these tensors get, so that their own is freed; None leaves it.
+            dummies: the data that these tensors get, so that their own is freed; None leaves it.
         """
         reshard.take_all(self._unsharded)
         for index, tensor in self._views:
             reshard.take(tensor, index, is_view=True)
-        if dummy is not None:
+        if dummies is not None:
             for tensor in (*self._unsharded, *(view for _, view in self._views)):
-                ops.release(tensor, dummy)
+                ops.let_go(tensor, dummies.like(tensor))
         self._unsharded.clear()
         self._views.clear()
         self._index.clear()

@@ -6,12 +6,14 @@ function in its ``ctx``, a hook, an object of the user) after the modules hold s
 function that computes with a shard's values raises. With a ``ReshardedParam`` it computes with the
 parameter that the modules hold by then, such as the one gathered for backward, or raises.
 
-Invariants: nothing here references an unsharded parameter strongly, so that its memory is freed.
+Invariants: nothing here references an unsharded parameter strongly, so that its memory is freed,
+unless the user holds its ``data`` or ``detach()``, which keep the value.
 Outside of forwards, torch functions called with shards run no code of this file but one look-up.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +143,38 @@ class Group(Protocol):
     def versions(self) -> list[int]: ...
     @property
     def originals(self) -> list[Any]: ...
+
+
+class Dummies:
+    """The data of freed parameters, by dtype.
+
+    Code below torch functions could still read it: its shape hardly broadcasts, and NaN is seen in
+    any result.
+    """
+
+    def __init__(self, dtypes: set[torch.dtype], device: torch.device) -> None:
+        self._made_of = dtypes, device
+        # Made now, as a step's program would return those that are made in the step.
+        self._tensors = {
+            (dtype, inference): self._made(dtype, inference)
+            for dtype in sorted(dtypes, key=str)
+            for inference in (False, True)
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dummies, self._made_of  # copies of inference tensors are none
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return the data for ``tensor``."""
+        kind = tensor.dtype, tensor.is_inference()
+        if kind not in self._tensors:  # the dtype of the shards was changed
+            self._tensors[kind] = self._made(*kind)
+        return self._tensors[kind]
+
+    def _made(self, dtype: torch.dtype, inference: bool) -> Tensor:
+        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+        with torch.inference_mode(inference):
+            return torch.full((3, 5, 7, 11), value, dtype=dtype, device=self._made_of[1])
 
 
 class Reshard:

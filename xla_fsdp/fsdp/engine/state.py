@@ -15,7 +15,6 @@ unsharded parameters in between.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
-from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
+from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 
 
@@ -339,9 +338,8 @@ class FSDPState:
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
-        # The data of freed parameters. Code below torch functions could still read it: this shape
-        # hardly broadcasts, and NaN is seen in any result.
-        self._dummy = torch.full((3, 5, 7, 11), math.nan, device=device)
+        dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
+        self._dummies = Dummies(dtypes, device)
 
     def join(self, root: FSDPState) -> None:
         """Share the context of ``root``, a unit around this one."""
@@ -648,7 +646,7 @@ class FSDPState:
             self.group.to_sharded()
         call = current.call
         reshard = Reshard(self.group, call.versions, freed=call.reshards)
-        current.saved.reshard(reshard, self._dummy if call.reshards else None)
+        current.saved.reshard(reshard, self._dummies if call.reshards else None)
 
     def _end_idle_forward(self) -> None:
         """End a forward in which some of the unit's modules were not called."""

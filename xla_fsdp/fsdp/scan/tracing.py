@@ -352,6 +352,8 @@ _VIEWS_ON_HOST = frozenset({"unfold", "_neg_view", "_reshape_alias"})
 
 _INDEXES = frozenset({"__getitem__", "__setitem__"})
 
+_GRADIENT_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+
 _DRAWS = frozenset(
     {
         "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "rand_like",
@@ -362,8 +364,8 @@ _DRAWS = frozenset(
 
 
 class TraceGuard(TorchFunctionMode):
-    """Inside, reading a value of a tensor or drawing on the host raises ValueError; ``numbers``
-    records and replaces the numbers of operations."""
+    """Inside, reading a value of a tensor, drawing on the host or a hook of a gradient raises
+    ValueError; ``numbers`` records and replaces the numbers of operations."""
 
     def __init__(self, numbers: Numbers) -> None:
         super().__init__()
@@ -379,6 +381,12 @@ class TraceGuard(TorchFunctionMode):
                 f"a scanned block asks for the values of a tensor (by {name}), and has none while "
                 f"its loop is traced: one program runs for all values. Decide with torch.where, or "
                 f"before the loop, and hand the result to the blocks"
+            )
+        if name in _GRADIENT_HOOKS and not args[0].requires_grad:
+            raise ValueError(
+                f"a scanned block calls {name} of a tensor; its loop is traced without gradients, "
+                f"and no single tensor of a block has one that is kept. Change gradients by a "
+                f"torch.autograd.Function, look at them after the loop, or do not scan these blocks"
             )
         if _is_view_on_host(name, args, kwargs):
             raise _on_host(name)

@@ -287,8 +287,9 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 
     ``dummy`` has its dtype, and is an inference tensor if it is one.
     """
-    if not torch._is_functional_tensor(tensor):  # made under a dispatch mode
-        release(tensor, dummy)  # its ``data`` is another tensor
+    # Tensors made under a dispatch mode (by preflight, say) are of another kind.
+    if not (torch._is_functional_tensor(tensor) and torch._is_functional_tensor(dummy)):
+        release(tensor, dummy)
         return
     with torch._C.DisableTorchFunction():
         tensor.data = dummy

@@ -288,7 +288,7 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
     ``dummy`` has its dtype, and is an inference tensor if it is one.
     """
     # Tensors made under a dispatch mode (by preflight, say) are of another kind.
-    if not (torch._is_functional_tensor(tensor) and torch._is_functional_tensor(dummy)):
+    if not torch._has_compatible_shallow_copy_type(tensor, dummy):
         release(tensor, dummy)
         return
     with torch._C.DisableTorchFunction():

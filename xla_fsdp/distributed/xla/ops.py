@@ -287,12 +287,12 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 
     ``dummy`` has its dtype, and is an inference tensor if it is one.
     """
-    # Tensors made under a dispatch mode (by preflight, say) are of another kind.
-    if not torch._has_compatible_shallow_copy_type(tensor, dummy):
-        release(tensor, dummy)
-        return
     with torch._C.DisableTorchFunction():
-        tensor.data = dummy
+        # Tensors made under a dispatch mode (by preflight, say) are of another kind.
+        if torch._has_compatible_shallow_copy_type(tensor, dummy):
+            tensor.data = dummy
+        else:
+            release(tensor, dummy)
 
 
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:

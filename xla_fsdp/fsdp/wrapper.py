@@ -62,7 +62,9 @@ class WrapperModule(FSDPModuleBase, nn.Module):
             name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
         }
         self._fsdp_wrapped_module = module
-        self._parameters = cast(Any, WrappedParameters(module))
+        self._parameters = cast(Any, WrappedRegistry(module, "_parameters"))
+        self._buffers = cast(Any, WrappedRegistry(module, "_buffers"))
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._load_errors: list[str] = []  # torch's own list, during load_state_dict
         # First, as hooks run in the order of registration, and those of ``attach`` expect names
         # without that of the wrapped module.
@@ -175,20 +177,22 @@ def _hide_in_report(wrapper: Any, report: Any) -> None:
     wrapper._load_errors = []
 
 
-class WrappedParameters(UserDict[str, Any]):
-    """The parameter registry of a wrapper: the keys of the wrapped module's, but no items.
+class WrappedRegistry(UserDict[str, Any]):
+    """The parameters or buffers of a wrapper: the keys of the wrapped module's registry, but no
+    items.
 
     Code that walks a model by ``named_children`` (the weight-decay groups of transformers) reads
-    names from every module's registry. ``nn.Module`` reads ``items`` and ``values``; these are
-    empty because it visits the wrapped module, too, and would find each parameter twice.
+    names from every module's registry, and ``torch.func.functional_call`` sets buffers in it.
+    ``nn.Module`` reads ``items`` and ``values``; these are empty because it visits the wrapped
+    module, too, and would find each tensor twice.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, registry: str) -> None:
+        self._module, self._registry = module, registry
 
     @property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._module._parameters
+        return cast(dict[str, Any], getattr(self._module, self._registry))
 
     def items(self) -> ItemsView[str, Any]:
         return ItemsView({})

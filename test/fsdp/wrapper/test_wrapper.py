@@ -706,6 +706,57 @@ def test_an_input_changed_in_place_is_changed_for_the_caller() -> None:
         torch.testing.assert_close(found, expected)
 
 
+class Scaling(nn.Module):
+    """Computes with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.scale
+
+
+class ScalingNet(Scaling):
+    """Computes with buffers of its own and of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaling(), Scaling()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
+
+
+@scenario
+def functional_call(rank: int) -> dict[str, Any]:
+    plain, model = make(ScalingNet), nested(make(ScalingNet))
+    names = ["scale", "blocks.1.scale"]
+    found = {}
+    for name, each, x in (("plain", plain, rows().cpu()), ("sharded", model, rows())):
+        given = {key: torch.tensor([2.0 + at], device=x.device) for at, key in enumerate(names)}
+        called = torch.func.functional_call(each, given, (x,))
+        before = each(x)
+        each.scale = each.scale * 3  # by an assignment, too
+        found[name] = [tensor.detach().cpu() for tensor in (called, before, each(x))]
+    found["names"] = sorted(dict(model.named_buffers()))
+    found["state"] = [name for name in model.state_dict() if "scale" in name]
+    model.register_buffer("more", torch.ones(1), persistent=False)
+    found["new"] = [model.module.more is model.more, "more" in model.state_dict()]
+    return found
+
+
+def test_functional_call_replaces_buffers() -> None:
+    found = result("functional_call")
+    torch.testing.assert_close(found["sharded"], found["plain"])
+    assert found["names"] == ["blocks.0.scale", "blocks.1.scale", "scale"]
+    assert found["state"] == []
+    assert found["new"] == [True, False]
+
+
 @scenario
 def inference_mode(rank: int) -> bool:
     model = nested(make(), disable_reshard_on_root=False)

@@ -291,11 +291,12 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 
     ``dummy`` has its dtype, and is an inference tensor if it is one.
     """
-    if not torch._is_functional_tensor(tensor):  # made under a dispatch mode
-        release(tensor, dummy)  # its ``data`` is another tensor
-        return
     with torch._C.DisableTorchFunction():
-        tensor.data = dummy
+        # Tensors made under a dispatch mode (by preflight, say) are of another kind.
+        if torch._has_compatible_shallow_copy_type(tensor, dummy):
+            tensor.data = dummy
+        else:
+            release(tensor, dummy)
 
 
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:

@@ -202,7 +202,11 @@ class _Buffers:
     their values. A forward may change the tensors, and put others into the slots."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots = [(inner._buffers, dict(inner._buffers.items())) for inner in module.modules()]
+        self._slots = [
+            (inner._buffers, dict(inner._buffers))
+            for inner in module.modules()
+            if not is_wrapper(inner)  # which shows the buffers of the module inside
+        ]
         held = [tensor for _, slots in self._slots for tensor in slots.values()]
         self._tensors = list({id(tensor): tensor for tensor in held if tensor is not None}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
@@ -217,7 +221,7 @@ class _Buffers:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the buffers inside the block, and the present ones after it."""
-        present = [(slots, dict(slots.items())) for slots, _ in self._slots]
+        present = [(slots, dict(slots)) for slots, _ in self._slots]
         changed = self._changed()
         tensors, values = [tensor for tensor, _ in changed], [value for _, value in changed]
         now = [tensor.detach().clone() for tensor in tensors]

@@ -373,7 +373,7 @@ class Watched:
     def _places(self) -> Iterator[tuple[str, Slot]]:
         for module, label in self.labels.items():
             for mapping in (module._parameters, module._buffers, vars(module)):
-                for name in mapping:
+                for name, _ in mapping.items():  # of a wrapper none: the module inside has them
                     yield f"{label}.{name}", Entry(mapping, name)
         for param in self.params:
             yield "a gradient", Gradient(param)

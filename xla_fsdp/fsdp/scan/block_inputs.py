@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.fsdp.engine.module_state import is_wrapper
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 # ---------------------------------------------------------------- arguments
@@ -150,7 +152,8 @@ class BlockState:
             fields = vars(module)
             if _has_hooks(module, is_block=module in (block, own)):
                 hooked.append(prefix or type(module).__name__)
-            for holder in (module._buffers, fields):
+            # A wrapper shows the buffers of the module inside.
+            for holder in (fields,) if is_wrapper(module) else (module._buffers, fields):
                 holders.append((prefix, holder))
                 for key, value in holder.items():
                     if isinstance(value, Tensor):

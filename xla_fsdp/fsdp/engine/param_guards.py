@@ -153,28 +153,22 @@ class Dummies:
     """
 
     def __init__(self, dtypes: set[torch.dtype], device: torch.device) -> None:
-        self._made_of = dtypes, device
+        self._device = device
         # Made now, as a step's program would return those that are made in the step.
-        self._tensors = {
-            (dtype, inference): self._made(dtype, inference)
-            for dtype in sorted(dtypes, key=str)
-            for inference in (False, True)
-        }
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Dummies, self._made_of  # copies of inference tensors are none
+        self._tensors = {dtype: self._made(dtype) for dtype in sorted(dtypes, key=str)}
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return the data for ``tensor``."""
-        kind = tensor.dtype, tensor.is_inference()
-        if kind not in self._tensors:  # the dtype of the shards was changed
-            self._tensors[kind] = self._made(*kind)
-        return self._tensors[kind]
+        if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
+            with torch.inference_mode():
+                return self._made(tensor.dtype)
+        if tensor.dtype not in self._tensors:  # the dtype of the shards was changed
+            self._tensors[tensor.dtype] = self._made(tensor.dtype)
+        return self._tensors[tensor.dtype]
 
-    def _made(self, dtype: torch.dtype, inference: bool) -> Tensor:
+    def _made(self, dtype: torch.dtype) -> Tensor:
         value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        with torch.inference_mode(inference):
-            return torch.full((3, 5, 7, 11), value, dtype=dtype, device=self._made_of[1])
+        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=self._device)
 
 
 class Reshard:

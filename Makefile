@@ -51,6 +51,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.10- xla_fsdp examples tools
 
 # The site, into site/: no link that leads nowhere, no name without a docstring.
 docs: $(READY)

@@ -80,7 +80,8 @@ def _noted_inputs() -> Iterator[list[list[Tensor]]]:
 
     def note(tensors: list[Tensor]) -> tuple[list[int], list[Tensor]]:
         found = ask(tensors)
-        noted.append(found[1])
+        if len(tensors) > 1:  # not for the hash of one tensor's graph
+            noted.append(found[1])
         return found
 
     torch_xla._XLAC._get_tensors_xla_device_data_node = note

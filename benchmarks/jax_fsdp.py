@@ -7,6 +7,7 @@ without torch_xla, with the variables of ``compiler_environment``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,23 @@ RATE, BETA1, BETA2, EPSILON, DECAY = 1e-4, 0.9, 0.999, 1e-8, 1e-2
 
 def lowered(shape: Shape, topology: Topology) -> Traced:
     """Return the step of all ranks as one program, lowered, which the compiler is to partition."""
+    return lower(topology, shape, parameter_shapes(shape), partial(Model, shape))
+
+
+def lower(
+    topology: Topology,
+    shape: Any,
+    parameters: Mapping[str, tuple[int, ...]],
+    model: Callable[[NamedSharding], Any],
+) -> Traced:
+    """Lower one step of AdamW.
+
+    Args:
+        topology: to compile for.
+        shape: has ``batch`` and ``length`` of one rank.
+        parameters: shapes by name, see ``parameter_shapes``.
+        model: returns one with a ``loss``, given the sharding of activations.
+    """
     config = {"chip_config_name": topology.chip.config} if topology.chip.config else {}
     devices = topologies.get_topology_desc(
         platform="tpu",
@@ -37,13 +55,18 @@ def lowered(shape: Shape, topology: Topology) -> Traced:
     ).devices
     ring = mesh_utils.create_device_mesh((len(devices),), devices=devices)
     rank = {each: number for number, each in enumerate(sorted(device.id for device in devices))}
-    lowering = _lowered(Mesh(ring, (AXIS,)), shape)
+    lowering = _lowered(Mesh(ring, (AXIS,)), shape, parameters, model)
     code = mlir.module_to_bytecode(lowering.compiler_ir("stablehlo"))
-    return Traced((Program(code, (), (), {}, tuple(rank[device.id] for device in ring)),))
+    order = tuple(rank[device.id] for device in ring)
+    return Traced((Program(code, (), (), partition_order=order),))
 
 
-def _lowered(mesh: Any, shape: Shape) -> Any:
-    shapes = parameter_shapes(shape)
+def _lowered(
+    mesh: Any,
+    shape: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: Callable[[NamedSharding], Any],
+) -> Any:
     replicated, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS, None))
     shardings = {
         name: NamedSharding(mesh, Spec(*_sharded_dims(name, sizes)))
@@ -53,13 +76,16 @@ def _lowered(mesh: Any, shape: Shape) -> Any:
     tokens = jax.ShapeDtypeStruct((mesh.size * shape.batch, shape.length), "int32")
     state = (shardings, shardings, shardings, replicated)
     step = jax.jit(
-        _Step(Model(shape, NamedSharding(mesh, Spec(AXIS, None, None))), shardings),
+        _Step(model(NamedSharding(mesh, Spec(AXIS, None, None))), shardings),
         in_shardings=(*state, rows, rows),
         out_shardings=(*state, replicated),
         donate_argnums=(0, 1, 2, 3),
     )
     count = jax.ShapeDtypeStruct((), "float32")
-    return step.lower(parameters, parameters, parameters, count, tokens, tokens)
+    traced = step.trace(parameters, parameters, parameters, count, tokens, tokens)
+    # As for export: libtpu may be older than JAX, and then does not take its newest kernels.
+    options = mlir.LoweringParameters(for_export=True, export_ignore_forward_compatibility=False)
+    return traced.lower(lowering_platforms=("tpu",), _private_parameters=options)
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -149,7 +175,7 @@ class Model:
 class _Step:
     """One step of AdamW."""
 
-    model: Model
+    model: Any
     shardings: dict[str, Any]
 
     def __call__(

@@ -70,6 +70,7 @@ class Result:
     name: str
     report: Report
     compiled: Compiled
+    tokens: int  # of all ranks
     trace_seconds: list[float] = field(default_factory=list)
 
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [_introduction(sys.argv[1:] if argv is None else argv)]
     for case in _cases(options):
         results, problems = _results(case, options)
-        lines += ["", f"## {case.title}", "", *_table(results), *problems]
+        lines += ["", f"## {case.title}", "", *table(results), *problems]
         if options.write:  # after every case: a run may take hours
             options.write.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -116,17 +117,17 @@ def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], lis
         except CompileError as error:
             problems += ["", f"{name}: {error}"]
     traced = [result.name for result in results if result.name in TRACED_EVERY_STEP]
-    _tell(f"{case.title}: host time of a step")
-    seconds = _in_child(_trace_seconds, traced, case, options.rounds) if traced else {}
+    tell(f"{case.title}: host time of a step")
+    seconds = in_child(_trace_seconds, traced, case, options.rounds) if traced else {}
     for result in results:
         result.trace_seconds = seconds.get(result.name, [])
     return results, problems
 
 
 def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
-    _tell(f"{case.title}: tracing {name}")
-    traced: Traced = _in_child(_lowered_by_jax if name == "jax" else _traced, name, case)
-    _tell(f"{case.title}: compiling {name}")
+    tell(f"{case.title}: tracing {name}")
+    traced: Traced = in_child(_lowered_by_jax if name == "jax" else _traced, name, case)
+    tell(f"{case.title}: compiling {name}")
     [program] = traced.programs
     compiled = compile_program(
         program,
@@ -135,10 +136,11 @@ def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
         cache_dir=options.cache_dir,
         flags=compiler_flags() if name in FLAGGED and not options.plain else "",
     )
-    return Result(name, report_on(traced, [compiled], case.topology, {}), compiled)
+    tokens = case.topology.num_ranks * case.shape.batch * case.shape.length
+    return Result(name, report_on(traced, [compiled], case.topology, {}), compiled, tokens)
 
 
-def _in_child(work: Callable[..., Any], *arguments: Any) -> Any:
+def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
     """Call in a new process: torch_xla and JAX cannot share one, and its memory is freed."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -190,7 +192,7 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
     return {name: found[WARM_UP:] for name, found in seconds.items()}
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -210,12 +212,14 @@ def _introduction(argv: Sequence[str]) -> str:
     )
 
 
-def _table(results: Sequence[Result]) -> list[str]:
+def table(results: Sequence[Result]) -> list[str]:
     """Return a Markdown table: one row per figure, one column per program, then ratios."""
     names = [result.name for result in results]
     ratios = [f"/ {name}" for name in names if name != "ours"] if "ours" in names else []
     rows = [["", *names, *ratios], ["---", *["---:"] * (len(names) + len(ratios))]]
-    figures = [_figures(result) for result in results]
+    # JAX's are not counted, and upstream's with those of recomputation.
+    flops = min(filter(None, (each.report.step_time.model_flops for each in results)), default=0)
+    figures = [_figures(result, flops) for result in results]
     for label in dict.fromkeys(label for each in figures for label in each):
         values = [each.get(label) for each in figures]
         rows.append([label, *map(_shown, values), *_ratios(names, values)])
@@ -239,8 +243,9 @@ def _shown(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
 
 
-def _figures(result: Result) -> dict[str, float]:
+def _figures(result: Result, flops: int) -> dict[str, float]:
     report, compiled = result.report, result.compiled
+    time, chip = report.step_time, find_topology(report.topology).chip
     figures: dict[str, float] = {
         "peak, MiB": compiled.peak / MIB,
         "arguments, MiB": compiled.arguments / MIB,
@@ -251,6 +256,11 @@ def _figures(result: Result) -> dict[str, float]:
         "blocking, MB": report.blocking_bytes / MB,
         **_by_kind(report),
         "collectives": sum(each.count for each in report.traffic),
+        "estimated step, ms": time.total * 1e3,
+        "compute in it, ms": time.compute * 1e3,
+        "wire time at full link speed, ms": (time.blocking + time.overlapped) * 1e3,
+        "tokens/s, estimated": result.tokens / time.total,
+        "MFU, estimated, %": 100 * flops / (time.total * chip.peak_flops),
         "compile, CPU s": compiled.cpu_seconds,
         "compile, wall s": compiled.seconds,
     }

@@ -10,6 +10,15 @@ import pytest
 STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios", "Runs"}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """The tests' own tensors are small, and threads of several processes that wait for one another
+    on few cores, spinning, take up to a hundred times as long. Children have threads as usual."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take a minute before those that take seconds; at the end there is little left to
     wait for."""

@@ -6,10 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from test.common.ranks import ROOT, run_warm
+from tools.docs_messages import messages, text_of
 from xla_fsdp.integrations import UntestedVersionError, require
 
 PACKAGE = ROOT / "xla_fsdp"
@@ -18,6 +22,11 @@ MESSAGES = re.compile(r"^### `(.*)`$", re.MULTILINE)
 OBJECTS = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PUBLIC = ("", "optim", "tensor_parallel", "checkpoint", "preflight")
 LONGEST_README = 200
+SHORT = 3
+"""Messages of so few words are names alone."""
+
+TORCHS = frozenset(dir(nn.Module)) | frozenset(dir(torch.optim.Optimizer))
+"""Methods of these names do what torch's own documentation says."""
 
 
 @pytest.mark.parametrize("ranks", ["2", "4"])
@@ -51,6 +60,20 @@ def test_messages_under_troubleshooting_are_those_of_the_package() -> None:
     assert [each for each in shown if each not in known] == []
 
 
+def test_every_message_has_an_entry() -> None:
+    listed = {each.text for each in messages()}
+    raised = [
+        " ".join(text_of(argument).split())
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        for argument in node.exc.args
+    ]
+    sentences = {each for each in raised if len(each.split()) > SHORT}
+    assert len(sentences) > 300
+    assert sentences - listed == set()
+
+
 def texts() -> Iterator[str]:
     """Every string of the package, with "…" for what is filled in."""
     for path in PACKAGE.rglob("*.py"):
@@ -68,6 +91,32 @@ def test_the_reference_has_every_public_name() -> None:
     there = {name.rpartition(".")[2] for name in OBJECTS.findall(text)}
     there |= set(re.findall(r"`(\w+)`", text))  # torch's own classes
     assert {name for part in PUBLIC for name in public_names(part)} - there == set()
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    griffe = pytest.importorskip("griffe", reason="comes with the extra docs")
+    package = griffe.load("xla_fsdp", search_paths=[str(ROOT)], resolve_aliases=True)
+    names = [
+        name.removeprefix("xla_fsdp.")
+        for path in ROOT.glob("docs/reference/*.md")
+        for name in OBJECTS.findall(path.read_text())
+    ]
+    assert [each for name in names for each in undocumented(package[name])] == []
+
+
+def undocumented(found: Any) -> Iterator[str]:
+    """Names of an object, and of what can be called in it, that have no docstring."""
+    each = found.final_target if found.is_alias else found
+    if not each.docstring:
+        yield each.path
+    own = each.members.values() if each.is_class else ()
+    for member in own:
+        if member.name.startswith("_") or member.is_alias or member.name in TORCHS:
+            continue
+        of_bases = (base.members.get(member.name) for base in each.mro())
+        called = member.is_function or "property" in member.labels
+        if called and not any(at and at.docstring for at in (member, *of_bases)):
+            yield member.path
 
 
 def public_names(part: str) -> Iterator[str]:

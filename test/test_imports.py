@@ -13,11 +13,12 @@ from test.common.ranks import ROOT, run_python
 
 PACKAGE = ROOT / "xla_fsdp"
 IGNORED = ("__pycache__", "py.typed")
-MOST_ENTRIES = 15
+MOST_ENTRIES = 16
 """Of the package's folder, so that a listing shows its parts."""
 
 LAYERS = (
     ("integrations", "preflight", "launch", "consolidate_sharded_ckpts"),
+    ("recipe",),
     ("optim",),
     ("fsdp",),  # the wrapper, fully_shard and what stands beside them
     ("fsdp.state_dict",),
@@ -34,6 +35,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.process_state",
         "distributed.tracebacks",
         "distributed.turns",
         "tpu_flags",
@@ -62,13 +64,14 @@ PUBLIC = {
         OffloadPolicy PendingSave Preemption RankError ShardedGradScaler
         ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictOptions
         StateDictSettings StateDictType StreamedEmbedding SyncBatchNorm UnshardHandle
-        CompileStepError CompiledStep XlaFullyShardedDataParallel checkpoint_module
+        CompileStepError CompiledStep XlaFullyShardedDataParallel attention checkpoint_module
         checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step
         consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
         distribute_tensor full_state_dict fully_shard get_model_state_dict
         get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
         load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict
-        name_activation one_rank_at_a_time optim_state_dict register_fsdp_forward_method
+        name_activation one_rank_at_a_time optim_state_dict parallelize Parallelized Recipe
+        register_fsdp_forward_method
         save_checkpoint scan_blocks set_model_state_dict set_optimizer_state_dict set_state_dict
     """,
     "xla_fsdp.wrap": """

@@ -9,6 +9,15 @@ from .checkpoint import (
 )
 from .checkpoint.step_directory import latest_step as latest_step
 from .distributed.collectives import LocalCollectives as LocalCollectives
+from .distributed.context_parallel import (
+    context_parallel as context_parallel,
+)
+from .distributed.context_parallel import (
+    context_parallel_unshard as context_parallel_unshard,
+)
+from .distributed.context_parallel import (
+    mean_over_context as mean_over_context,
+)
 from .distributed.launcher import (
     RankError as RankError,
 )
@@ -21,6 +30,7 @@ from .distributed.launcher import (
 from .distributed.mesh import Mesh as Mesh
 from .distributed.mesh import init_mesh as init_mesh
 from .distributed.preemption import Preemption as Preemption
+from .fsdp.attention.api import attention as attention
 from .fsdp.checkpoint_manager import CheckpointManager as CheckpointManager
 from .fsdp.checkpoint_manager import Restored as Restored
 from .fsdp.chunked import (
@@ -152,3 +162,10 @@ from .fsdp.train_checkpoint import (
     save_checkpoint as save_checkpoint,
 )
 from .fsdp.wrapper import XlaFullyShardedDataParallel as XlaFullyShardedDataParallel
+from .recipe.apply import (
+    Parallelized as Parallelized,
+)
+from .recipe.apply import (
+    parallelize as parallelize,
+)
+from .recipe.options import Recipe as Recipe

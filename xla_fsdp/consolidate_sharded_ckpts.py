@@ -188,6 +188,13 @@ def _add_outputs(parser: ArgumentParser) -> None:
         help="replace the prefix OLD of names by NEW, which may be empty; repeatable",
     )
     parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="write only tensors whose names, after --key_map, begin with this; repeatable",
+    )
+    parser.add_argument(
         "--copy_ties",
         action="store_true",
         help="give every name of a tied tensor a copy in safetensors files",
@@ -282,7 +289,7 @@ def _refuse_impossible(args: Namespace) -> None:
     if args.to_world_size is not None:
         problems += [
             f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
-            for name in ("dtype", "key_map", "format", "copy_ties")
+            for name in ("dtype", "key_map", "only", "format", "copy_ties")
             if getattr(args, name)
         ]
     raise_if(problems)
@@ -293,6 +300,7 @@ def _options(args: Namespace, kind: Kind) -> MergeOptions:
         optimizer=not args.model_only,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         rules=tuple(parse_rule(text) for text in args.key_map),
+        only=tuple(args.only),
         kind=kind,
         layout=Layout(parse_size(args.max_shard_size), args.copy_ties),
         write=WriteOptions(args.overwrite, args.verify, args.threads),

@@ -2,7 +2,9 @@
 
 Every rank runs the program, a script or (with ``-m``) a module, as ``__main__`` in a namespace of
 its own. Inside a rank ``torch_xla.launch``, ``xmp.spawn`` and ``xla_fsdp.launch`` just call their
-function. The ranks share all modules; ``sys.modules["__main__"]`` is rank 0's namespace.
+function. The ranks start one after the other, each with its own command line, working directory and
+random numbers, as processes would. Then they share these and all modules, and
+``sys.modules["__main__"]`` is rank 0's namespace.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE, RankError, launch
+from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE, RankError, launch, launch_script
+from xla_fsdp.distributed.process_state import ProcessState, RandomState, root_logger_kept
 
 USAGE_EXIT_CODE = 2
 
@@ -32,6 +34,7 @@ class Program:
 
     code: CodeType
     path: str
+    called: str  # ``sys.argv[0]``
     import_from: str  # directory to put in front of ``sys.path``
     spec: ModuleSpec | None = None
 
@@ -63,7 +66,7 @@ def _run(program: Program, options: argparse.Namespace) -> int:
             if options.compat:
                 _run_once(program, spaces, options.num_ranks)
             else:
-                launch(_run_in_rank, (program, spaces), num_ranks=options.num_ranks)
+                _run_on_ranks(program, spaces, options.num_ranks)
     except ValueError as error:
         return _usage_error(str(error))
     except (_ProgramError, RankError) as error:
@@ -89,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="program is a module's name")
     parser.add_argument("program", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+    rest.required = False  # else they are told as missing where the program is
     return parser
 
 
@@ -99,9 +103,9 @@ def _usage_error(what: str) -> int:
 
 
 def _load(script: str) -> Program:
-    source = Path(script).read_bytes()
-    code = compile(source, script, "exec", dont_inherit=True)
-    return Program(code, script, str(Path(script).resolve().parent))
+    path = os.path.abspath(script)  # as Python does: a program may change the directory
+    code = compile(Path(script).read_bytes(), path, "exec", dont_inherit=True)
+    return Program(code, path, script, str(Path(script).resolve().parent))
 
 
 def _load_module(name: str) -> Program:
@@ -116,7 +120,8 @@ def _load_module(name: str) -> Program:
     code = get_code(spec.name) if spec is not None and get_code is not None else None
     if spec is None or code is None:
         raise ImportError(f"no module {name!r} that can be run")
-    return Program(code, spec.origin or name, str(Path.cwd()), spec)
+    path = spec.origin or name
+    return Program(code, path, path, str(Path.cwd()), spec)
 
 
 class _Namespaces:
@@ -125,9 +130,10 @@ class _Namespaces:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.of_rank_0 = self._fresh()
+        self._others: dict[int, ModuleType] = {}
 
     def of_rank(self, rank: int) -> ModuleType:
-        return self._fresh() if rank else self.of_rank_0
+        return self._others.setdefault(rank, self._fresh()) if rank else self.of_rank_0
 
     def _fresh(self) -> ModuleType:
         module = ModuleType("__main__")
@@ -137,19 +143,50 @@ class _Namespaces:
         return module
 
 
+def _run_on_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+    def start_state(found: ProcessState, rank: int) -> ProcessState:
+        return replace(found, main=spaces.of_rank(rank), random=RandomState.fresh())
+
+    launch_script(_run_in_rank, (program, spaces), num_ranks, start_state)
+
+
 def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
+    _forget_absl_flags()
     exec(program.code, vars(spaces.of_rank(rank)))
 
 
-def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
-    from xla_fsdp import compat
-    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+def _forget_absl_flags() -> None:
+    """Let no flag have the value that another rank's command line gave it: a flag that may be given
+    repeatedly would collect the values of all ranks."""
+    absl_flags = sys.modules.get("absl.flags")
+    if absl_flags is not None:
+        for name in absl_flags.FLAGS:
+            absl_flags.FLAGS[name].unparse()
+        absl_flags.FLAGS.unparse_flags()
 
-    compat.install()
-    run_slot().start_ranks = partial(launch, num_ranks=num_ranks)
+
+def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+    with root_logger_kept():
+        from xla_fsdp import compat
+        from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+
+        compat.install()
+    first = RandomState.fresh()
+    first.restore()
+
+    def start_state(found: ProcessState, _: int) -> ProcessState:
+        # A process that imports the program seeds where its main module does.
+        return replace(found, random=found.random.or_fresh_where_equal(first))
+
+    def start_ranks(fn: Any, args: Any) -> Any:
+        return launch_script(fn, args, num_ranks, start_state)
+
+    run_slot().start_ranks = start_ranks
     try:
         exec(program.code, vars(spaces.of_rank_0))
-    except ValueError as error:  # not of wrong usage, for which ``_run`` catches ValueError
+    except RankError:
+        raise
+    except Exception as error:
         raise _ProgramError from error
 
 
@@ -161,7 +198,7 @@ class _ProgramError(Exception):
 def _as_main(program: Program, args: Sequence[str], module: ModuleType) -> Iterator[None]:
     """Set up ``sys`` inside the block as Python does for a main program."""
     argv, path, main_module = sys.argv, sys.path, sys.modules["__main__"]
-    sys.argv, sys.path = [program.path, *args], [program.import_from, *path]
+    sys.argv, sys.path = [program.called, *args], [program.import_from, *path]
     sys.modules["__main__"] = module
     try:
         yield

@@ -63,6 +63,7 @@ class Options:
     min_crop: float
     num_epochs: int
     max_steps: int | None
+    compile_step: bool
     batch_size: int
     test_set_batch_size: int
     drop_last: bool
@@ -81,6 +82,7 @@ class Options:
     lr_scheduler_divide_every_n_epochs: int
     lr_scheduler_divisor: float
     num_warmup_epochs: float
+    recipe: str | None
     use_nested_fsdp: bool
     auto_wrap_policy: str
     auto_wrap_min_num_params: int
@@ -124,6 +126,9 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     values = vars(parser.parse_args(argv))
     if values["use_nested_fsdp"] and values["auto_wrap_policy"] != "none":
         parser.error("--use_nested_fsdp and --auto_wrap_policy both choose the units; give one")
+    by_hand = values["use_nested_fsdp"] or values["use_gradient_checkpointing"]
+    if values["recipe"] is not None and by_hand:
+        parser.error("--recipe says what is nested and recomputed; leave the flags for that out")
     if values["debug"] and values["num_ranks"] not in (None, 1):
         parser.error("--debug runs one rank; leave --num_ranks out")
     if values["profile"] and values["logdir"] is None:
@@ -163,6 +168,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--num_epochs", type=at_least(1), default=18)
     group.add_argument("--max_steps", type=at_least(1), help="end each epoch after so many steps")
+    add_switch(group, "compile_step", True, "trace the first steps only, and replay them")
     group.add_argument("--batch_size", type=at_least(1), default=128, help="pictures per rank")
     group.add_argument("--test_set_batch_size", type=at_least(1), default=64, help="per rank")
     group.add_argument("--seed", type=at_least(0), default=42, help="of weights, order and crops")
@@ -224,6 +230,7 @@ def _add_optimizer(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sharding(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--recipe", help="of parallelize: lean, fast, plain, or the file of one")
     add_switch(group, "use_nested_fsdp", False, "each child of the model is a unit")
     policies = ("none", "size_based", "type_based")
     group.add_argument("--auto_wrap_policy", choices=policies, default="none")

@@ -8,7 +8,7 @@ parameters are then gathered again for the recomputation. The model of 10 billio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchvision.models import resnet, vision_transformer
 
 import vit_10b
 from job import BIGGEST, JobFailed, Options
-from xla_fsdp import Mesh, checkpoint_module, init_mesh, one_rank_at_a_time
+from xla_fsdp import Mesh, checkpoint_module, init_mesh, one_rank_at_a_time, parallelize
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -30,6 +30,7 @@ BLOCKS = {
     vit_10b.Block,
 }
 """What ``--auto_wrap_policy type_based`` makes units of."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 WITH_SIZE = ("vit_", "maxvit")
 """Models that are built for one size of pictures."""
 WITH_AUXILIARY_HEADS = ("inception_v3", "googlenet")
@@ -54,32 +55,53 @@ def build_model(options: Options, classes: int) -> nn.Module:
         return torchvision.models.get_model(options.model, weights=None, **extra)
 
 
-def shard_model(model: nn.Module, options: Options, world_size: int) -> FSDP:
-    """Wrap the children, or what a policy selects, or nothing; and then the whole model."""
-    wrap = partial(
-        FSDP,
-        mesh=_mesh(options.num_replicas, world_size),
-        flatten_parameters=options.flatten_parameters,
-        compute_dtype=getattr(torch, options.compute_dtype),
-        fp32_reduce_scatter=options.fp32_reduce_scatter,
-        shard_param_on_dim_0=options.shard_param_on_dim_0,
+def shard_model(
+    model: nn.Module, make_optimizer: MakeOptimizer, options: Options, world_size: int
+) -> tuple[FSDP, torch.optim.Optimizer]:
+    """Shard by hand, or as the recipe says; make the optimizer."""
+    wanted = {
+        "mesh": _mesh(options.num_replicas, world_size),
+        "flatten_parameters": options.flatten_parameters,
+        "compute_dtype": getattr(torch, options.compute_dtype),
+        "fp32_reduce_scatter": options.fp32_reduce_scatter,
+        "shard_param_on_dim_0": options.shard_param_on_dim_0,
+    }
+    if options.recipe is None:
+        sharded = _shard_by_hand(model, partial(FSDP, **wanted), options)
+        return sharded, make_optimizer(sharded.parameters())
+    asked = {name: each for name, each in wanted.items() if each}  # the recipe chooses the others
+    sharded, optimizer, recipe = parallelize(
+        model, make_optimizer, options.recipe, auto_wrap_policy=_policy(options), **asked
     )
+    if sharded.rank == 0:
+        recipe.explain()
+    return sharded, optimizer
+
+
+def _shard_by_hand(model: nn.Module, wrap: Callable[..., FSDP], options: Options) -> FSDP:
+    """Wrap the children, or what a policy selects, or nothing; and then the whole model."""
     remat = checkpoint_module if options.use_gradient_checkpointing else _unchanged
-    if options.auto_wrap_policy == "none":
+    policy = _policy(options)
+    if policy is None:
         if options.use_nested_fsdp:
             _wrap_children(model, lambda child: wrap(remat(child)))
         return wrap(model)
+    return wrap(
+        model,
+        auto_wrap_policy=policy,
+        auto_wrapper_callable=lambda module, **keywords: FSDP(remat(module), **keywords),
+    )
+
+
+def _policy(options: Options) -> Callable[..., bool] | None:
+    """What chooses the units, if a policy does."""
     policies: dict[str, Callable[..., bool]] = {
         "size_based": partial(
             size_based_auto_wrap_policy, min_num_params=options.auto_wrap_min_num_params
         ),
         "type_based": partial(transformer_auto_wrap_policy, transformer_layer_cls=BLOCKS),
     }
-    return wrap(
-        model,
-        auto_wrap_policy=policies[options.auto_wrap_policy],
-        auto_wrapper_callable=lambda module, **keywords: FSDP(remat(module), **keywords),
-    )
+    return policies.get(options.auto_wrap_policy)
 
 
 def _mesh(replicas: int, world_size: int) -> Mesh | None:

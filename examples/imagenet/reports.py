@@ -1,9 +1,9 @@
-"""What the ImageNet job tells its user beside losses: scalars, profiles, compilations, damage.
+"""What the ImageNet job tells its user beside losses: scalars, compilations, damage.
 
 Words: a *problem* is the path of a damaged picture, and what is wrong with it.
-Always true: only rank 0 writes scalars and profiles; every damaged picture is named once by
+Always true: only rank 0 writes scalars; every damaged picture is named once by
 each rank that met it, and counted once for all.
-The bar, lines and the log of losses are ``Progress``'s, which the examples share.
+The bar, lines, the log of losses and profiles are in ``shared``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from pathlib import Path
 
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
-import torch_xla.debug.profiler as profiler
 
 from pictures import Problem
-
-PROFILED = range(10, 15)
-"""Steps of a run that ``--profile`` records: compiled, and with batches waiting."""
 
 
 class Scalars:
@@ -44,33 +40,6 @@ class Scalars:
         """Nothing more is written."""
         if self._writer is not None:
             self._writer.close()
-
-
-class Profile:
-    """Records some steps into ``folder``, and serves a profiler at ``port``; None records none."""
-
-    def __init__(self, folder: Path | None, port: int) -> None:
-        self._folder, self._steps, self._running = folder, 0, False
-        # Kept: the server ends with the object.
-        self._server = None if folder is None else profiler.start_server(port)
-
-    def step(self) -> None:
-        """A step begins."""
-        self._steps += 1
-        if self._folder is None:
-            return
-        if self._steps == PROFILED.start:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.start_trace(str(self._folder))
-            self._running = True
-        elif self._steps == PROFILED.stop:
-            self.stop()
-
-    def stop(self) -> None:
-        """Write what was recorded, if something is being recorded."""
-        if self._running:
-            profiler.stop_trace()
-            self._running = False
 
 
 class Compilations:

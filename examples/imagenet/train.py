@@ -17,8 +17,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ from job import JobFailed, Options, parse_options
 from model import build_model, shard_model
 from pictures import IGNORED, load_pictures, normalize
 from place import Place
+from profiles import Profile, name_units
 from progress import Progress
 from ranks import average_statistics, read, summed, this_place
-from reports import Compilations, Damage, Profile, Scalars
+from reports import Compilations, Damage, Scalars
 from schedule import learning_rate
 from xla_fsdp import (
     CheckpointError,
     Preemption,
     RankError,
+    compile_step,
     latest_step,
     launch,
     load_checkpoint,
@@ -95,6 +98,10 @@ class Reports:
     compilations: Compilations = field(default_factory=Compilations)
 
 
+Step = Callable[["Job", Batch, Tensor], Tensor]
+"""Takes a job, a batch and what was counted so far; returns that with what the step adds."""
+
+
 @dataclass
 class Job:
     """One rank's part of the job: what it works with, and how far it is."""
@@ -107,6 +114,7 @@ class Job:
     val_batches: Batches
     reports: Reports
     at: Position
+    take_step: Step
     preemption: Preemption = field(default_factory=Preemption)
     own_steps: int = 0  # of this run
 
@@ -148,8 +156,9 @@ def train_epoch(job: Job) -> None:
     bar = job.reports.progress.epoch(job.at.epochs + 1, job.at.steps, end)
     with bar, job.train_batches.epoch(job.at.epochs, job.at.steps, end) as batches:
         for batch in batches:
-            before, totals = totals, train_step(job, batch, totals)
-            torch_xla.sync()
+            set_learning_rate(job)
+            job.reports.profile.step()
+            before, totals = totals, job.take_step(job, batch, totals)
             _count_step(job, batch)
             if job.preemption.agreed():
                 end_early(job)
@@ -160,31 +169,57 @@ def train_epoch(job: Job) -> None:
     job.reports.compilations.end("later steps")
 
 
-def train_step(job: Job, batch: Batch, totals: Tensor) -> Tensor:
-    """Trace one step; returns ``totals`` with what it adds."""
-    options = job.options
-    job.reports.profile.step()
+def make_step(options: Options) -> Step:
+    """``train_step`` as one program, replayed after the first steps, or traced every time; votes
+    come after it, as a replay does not run the code of a step."""
+    compiled = compile_step(train_step, unknown="trace")  # some models draw on the host
+
+    def take_step(job: Job, batch: Batch, totals: Tensor) -> Tensor:
+        step = compiled if options.compile_step else train_step
+        smoothing = options.label_smoothing
+        totals = step(job.model, job.optimizer, batch.pixels, batch.labels, smoothing, totals)
+        job.preemption.vote()
+        if not options.compile_step:
+            torch_xla.sync()
+        return totals
+
+    return take_step
+
+
+def set_learning_rate(job: Job) -> None:
+    """Set the rate of the step that comes next."""
+    epoch = job.at.epochs + (job.at.steps + 1) / job.steps_per_epoch
     for group in job.optimizer.param_groups:
-        group["lr"] = learning_rate(
-            options, job.at.epochs + (job.at.steps + 1) / job.steps_per_epoch
-        )
-    loss, counts = losses(job.model, batch, options.label_smoothing)
+        group["lr"] = learning_rate(job.options, epoch)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pixels: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    totals: Tensor,
+) -> Tensor:
+    """Make one step; returns ``totals`` with what it adds."""
+    loss, counts = losses(model, pixels, labels, smoothing)
     loss.backward()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    job.preemption.vote()
+    optimizer.step()
+    optimizer.zero_grad()
     return totals + summed(counts)
 
 
-def losses(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def losses(
+    model: nn.Module, pixels: Tensor, labels: Tensor, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The mean loss over this rank's pictures, blanks left out; and what is counted of them: the
     sum of losses, how many there are, how many are recognized, how many are among the best five."""
-    output = model(normalize(batch.pixels)).float()
+    output = model(normalize(pixels)).float()
     loss_sum = F.cross_entropy(
-        output, batch.labels, ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
+        output, labels, ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
     )
-    real = (batch.labels != IGNORED).sum().float()
-    best = output.topk(min(5, output.shape[1]), dim=1).indices == batch.labels.unsqueeze(1)
+    real = (labels != IGNORED).sum().float()
+    best = output.topk(min(5, output.shape[1]), dim=1).indices == labels.unsqueeze(1)
     right = best.float().sum(0)
     counts = torch.stack([loss_sum.detach(), real, right[0], right.sum()])
     return loss_sum / real.clamp(min=1), counts
@@ -233,7 +268,7 @@ def evaluate(job: Job) -> Score:
     totals = nothing_counted(job.place)
     with job.val_batches.epoch(0) as batches:
         for batch in batches:
-            totals = totals + losses(job.model, batch)[1]
+            totals = totals + losses(job.model, batch.pixels, batch.labels)[1]
             job.preemption.vote()
             torch_xla.sync()
             job.reports.damage.add(batch.problems)
@@ -341,14 +376,14 @@ def set_up(options: Options) -> Job:
     loading = Loading.of(options)
     train_picks, val_picks = make_picks(train_data, val_data, place, options)
     model = build_model(options, len(train_data.classes))
-    model = shard_model(model, options, place.world_size)
-    xm.set_rng_state(options.seed + place.rank)  # dropout masks that differ between ranks
-    optimizer = torch.optim.SGD(
-        model.parameters(),
+    make_optimizer = partial(
+        torch.optim.SGD,
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
     )
+    model, optimizer = shard_model(model, make_optimizer, options, place.world_size)
+    xm.set_rng_state(options.seed + place.rank)  # dropout masks that differ between ranks
     at = resume(model, optimizer, options)
     reports = make_reports(place, at, options)
     if options.resume == "auto":
@@ -362,6 +397,7 @@ def set_up(options: Options) -> Job:
         Batches(val_data, val_picks, place, loading),
         reports,
         at,
+        make_step(options),
     )
 
 
@@ -414,6 +450,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only read on CPU; elsewhere every device is a rank.
     os.environ.setdefault("XLA_FSDP_NUM_RANKS", CPU_RANKS)
     num_ranks = 1 if options.debug else options.num_ranks
+    if options.profile:
+        name_units()
     try:
         launch(run_rank, (options,), num_ranks=num_ranks, stop_signals=(signal.SIGTERM,))
     except (JobFailed, CheckpointError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
-from large_models import build_one_rank, leave_alone, training_step, wrap_blocks
-from xla_fsdp import Mesh
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
+from large_models import build_one_rank, leave_alone, optimizer_of, training_step
+from xla_fsdp import Mesh, Parallelized, Recipe, parallelize
 
 
 class Stem(nn.Module):
@@ -116,17 +116,15 @@ def build_model(
         return ViT(width, depth, heads, patch, image, classes)
 
 
-def shard_model(model: ViT, *, remat: bool = True, scan: bool = False, **options: Any) -> FSDP:
-    """Stem, every block, and head each a unit; with ``scan`` the blocks run as one loop.
+def shard_model(
+    model: ViT, optimizer: Any = None, recipe: Recipe | str = "plain", **options: Any
+) -> Parallelized:
+    """Stem, every block, and head each a unit.
 
     ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
     """
-    # Shards that are rows need not be laid out anew when a loop stacks them.
-    options = {"compute_dtype": torch.bfloat16, "shard_param_on_dim_0": scan, **options}
-    model.stem = FSDP(model.stem, **options)
-    wrap_blocks(model.blocks, remat=remat, scan=scan, **options)
-    model.head = FSDP(model.head, **options)
-    return FSDP(model, **options)
+    recipe = replace(Recipe.of(recipe), units=("Stem", "Block", "Head"))
+    return parallelize(model, optimizer, recipe, **{"compute_dtype": torch.bfloat16, **options})
 
 
 def step(
@@ -148,10 +146,10 @@ def step(
     model = build_model(
         width=width, depth=depth, heads=heads, patch=patch, image=image, classes=classes
     )
-    sharded = shard_model(
+    sharded, optimizer, _ = shard_model(
         model,
-        remat=remat,
-        scan=scan,
+        optimizer_of,
+        Recipe("plain", scan=scan, remat="full" if remat else "none"),
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=leave_alone,
@@ -159,7 +157,7 @@ def step(
     device = torch_xla.device()
     pictures = torch.zeros(batch, 3, image, image).to(device)
     labels = torch.zeros(batch, dtype=torch.long).to(device)
-    return training_step(sharded, lambda: F.cross_entropy(sharded(pictures).float(), labels))
+    return training_step(optimizer, lambda: F.cross_entropy(sharded(pictures).float(), labels))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         "Build the shards of one rank of many.",
         128,
         {"width": 5120, "depth": 32, "heads": 32},
-        lambda sizes, **options: shard_model(build_model(**sizes), **options),
+        lambda sizes, **options: shard_model(build_model(**sizes), **options).model,
         argv,
     )
 

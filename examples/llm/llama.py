@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
-from large_models import build_one_rank, leave_alone, training_step, wrap_blocks
-from xla_fsdp import LinearCrossEntropy, Mesh, StreamedEmbedding
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
+from large_models import build_one_rank, leave_alone, optimizer_of, training_step
+from xla_fsdp import Mesh, Parallelized, Recipe, context_parallel, parallelize
+from xla_fsdp.integrations.attention import NAME, register
+
+EAGER = "eager"  # plain operations on all scores, which XLA fuses itself
+ATTENTION = (EAGER, NAME)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Sizes:
     ffn: int = 28672
     vocabulary: int = 128256
 
-    def config(self) -> LlamaConfig:
+    def config(self, attention: str = EAGER) -> LlamaConfig:
         """The same for transformers."""
         return LlamaConfig(
             hidden_size=self.width,
@@ -56,57 +58,31 @@ class Sizes:
             rope_theta=500_000.0,
             tie_word_embeddings=False,
             use_cache=False,
-            attn_implementation="eager",  # plain operations, which XLA fuses itself
+            attn_implementation=attention,
         )
 
 
-class StreamedLlama(LlamaForCausalLM):
-    """One whose head computes the loss; neither it nor the embedding is ever whole."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.model.embed_tokens = StreamedEmbedding.from_embedding(self.model.embed_tokens)
-        self.lm_head = LinearCrossEntropy.from_linear(self.lm_head)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
-        hidden = self.model(tokens, use_cache=False, **options).last_hidden_state
-        return self.lm_head(hidden, targets)
-
-
-def build_model(sizes: Sizes, *, streamed: bool = False) -> LlamaForCausalLM:
+def build_model(sizes: Sizes, *, attention: str = EAGER) -> LlamaForCausalLM:
     """The model, without memory but for its table of rotary frequencies, which has no values of
     its own to load or to draw."""
-    config = sizes.config()
+    if attention == NAME:
+        register()
+    config = sizes.config(attention)
     with torch.device("meta"):
-        model = (StreamedLlama if streamed else LlamaForCausalLM)(config)
+        model = LlamaForCausalLM(config)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     return model
 
 
 def shard_model(
-    model: LlamaForCausalLM,
-    *,
-    remat: bool = True,
-    scan: bool = False,
-    stacked: bool = False,
-    offload: bool = False,
-    **options: Any,
-) -> FSDP:
+    model: LlamaForCausalLM, optimizer: Any = None, recipe: Recipe | str = "plain", **options: Any
+) -> Parallelized:
     """Embedding, every layer, and head each a unit; the last norm is left to the outermost one.
-    With ``scan`` the layers run as one loop, their parameters ``stacked`` or each its own, and what
-    they keep for backward in the host's memory with ``offload``.
 
     ``options`` are those of the wrapper, which gives each unit memory and values when it makes it.
     """
-    # Shards that are rows need not be laid out anew when a loop stacks them.
     own = {"compute_dtype": torch.bfloat16, "param_init_fn": initialize}
-    options = {**own, "shard_param_on_dim_0": scan, **options}
-    inner = model.model
-    inner.embed_tokens = FSDP(inner.embed_tokens, **options)
-    how = {"remat": remat, "scan": scan, "stacked": stacked, "offload": offload}
-    wrap_blocks(inner.layers, **how, **options)
-    model.lm_head = FSDP(model.lm_head, **options)
-    return FSDP(model, **options)
+    return parallelize(model, optimizer, recipe, **{**own, **options})
 
 
 def initialize(module: nn.Module) -> None:
@@ -130,50 +106,78 @@ def step(
     lean: bool = False,
     offload: bool = False,
     flat: bool = False,
+    attention: str = EAGER,
+    method: str = "auto",
     mesh: Mesh | None = None,
 ) -> Callable[[], None]:
-    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it;
-    ``lean`` needs the least memory: layers as a loop over stacked parameters, which AdamW steps in
-    backward, and an embedding and a head that are never whole; ``offload`` for what layers that run
-    as a loop keep for backward."""
+    """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it, or
+    per group of ranks along an axis ``context`` of the mesh, which by ``method`` compute
+    ``attention``; ``lean`` needs the least memory: layers as a loop over stacked parameters, which
+    AdamW steps in backward, and an embedding and a head that are never whole; ``offload`` for what
+    layers that run as a loop keep for backward."""
     import torch_xla
 
     sizes = Sizes(width, blocks, heads, kv_heads, ffn, vocabulary)
-    model = shard_model(
-        build_model(sizes, streamed=lean),
-        remat=remat,
-        scan=scan or lean,
-        stacked=lean,
-        offload=offload,
+    name, loop = ("lean", True) if lean else ("plain", scan)
+    recipe = Recipe(
+        name,
+        scan=loop,
+        offload_activations=offload,
+        remat="full" if remat else "none",
+    )
+    model, optimizer, _ = shard_model(
+        build_model(sizes, attention=attention),
+        optimizer_of,
+        recipe,
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=leave_alone,
     )
     device = torch_xla.device()
     tokens, targets = (torch.zeros(batch, length, dtype=torch.long).to(device) for _ in range(2))
-    loss = streamed_loss if lean else next_token_loss
-    return training_step(model, lambda: loss(model, tokens, targets), within=lean)
+    return training_step(
+        optimizer, lambda: loss_over(mesh, next_token_loss, model, tokens, targets, method)
+    )
 
 
-def streamed_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """``next_token_loss`` of a ``StreamedLlama``."""
-    return model(tokens, targets, attention_mask=causal_mask(tokens))
+def loss_over(
+    mesh: Mesh | None,
+    loss: Callable[..., Tensor],
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    method: str = "auto",
+) -> Tensor:
+    """``loss(model, tokens, targets)``; if the mesh has an axis ``context``, of sequences that are
+    cut over it, and equal on its ranks."""
+    if mesh is None or "context" not in mesh.axis_names:
+        return loss(model, tokens, targets)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    parts = [each.clone() for each in (tokens, targets, positions)]
+    cut = {"buffers": parts, "buffer_seq_dims": [1, 1, 1], "no_restore_buffers": parts}
+    with context_parallel(mesh["context"], method=method, **cut):
+        return loss(model, *parts)
 
 
-def next_token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the next tokens; tokens and targets are [N, length].
+def next_token_loss(
+    model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    """Mean cross entropy of the next tokens; tokens, targets and positions (by default 0 to length)
+    are [N, length]."""
+    mask = {"attention_mask": mask_of(model, tokens), "position_ids": positions}
+    return model(tokens, labels=targets, shift_labels=targets, **mask).loss
 
-    The mask is given: of one that it makes itself, transformers reads values in every step.
+
+def mask_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What the model's attention takes for a causal mask for tokens [N, length].
+
+    Without one transformers reads values in every step, to see whether texts are packed.
     """
-    logits = model(tokens, attention_mask=causal_mask(tokens)).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def causal_mask(tokens: torch.Tensor) -> torch.Tensor:
-    """What is added to scores of attention for tokens [N, length]: [1, 1, length, length]."""
+    if model.config._attn_implementation == NAME:
+        return torch.ones_like(tokens)  # nothing is padded
     length, device = tokens.shape[1], tokens.device
     unseen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-    return torch.where(unseen, -1e30, 0.0)[None, None]
+    return torch.where(unseen, -1e30, 0.0)[None, None]  # added to scores
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         "Build the shards of one rank of many.",
         64,
         vars(Sizes()),
-        lambda sizes, **options: shard_model(build_model(Sizes(**sizes)), **options),
+        lambda sizes, **options: shard_model(build_model(Sizes(**sizes)), **options).model,
         argv,
     )
 

@@ -23,7 +23,7 @@ from llama import Sizes, next_token_loss, shard_model
 from place import Place
 from ranks import this_place
 from train import BYTES, parse_options, read_text, windows
-from xla_fsdp import Mesh
+from xla_fsdp import Mesh, Recipe
 
 
 def build_step(
@@ -43,23 +43,29 @@ def build_step(
     torch.manual_seed(options.seed)
     sizes = Sizes(width, blocks, heads=4, kv_heads=2, ffn=3 * width, vocabulary=BYTES)
     model: Any = LlamaForCausalLM(sizes.config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     places = [Place(rank, plain, torch.device("cpu")) for rank in range(plain)]
     if not plain:
-        model = shard_model(model, scan=scan, mesh=mesh, compute_dtype=torch.float32)
+        recipe = Recipe("plain", scan=scan)
+        model = shard_model(model, optimizer, recipe, mesh=mesh, compute_dtype=torch.float32).model
         places = [this_place()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     text = read_text(None)
     batches = [windows(text, place, options) for place in places]
 
     def step() -> Tensor:
-        loss = torch.stack([_loss(model, each) for each in batches]).mean()
-        loss.backward()
+        losses = [_backward(_loss(model, each) / len(batches)) for each in batches]
         _clip(model)
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return torch.stack(losses).sum()
 
     return step
+
+
+def _backward(loss: Tensor) -> Tensor:
+    """Let go of a batch's activations before the next: the plain model has those of all ranks."""
+    loss.backward()
+    return loss.detach()
 
 
 def _loss(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:

@@ -2,7 +2,9 @@
 
     python examples/llm/train.py                                  # 8 CPU ranks, or all TPU devices
     python examples/llm/train.py --mesh replica=2,shard=4         # shards in groups of 4 ranks
-    python examples/llm/train.py --scan                           # the layers as one loop
+    python examples/llm/train.py --recipe lean                    # in the least memory
+    python examples/llm/train.py --attention xla_fsdp             # without all scores in memory
+    python examples/llm/train.py --attention xla_fsdp --context 4 # windows cut over 4 ranks
     python examples/llm/train.py --text book.txt --steps 2000 --width 256 --blocks 8
 
 The text is Python's own reference, as ``help()`` shows it, which comes with Python; or any file.
@@ -20,7 +22,8 @@ import pydoc_data.topics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import xla_fsdp  # noqa: F401  (first: torch_xla then does not remark that there is no TPU)
@@ -32,11 +35,12 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
-from flags import at_least, number
-from llama import Sizes, build_model, next_token_loss, shard_model
+from flags import add_switch, at_least, number
+from llama import ATTENTION, EAGER, Sizes, build_model, loss_over, next_token_loss, shard_model
 from place import Place
+from profiles import Profile, name_units
 from ranks import global_means, this_place
-from xla_fsdp import RankError, init_mesh, launch
+from xla_fsdp import Mesh, Parallelized, RankError, Recipe, init_mesh, launch
 
 CPU_RANKS = "8"
 BYTES = 256
@@ -48,15 +52,19 @@ class Options:
 
     num_ranks: int | None
     mesh: dict[str, int] | None
-    scan: bool
+    recipe: str
+    attention: str
+    context: int
     sizes: Sizes
     text: Path | None
     length: int
     batch_size: int
     steps: int
+    compile_step: bool
     lr: float
     seed: int
     log_steps: int
+    profile: Path | None
     prompt: str
     generate: int
     temperature: float
@@ -72,7 +80,9 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere")
     add("--mesh", type=_mesh, help="as replica=2,shard=4: the last axis shards")
-    add("--scan", action="store_true", help="train the layers as one loop, a smaller program")
+    add("--recipe", default="plain", help="lean, fast or plain, or the file of a recipe")
+    add("--attention", choices=ATTENTION, default=EAGER, help="xla_fsdp: memory linear in --length")
+    add("--context", type=at_least(1), default=1, help="ranks that share each window")
     small = {"width": 128, "blocks": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
     for name, size in small.items():
         add(f"--{name}", type=at_least(1), default=size)
@@ -80,9 +90,11 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     add("--length", type=at_least(2), default=128, help="of a window")
     add("--batch_size", type=at_least(1), default=8, help="windows per rank")
     add("--steps", type=at_least(1), default=300)
+    add_switch(parser, "compile_step", True, "trace the first steps only, and replay them")
     add("--lr", type=number(0), default=3e-3)
     add("--seed", type=at_least(0), default=0)
     add("--log_steps", type=at_least(1), default=20)
+    add("--profile", type=Path, help="record some steps into this folder, for xprof")
     add("--prompt", default="The ")
     add("--generate", type=at_least(0), default=200, help="bytes to write at the end")
     add("--temperature", type=number(0.01), default=0.5)
@@ -90,6 +102,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     sizes = Sizes(**{name: values.pop(name) for name in small}, vocabulary=BYTES)
     if sizes.width % sizes.heads or sizes.heads % sizes.kv_heads:
         parser.error("--heads must divide --width, and --kv_heads must divide --heads")
+    if values["context"] > 1 and values["attention"] == EAGER:
+        parser.error("--context wants --attention xla_fsdp, which sees what other ranks have")
     return Options(sizes=sizes, **values)
 
 
@@ -127,17 +141,58 @@ def windows(text: Tensor, place: Place, options: Options) -> Iterator[tuple[Tens
 # ---------------------------------------------------------------- training and writing
 
 
-def train(model: nn.Module, text: Tensor, place: Place, options: Options) -> float:
+def mesh_of(place: Place, options: Options) -> Mesh | None:
+    """The ranks as the flags lay them out; None for one axis of all."""
+    axes = options.mesh
+    if options.context > 1:
+        axes = (axes or {"shard": place.world_size // options.context}) | {
+            "context": options.context
+        }
+    return axes and init_mesh(tuple(axes.values()), tuple(axes))
+
+
+def reader(place: Place, mesh: Mesh | None, options: Options) -> Place:
+    """Whose windows the rank reads: those that share windows are one."""
+    if mesh is None or options.context == 1:
+        return place
+    others = [name for name in mesh.axis_names if name != "context"]
+    count = place.world_size // options.context
+    return Place(mesh.local_rank(place.rank, *others), count, place.device)
+
+
+def shard(options: Options, mesh: Mesh | None) -> Parallelized:
+    """The sharded model, its optimizer, and the recipe of both."""
+    model = build_model(options.sizes, attention=options.attention)
+    optimizer = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1)
+    recipe = replace(
+        Recipe.of(options.recipe),
+        step_in_backward=False,  # as gradients are clipped
+        compile_step=options.compile_step,
+    )
+    return shard_model(model, optimizer, recipe, mesh=mesh, compute_dtype=torch.float32)
+
+
+def train(
+    sharded: Parallelized, text: Tensor, place: Place, options: Options, mesh: Mesh | None
+) -> float:
     """Train; returns the last loss that was reported, averaged over the ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    start, mean = time.perf_counter(), float("nan")
-    for step, (tokens, targets) in enumerate(windows(text, place, options), start=1):
-        loss = next_token_loss(model, tokens, targets)
+    model, optimizer, recipe = sharded
+
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_over(mesh, next_token_loss, model, tokens, targets)
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        torch_xla.sync()
+        return loss
+
+    take_step = recipe.compile(train_step)
+    start, mean = time.perf_counter(), float("nan")
+    profile = Profile(options.profile if place.rank == 0 else None)
+    batches = windows(text, reader(place, mesh, options), options)
+    for step, (tokens, targets) in enumerate(batches, start=1):
+        profile.step()
+        loss = take_step(tokens, targets)
         if step % options.log_steps == 0 or step == options.steps:
             (mean,) = global_means(loss.detach())
             if place.rank == 0:
@@ -145,6 +200,7 @@ def train(model: nn.Module, text: Tensor, place: Place, options: Options) -> flo
                 print(f"step {step}: loss {mean:.3f}, {rate:.1f} steps/s", flush=True)
         if step == options.steps:
             break
+    profile.stop()
     return mean
 
 
@@ -171,14 +227,12 @@ def write(model: nn.Module, place: Place, options: Options) -> str:
 def run_rank(index: int, options: Options, text: Tensor) -> None:
     """The whole job on one rank."""
     place = this_place()
-    mesh = options.mesh and init_mesh(tuple(options.mesh.values()), tuple(options.mesh))
+    mesh = mesh_of(place, options)
     torch.manual_seed(options.seed)  # for the values, which wrapping draws, unit by unit
-    model = shard_model(
-        build_model(options.sizes), scan=options.scan, mesh=mesh, compute_dtype=torch.float32
-    )
-    train(model, text, place, options)
+    sharded = shard(options, mesh)
+    train(sharded, text, place, options, mesh)
     if options.generate:
-        written = write(model, place, options)
+        written = write(sharded.model, place, options)
         if place.rank == 0:
             print(written)
 
@@ -192,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"the text has {len(text)} bytes, a window {options.length}: use less")
         # Only read on CPU; elsewhere every device is a rank.
         os.environ.setdefault("XLA_FSDP_NUM_RANKS", CPU_RANKS)
+        if options.profile:
+            name_units()
         launch(run_rank, (options, text), num_ranks=options.num_ranks)
     except (OSError, ValueError) as error:
         print(f"train.py: {error}", file=sys.stderr)

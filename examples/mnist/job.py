@@ -38,6 +38,7 @@ class Options:
     lr: float
     momentum: float
     seed: int
+    recipe: str | None
     use_nested_fsdp: bool
     auto_wrap_policy: str
     auto_wrap_min_num_params: int
@@ -54,6 +55,7 @@ class Options:
     resume: bool
     log_interval: int
     loss_log: Path | None
+    profile: Path | None
     compare_steps: int
     min_accuracy: float
 
@@ -79,8 +81,11 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     automatic = values["auto_wrap_policy"] != "none"
     if automatic and values["use_nested_fsdp"]:
         parser.error("--use_nested_fsdp and --auto_wrap_policy both choose the units; give one")
+    by_recipe = values["recipe"] is not None
+    if by_recipe and (values["use_nested_fsdp"] or values["use_gradient_checkpointing"]):
+        parser.error("--recipe says what is nested and recomputed; leave the flags for that out")
     if values["use_nested_fsdp"] is None:
-        values["use_nested_fsdp"] = not automatic
+        values["use_nested_fsdp"] = not (automatic or by_recipe)
     return Options(**values)
 
 
@@ -101,6 +106,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--recipe", help="of parallelize: lean, fast, plain, or the file of one")
     add_switch(group, "use_nested_fsdp", None, "wrap each layer by hand (unless a policy does)")
     policies = ("none", "size_based", "type_based")
     group.add_argument("--auto_wrap_policy", choices=policies, default="none")
@@ -126,6 +132,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log_interval", "--log_steps", type=at_least(1), default=20, help="in steps"
     )
+    group.add_argument("--profile", type=Path, help="record some steps into this folder, for xprof")
     group.add_argument("--loss_log", type=Path, help="write the losses to this file, as JSON lines")
     group.add_argument(
         "--compare_steps",

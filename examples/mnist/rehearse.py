@@ -45,12 +45,17 @@ def build_step(batch: int = 16, fake: bool = True, plain: int = 0) -> Callable[[
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        loss = torch.stack([_loss(model, next(each)) for each in batches]).mean()
-        loss.backward()
+        losses = [_backward(_loss(model, next(each)) / len(batches)) for each in batches]
         optimizer.step()
-        return loss
+        return torch.stack(losses).sum()
 
     return step
+
+
+def _backward(loss: Tensor) -> Tensor:
+    """Let go of a batch's activations before the next: the plain model has those of all ranks."""
+    loss.backward()
+    return loss.detach()
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
     python examples/mnist/train.py                            # 8 CPU ranks, 2 epochs
     python examples/mnist/train.py --num_ranks 4 --flatten_parameters --compute_dtype bfloat16
     python examples/mnist/train.py --auto_wrap_policy size_based --use_gradient_checkpointing
+    python examples/mnist/train.py --recipe lean --auto_wrap_policy type_based
     python examples/mnist/train.py --num_epochs 4 --resume    # go on from the newest checkpoint
     python examples/mnist/train.py --fake_data --max_steps 50 # no MNIST files needed
 
@@ -45,6 +46,7 @@ from evaluate import Score, load_digits
 from job import JobFailed, Options, parse_options
 from model import MnistNet, normalize
 from place import Place
+from profiles import Profile, name_units
 from progress import Progress
 from ranks import average_statistics, global_means, read, this_place, zeros
 from verify import check_equal, evaluate_apart, merge
@@ -56,6 +58,7 @@ from xla_fsdp import (
     compile_step,
     launch,
     one_rank_at_a_time,
+    parallelize,
 )
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -81,6 +84,7 @@ class Job:
     progress: Progress
     point: Point
     step: Step
+    profile: Profile
     steps: int = 0  # taken by this run
 
 
@@ -96,14 +100,7 @@ def build_model(seed: int) -> MnistNet:
 
 def shard_model(model: MnistNet, options: Options) -> FSDP:
     """Wrap each layer, or what a policy selects, or nothing; and then the whole model."""
-    wrap = functools.partial(
-        FSDP,
-        reshard_after_forward=options.reshard_after_forward,
-        flatten_parameters=options.flatten_parameters,
-        compute_dtype=getattr(torch, options.compute_dtype),
-        fp32_reduce_scatter=options.fp32_reduce_scatter,
-        shard_param_on_dim_0=options.shard_param_on_dim_0,
-    )
+    wrap = functools.partial(FSDP, **wrapper_options(options))
     # checkpoint_module goes inside: FSDP then gathers the parameters again for the recomputation.
     remat = checkpoint_module if options.use_gradient_checkpointing else _unchanged
     if options.auto_wrap_policy == "none":
@@ -111,6 +108,26 @@ def shard_model(model: MnistNet, options: Options) -> FSDP:
             layer = remat(getattr(model, name))
             setattr(model, name, wrap(layer) if options.use_nested_fsdp else layer)
         return wrap(model)
+    return wrap(
+        model,
+        auto_wrap_policy=policy_of(options),
+        auto_wrapper_callable=lambda module, **keywords: FSDP(remat(module), **keywords),
+    )
+
+
+def wrapper_options(options: Options) -> dict[str, Any]:
+    """Options of every unit."""
+    return {
+        "reshard_after_forward": options.reshard_after_forward,
+        "flatten_parameters": options.flatten_parameters,
+        "compute_dtype": getattr(torch, options.compute_dtype),
+        "fp32_reduce_scatter": options.fp32_reduce_scatter,
+        "shard_param_on_dim_0": options.shard_param_on_dim_0,
+    }
+
+
+def policy_of(options: Options) -> Callable[..., bool] | None:
+    """What chooses the units, if a policy does."""
     policies: dict[str, Callable[..., bool]] = {
         "size_based": functools.partial(
             size_based_auto_wrap_policy, min_num_params=options.auto_wrap_min_num_params
@@ -119,11 +136,21 @@ def shard_model(model: MnistNet, options: Options) -> FSDP:
             transformer_auto_wrap_policy, transformer_layer_cls={nn.Conv2d, nn.Linear}
         ),
     }
-    return wrap(
-        model,
-        auto_wrap_policy=policies[options.auto_wrap_policy],
-        auto_wrapper_callable=lambda module, **keywords: FSDP(remat(module), **keywords),
+    return policies.get(options.auto_wrap_policy)
+
+
+def shard_with_optimizer(model: MnistNet, options: Options) -> tuple[FSDP, torch.optim.Optimizer]:
+    """Shard the model by hand, or as the recipe says; make its optimizer."""
+    if options.recipe is None:
+        model = shard_model(model, options)
+        return model, make_optimizer(model, options)
+    wanted, policy = wrapper_options(options), policy_of(options)
+    sharded, optimizer, recipe = parallelize(
+        model, make_optimizer(model, options), options.recipe, auto_wrap_policy=policy, **wanted
     )
+    if xr.global_ordinal() == 0:
+        recipe.explain()
+    return sharded, optimizer
 
 
 def _unchanged(module: nn.Module) -> nn.Module:
@@ -169,6 +196,7 @@ def train_epoch(job: Job) -> None:
     job.model.train()
     with job.progress.epoch(epochs + 1, done, end):
         for step, batch in enumerate(job.batches.epoch(epochs, done, end), start=done + 1):
+            job.profile.step()
             loss, correct = job.step(job.model, job.optimizer, batch, correct)
             seen += len(batch[1])
             job.progress.step()
@@ -178,6 +206,7 @@ def train_epoch(job: Job) -> None:
             if every and step % every == 0 and step < end:
                 job.point = Point(epochs, step)
                 save(job)
+    job.profile.stop()
     job.steps += max(end - done, 0)
     job.point = Point(epochs + 1)
 
@@ -282,15 +311,16 @@ def set_up(options: Options, digits: MnistData, manager: CheckpointManager) -> J
     """Build, shard and, on ``--resume``, load."""
     place = this_place()
     batches = make_batches(digits, place, options)
-    model = shard_model(build_model(options.seed), options)
-    optimizer = make_optimizer(model, options)
+    model, optimizer = shard_with_optimizer(build_model(options.seed), options)
     if options.resume:
         point = resume(manager, model, optimizer, place, options)
     else:
         point = begin_anew(place, options)
     progress = Progress(place, options.loss_log, point)
-    step = make_step(options)
-    return Job(options, digits, place, model, optimizer, manager, batches, progress, point, step)
+    step, profile = make_step(options), Profile(options.profile if place.rank == 0 else None)
+    return Job(
+        options, digits, place, model, optimizer, manager, batches, progress, point, step, profile
+    )
 
 
 def make_batches(digits: MnistData, place: Place, options: Options) -> TrainBatches:
@@ -379,6 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"digits: {digits.source}" + (f"\n{digits.notice}" if digits.notice else ""))
         # Only read on CPU; elsewhere every device is a rank.
         os.environ.setdefault("XLA_FSDP_NUM_RANKS", CPU_RANKS)
+        if options.profile:
+            name_units()
         launch(run_rank, (options, digits), num_ranks=options.num_ranks)
     except (JobFailed, MnistDataError) as error:
         return _complain(error)

@@ -43,7 +43,7 @@ def number(lowest: float, highest: float = math.inf) -> Callable[[str], float]:
 
 
 def add_switch(
-    group: argparse._ArgumentGroup, name: str, default: bool | None, help_text: str
+    group: argparse._ActionsContainer, name: str, default: bool | None, help_text: str
 ) -> None:
     """Add ``--name`` and ``--no_name``."""
     group.add_argument(f"--{name}", action="store_true", default=default, help=help_text)

@@ -1,4 +1,4 @@
-"""What the scripts of large models share: wrapping blocks, a training step, building one rank.
+"""What the scripts of large models share: a training step, building one rank.
 
 Words: a *pretended* job is one rank with the others left out, as ``LocalCollectives`` allows.
 Always true: what ``report_building`` builds is what that rank would build; memory is the peak of
@@ -11,50 +11,27 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch_xla
 from torch import Tensor, nn
 
-from xla_fsdp import LocalCollectives, checkpoint_module, scan_blocks
+from xla_fsdp import LocalCollectives
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP  # noqa: N814
-from xla_fsdp.optim import step_in_backward
 
 GIB = 2**30
 
 
-def wrap_blocks(
-    blocks: nn.ModuleList,
-    *,
-    remat: bool,
-    scan: bool,
-    stacked: bool = False,
-    offload: bool = False,
-    **options: Any,
-) -> None:
-    """Make every block a unit in place, recomputed in backward with ``remat``; with ``scan`` all of
-    them run as one loop, their parameters ``stacked`` or each its own, and what they keep for
-    backward in the host's memory with ``offload``. ``options`` are those of the wrapper.
-    ValueError for stacks and offloading without a loop."""
-    if (stacked or offload) and not scan:
-        raise ValueError("stacking and offloading are for blocks that run as a loop; scan, too")
-    for index, block in enumerate(blocks):
-        blocks[index] = FSDP(checkpoint_module(block) if remat else block, **options)
-    if scan:
-        policy = "full" if remat else "none"
-        scan_blocks(blocks, remat=policy, stacked=stacked, offload_activations=offload)
+def optimizer_of(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a step for preflight."""
+    return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1)
 
 
 def training_step(
-    model: nn.Module, loss: Callable[[], Tensor], *, within: bool = False
+    optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
 ) -> Callable[[], None]:
-    """One step of AdamW on what ``loss()`` returns, as preflight wants it; made after backward, or
-    ``within`` it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
-    if within:
-        step_in_backward(model, optimizer)
+    """One step on what ``loss()`` returns, as preflight wants it."""
 
     def step() -> None:
         loss().backward()

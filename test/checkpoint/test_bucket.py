@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,19 @@ import torch
 from safetensors.torch import load_file
 
 from test.common.buckets import BUCKET, URL, Faults, known_bucket
-from test.common.saving import damage_of, differences, picture, read, save_step
+from test.common.ranks import run_python
+from test.common.saving import JOB, Picture, damage_of, differences, picture, read, save_step
 from xla_fsdp.checkpoint import CheckpointError, remote_storage
-from xla_fsdp.checkpoint.step_directory import all_attempts, complete_attempts, latest_step
+from xla_fsdp.checkpoint import save_step as save_step_module
+from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile
+from xla_fsdp.checkpoint.step_directory import (
+    Attempt,
+    Keep,
+    all_attempts,
+    complete_attempts,
+    latest_step,
+    tidy,
+)
 from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
@@ -97,6 +110,11 @@ def test_large_files_are_written_in_parts(faults: Faults, monkeypatch: pytest.Mo
     assert storage.sizes("a") == {"large": len(data)}
 
 
+def test_a_body_of_several_megabytes_is_written_without_a_warning(faults: Faults) -> None:
+    open_storage(URL).write("a/whole", [bytes(3 << 20)])  # warnings are errors
+    assert open_storage(URL).sizes("a") == {"whole": 3 << 20}
+
+
 def test_one_of_several_creates_a_file(faults: Faults) -> None:
     storage = open_storage(URL)
     faults.lost = 0.5
@@ -105,34 +123,77 @@ def test_one_of_several_creates_a_file(faults: Faults) -> None:
     assert storage.read("job.json") == b"one"
 
 
-# gcsfs gives bodies of any size to aiohttp as bytes, of which that warns above 1 MB.
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+class Trained(Picture):
+    """With AdamW's states."""
+
+    def metadata(self, rank: int, world_size: int, optimizer: bool = True) -> Any:
+        metadata = super().metadata(rank, world_size, optimizer)
+        if (record := metadata.optimizer) is None:
+            return metadata
+        names = ("exp_avg", "exp_avg_sq")
+        states = {key: replace(own, sharded=names) for key, own in record.states.items()}
+        return replace(metadata, optimizer=replace(record, states=states))
+
+    def content(self, step: int, rank: int, world_size: int) -> Any:
+        content = super().content(step, rank, world_size)
+        states = {
+            key: {**own, "exp_avg_sq": own["exp_avg"] * 2} for key, own in content.states.items()
+        }
+        return replace(content, states=states)
+
+
 @pytest.mark.parametrize(
     ("count", "block"),
     [(300, 1 << 17), pytest.param(10_000, 1 << 23, marks=pytest.mark.slow)],
 )
 def test_neighbours_are_read_together(
-    faults: Faults, monkeypatch: pytest.MonkeyPatch, count: int, block: int
+    faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, block: int
 ) -> None:
-    """Small parameters, with states of an optimizer."""
+    """Small parameters, with states of an optimizer; by a load, and by a merge."""
     monkeypatch.setattr(remote_storage, "READ", block)
     monkeypatch.setattr(remote_storage, "SMALLEST_READ", 1)
     params = {f"layer.{i}": torch.full((200,), float(i)) for i in range(count)}
-    shown = picture(1)
-    shown = type(shown)(params)
+    shown = Trained(params)
     assert save_step(URL, 1, 2, shown=shown) == [None, None]
-    for ranks in (2, 3):
+    sizes = open_storage(URL).sizes("step_00000001")
+
+    def check_requests(files: int) -> None:
+        reads = {name: n for name, n in faults.reads.items() if name.endswith(".safetensors")}
+        assert len(reads) == files
+        for name, requests in reads.items():
+            blocks = -(-sizes[os.path.basename(name)] // remote_storage.READ)
+            assert requests <= 3 * blocks, name
         faults.reads.clear()
+
+    for ranks, files in ((2, 1), (3, 1), (1, 2)):
         loaded = read(open_storage(URL), shown, 0, ranks)
         assert not [e for e in differences(loaded, shown, 0, ranks, 1) if "step" not in e][:5]
-        files = {name: n for name, n in faults.reads.items() if name.endswith(".safetensors")}
-        sizes = open_storage(URL).sizes("step_00000001")
-        for name, requests in files.items():
-            blocks = -(-sizes[os.path.basename(name)] // remote_storage.READ)
-            assert requests <= 3 * blocks, (ranks, name)
+        check_requests(files)
+    assert run_main("--ckpt_prefix", URL, "--save_path", str(tmp_path / "full.safetensors")) == 0
+    check_requests(2)
+    assert torch.equal(load_file(tmp_path / "full.safetensors")["layer.7"], params["layer.7"])
+
+
+def test_slashes_at_the_end_change_nothing(
+    faults: Faults, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        assert save_step(f"{URL}//", step, 1, keep_last=1) == [None]
+    for url in (URL, f"{URL}/", f"{URL}//"):
+        assert [each.step for each in all_attempts(open_storage(url))] == [2]
+        assert run_main("list", "--ckpt_prefix", url) == 0
+        assert "step_00000002  complete" in capsys.readouterr().out
+    assert run_main("--ckpt_prefix", f"{URL}//", "--save_path", f"{URL}/hf//") == 0
+    assert open_storage(f"{URL}/hf").find("model.safetensors")
+    with pytest.raises(CheckpointError, match="run#2: GCSFileSystem does not take '#' there"):
+        open_storage(f"{URL}#2")
+    assert open_storage(f"{URL}#2/run").names() == []
+    with pytest.raises(CheckpointError, match="gs://: names no bucket"):
+        open_storage("gs://")
 
 
 def test_one_listing_tells_what_to_delete(faults: Faults) -> None:
+    """While training goes on, however many steps are kept."""
     counts = []
     for step in range(1, 12):
         before = faults.listings
@@ -140,6 +201,31 @@ def test_one_listing_tells_what_to_delete(faults: Faults) -> None:
         counts.append(faults.listings - before)
     assert counts[-1] == counts[-6]  # however many steps are kept
     assert len(complete_attempts(open_storage(URL))) == 11
+    before = faults.listings
+    assert tidy(open_storage(URL), Attempt(11), Keep(), JOB.token, ()) == []
+    assert faults.listings - before == 1
+
+
+def test_older_steps_are_deleted_while_training_goes_on(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(URL, 1, 1)
+    go_on = threading.Event()
+
+    def late(*args: Any) -> list[str]:
+        assert go_on.wait(60)
+        return tidy(*args)
+
+    monkeypatch.setattr(save_step_module, "tidy", late)
+    ranks, file = Ranks(0, 1, lambda data: [data]), ShardFile(0, 1, "safetensors")
+    save = Save(open_storage(URL), ranks, file, 2, Keep(1), JOB)
+    save.begin()
+    save.start(picture(2).content(2, 0, 1))
+    save.wait()
+    assert [each.step for each in all_attempts(open_storage(URL))] == [1, 2]
+    go_on.set()
+    save.finish()
+    assert [each.step for each in all_attempts(open_storage(URL))] == [2]
 
 
 def run_main(*arguments: str) -> int:
@@ -182,8 +268,25 @@ def test_steps_are_listed_in_a_table(faults: Faults, capsys: pytest.CaptureFixtu
     for step in (1, 20):
         save_step(URL, step, 2)
     storage = open_storage(URL)
-    storage.put("step_00000020/metrics.json", b'{"loss": 0.5}')
+    storage.put(
+        "step_00000020/metrics.json", b'{"loss": 0.5, "odd": [1], "huge": 1%s}' % (b"0" * 400)
+    )
     storage.put("step_00000030/job.json", b"{}")
+    save_step(f"{URL}/odd", 1, 1, job=Job("\x1b]0;" + "x" * 5000))
+    for typo in (f"{URL}/step_00000009", f"{URL}x/step_00000009"):
+        assert run_main("list", "--ckpt_prefix", typo) == 2
+        said = capsys.readouterr()
+        assert said.err.endswith(f"{typo}: there is no such directory, or nothing is in it\n")
+        assert (said.out, len(said.err.splitlines())) == ("", 1)
+        assert run_main("inspect", "--ckpt_prefix", typo) == 2
+        said = capsys.readouterr()
+        assert f"there is no directory {typo}" in said.err
+        known = f"; complete in {URL}: step_00000001, step_00000020\n"
+        assert said.err.endswith(known) == ("x" not in typo)
+    assert run_main("list", "--ckpt_prefix", f"{URL}/odd") == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert line.split()[-1].startswith(r"\x1b]0;xxx")
+    assert len(line) < 200
     assert run_main("list", "--ckpt_prefix", URL) == 0
     head, first, second, third = capsys.readouterr().out.splitlines()
     assert head.split() == ["step", "folder", "state", "ranks", "files", "bytes", "job", "metrics"]
@@ -197,6 +300,20 @@ def test_steps_are_listed_in_a_table(faults: Faults, capsys: pytest.CaptureFixtu
     states = [line.split()[2] for line in said.out.splitlines()]
     assert states == ["state", "verified", "damaged", "incomplete"]
     assert f"{URL}/{name}" in said.err
+
+
+def test_steps_are_listed_and_verified_without_torch_xla(faults: Faults) -> None:
+    save_step(URL, 1, 2)
+    commands = [[each, "--ckpt_prefix", URL, "--verify"] for each in ("list", "inspect")]
+    done = run_python(
+        "-c",
+        "import sys; sys.modules['torch_xla'] = None\n"
+        "from xla_fsdp.consolidate_sharded_ckpts import main\n"
+        f"sys.exit(max(main(each) for each in {commands}))",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step_00000001  verified" in done.stdout
+    assert re.search(r"verified \d+ tensors; 0 have no checksum", done.stdout)
 
 
 def test_the_command_reads_torch_files_at_urls(

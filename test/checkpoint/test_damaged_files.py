@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from test.common.saving import save_step
 from test.common.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import copying, find_problems, open_shard
 from xla_fsdp.checkpoint.format import VERSION, FileRecord, Marker
@@ -211,7 +212,7 @@ def test_names_that_could_be_paths_are_refused(
     assert run(tmp_path) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].endswith(f"{name!r} is not the name of a tensor of a model")
+    assert f": {name!r} is not the name of a tensor of a model that can be saved" in lines[0]
     assert snapshot(tmp_path / "out") == {}
 
 
@@ -338,15 +339,46 @@ def test_an_output_that_cannot_be_written(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_link_at_the_output_is_not_followed(tmp_path: Path) -> None:
+def test_only_regular_files_are_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with_optimizer().save_safetensors(tmp_path, 1)
     target = tmp_path / "precious"
     target.write_bytes(b"mine")
     (tmp_path / "full.pth").symlink_to(target)
-    assert run(tmp_path, "full.pth") == 2
-    assert run(tmp_path, "full.pth", "--overwrite") == 0
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "of_links").mkdir()
+    (tmp_path / "of_links" / "model.safetensors").symlink_to(target)
+    for what in ("full.pth", "fifo", "of_links"):
+        for format_ in ("pth", "safetensors", "dcp"):
+            if (what, format_) != ("of_links", "pth"):
+                assert run(tmp_path, what, "--overwrite", "--format", format_) == 2
+    said = capsys.readouterr().err
+    assert f"full.pth: is a symbolic link to {target}, which is never replaced" in said
+    assert "fifo: is a FIFO, which is never replaced" in said
+    assert f"of_links/model.safetensors: is a symbolic link to {target}, which" in said
+    assert "of_links: holds model.safetensors, which is no regular file" in said
     assert target.read_bytes() == b"mine"
-    assert not (tmp_path / "full.pth").is_symlink()
+    assert (tmp_path / "full.pth").is_symlink()
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_no_file_of_a_run_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        save_step(tmp_path / "run", step, 2)
+    before = snapshot(tmp_path)
+    names = ["complete.json", "job.json", "rank-00001-of-00002.json"]
+    own = [f"step_0000000{step}/{name}" for step in (1, 2) for name in names]
+    own += ["job.json", "step_00000001/rank-00000-of-00002.safetensors"]
+    for path in own:
+        assert run(tmp_path / "run", path, "--overwrite") == 2
+        assert "has the name of a file of a run or a step" in capsys.readouterr().err
+    for path in (".", "step_00000001", "step_00000002"):
+        assert run(tmp_path / "run", path, "--overwrite", "--format", "dcp") == 2
+        assert "would be replaced" in capsys.readouterr().err
+    assert run(tmp_path / "run", ".", "--overwrite", "--to_world_size", "2") == 2
+    assert "is one of the shard files" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
 
 
 def test_a_shard_is_not_overwritten_through_a_link(tmp_path: Path) -> None:

@@ -272,6 +272,16 @@ def rename_path(metadata: Any) -> None:
     metadata.planner_data["model.norm.weight"] = ("model", "norm.bias")
 
 
+def without_paths(metadata: Any) -> None:
+    """Leave out where the entries come from."""
+    del metadata.planner_data
+
+
+def without_a_path(metadata: Any) -> None:
+    """Leave out where one entry comes from."""
+    del metadata.planner_data["optim.param_groups.0.lr"]
+
+
 def recast(metadata: Any) -> None:
     """State another dtype of the same size."""
     entry = metadata.state_dict_metadata["model.norm.weight"]
@@ -285,6 +295,8 @@ def recast(metadata: Any) -> None:
         (edit(forget), "'model.norm.weight' at (0,) has no item in the files"),
         (edit(shrink), "the parts of model.embed.weight of shape (11, 5) do not fill it exactly"),
         (edit(rename_path), "'model.norm.weight' comes from ('model', 'norm.bias'), which is an"),
+        (edit(without_paths), "planner_data is missing"),
+        (edit(without_a_path), "planner_data lacks 'optim.param_groups.0.lr'"),
         (edit(recast), "model.norm.weight is TensorSpec(dtype=torch.float32, shape=(5,)) in its"),
         (edit(lambda m: Evil()), "refused: it holds a _warnings.warn, and loading that would run"),
         (edit(lambda m: [1]), "holds a list, expected DCP's Metadata"),
@@ -314,17 +326,20 @@ def test_damaged_directories_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def changed_reads(exported: Path, work: Path, count: int, seed: int) -> dict[str, int]:
-    """Flip bits of a directory's tensors, values and metadata, and merge; what came of it."""
+def changed_reads(
+    exported: Path, work: Path, metadata: bool, count: int, seed: int
+) -> dict[str, int]:
+    """Flip bits of a directory's metadata, or of its tensors and values, and merge; what came of
+    it."""
     chance = random.Random(seed)
     sound = {path.name: path.read_bytes() for path in exported.iterdir()}
-    tensors = [name for name in sound if name != ".metadata"]
+    names = [name for name in sound if (name == ".metadata") == metadata]
     expected = content_of(exported)
     copy = work / "copy"
     shutil.copytree(exported, copy)
     found = {"refused": 0, "right": 0, "wrong": 0}
     for _ in range(count):
-        name = chance.choice(tensors)
+        name = chance.choice(names)
         data = bytearray(sound[name])
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         (copy / name).write_bytes(data)
@@ -350,9 +365,12 @@ def content_of(directory: Path) -> Any:
     return bits(load_model(full)), states, full.optimizer.groups
 
 
+@pytest.mark.parametrize("metadata", [False, True], ids=["items", "metadata"])
 @pytest.mark.parametrize("count", [60, pytest.param(1500, marks=pytest.mark.slow)])
-def test_no_changed_item_is_merged(exported: Path, tmp_path: Path, count: int) -> None:
-    found = changed_reads(exported, tmp_path, count, seed=5)
+def test_no_changed_item_is_merged(
+    exported: Path, tmp_path: Path, metadata: bool, count: int
+) -> None:
+    found = changed_reads(exported, tmp_path, metadata, count, seed=5)
     print(found)
     assert found["wrong"] == 0
     assert found["refused"] > count // 10

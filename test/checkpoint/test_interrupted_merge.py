@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,17 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal, not ignored: nohup and shells that run in the background have theirs ignored."""
+    number = request.param
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)
+    yield number
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_with_one_line_and_leaves_nothing(
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -213,9 +214,45 @@ def test_names_can_be_changed(shards: Path, tmp_path: Path) -> None:
     assert "block.0.weight" in content["optimizer"]["param_groups"][0]["params"]
 
 
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_a_part_can_be_merged(shards: Path, tmp_path: Path, ending: str) -> None:
+    """By names after renaming; the first of the tied names that is left has the tensor."""
+    out, model = tmp_path / f"full{ending}", with_optimizer()
+    rules = ["--key_map", "layer.=block.", "--only", "block.", "--only", "head.", "--verify"]
+    assert run("--ckpt_prefix", shards, "--save_path", out, *rules) == 0
+    new = {n: n.replace("layer.", "block.") for n in model.expected()}
+    expected = {new[n]: t for n, t in model.expected().items() if new[n][:5] in ("block", "head.")}
+    assert {"head.weight", "block.weight"} <= expected.keys()
+    trained = {n for n in expected if n != "head.weight"} | {"head.weight"}
+    if ending == ".safetensors":
+        assert bits(load_file(out)) == bits(expected)
+        states = load_file(tmp_path / "full.optimizer.safetensors")
+        assert {n.split(".", 1)[1].rpartition(".")[0] for n in states} <= trained
+        return
+    content = torch.load(out, weights_only=True)
+    assert bits(content["model"]) == bits(expected)
+    state = content["optimizer"]["state"]
+    assert {"head.weight", "block.weight"} <= state.keys() <= trained
+    assert bits({"m": state["head.weight"]["m"]}) == bits({"m": model.states["embed.weight"]["m"]})
+    assert {*content["optimizer"]["param_groups"][0]["params"]} <= trained
+
+
+def test_a_name_that_safetensors_reserves_is_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = ["--key_map", "layer.weight=__metadata__"]
+    for out in ("full.safetensors", "hf/"):
+        assert run("--ckpt_prefix", shards, "--save_path", f"{tmp_path}/{out}", *rule) == 2
+        assert "a tensor has the name __metadata__, which" in capsys.readouterr().err
+        assert not (tmp_path / out).exists()
+    assert run("--ckpt_prefix", shards, "--save_path", tmp_path / "full.pth", *rule) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--only", "nothing"], "only: 'nothing' fits no name of the model"),
+        (["--to_world_size", "2", "--only", "a"], "--only cannot be combined with --to_world"),
         (["--key_map", "layer.=embed."], "key_map: 2 names become 'embed.weight'"),
         (["--key_map", "nothing=x"], "key_map: nothing=x fits no name of the model"),
         (["--key_map", "scale="], "key_map: a name becomes empty"),
@@ -250,6 +287,36 @@ def test_other_files_of_a_directory_stay(shards: Path, tmp_path: Path) -> None:
     assert snapshot(out) == before
     assert run("--ckpt_prefix", shards, "--save_path", out, "--overwrite") == 0
     assert snapshot(out) == before
+
+
+def test_files_of_another_merge_do_not_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, out = tmp_path / "run", tmp_path / "hf"
+    shards.mkdir()
+    save(shards, "safetensors", 1)
+    merge = ("--ckpt_prefix", shards, "--save_path")
+    before: dict[str, bytes] = {}
+    for options in ([], ["--max_shard_size", "1500"], ["--max_shard_size", "2500"], []):
+        options = [*options, "--model_only"] if before else options
+        assert run(*merge, f"{out}/", *options) == (2 if before else 0)
+        said = capsys.readouterr().err
+        assert snapshot(out) == before or not before
+        assert not before or "is of another merge, but" in said or "exists already" in said
+        assert run(*merge, f"{out}/", *options, "--overwrite") == 0
+        fresh = tmp_path / "fresh"
+        assert run(*merge, f"{fresh}/", *options) == 0
+        before = snapshot(out)
+        assert before == snapshot(fresh)
+        shutil.rmtree(fresh)
+    one = tmp_path / "m.safetensors"
+    assert run(*merge, one) == 0
+    one.unlink()
+    assert run(*merge, one, "--model_only") == 2
+    assert run(*merge, one, "--model_only", "--overwrite", "--dry_run") == 0
+    assert f"would remove {tmp_path}/m.optimizer.safetensors" in capsys.readouterr().out
+    assert run(*merge, one, "--model_only", "--overwrite") == 0
+    assert [path.name for path in tmp_path.glob("m.*")] == ["m.safetensors"]
 
 
 def test_a_dry_run_writes_nothing(

@@ -54,6 +54,22 @@ def test_shards_and_outputs_stay_when_the_working_directory_changes(
     assert list((here / "other").iterdir()) == []
 
 
+def test_a_file_url_is_read_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_optimizer().save_safetensors(here / "other", 2)
+    for out in ("full.pth", "hf/", "full.safetensors"):
+        assert (
+            main(["--ckpt_prefix", f"file://{here}/other", "--save_path", f"file://{here}/{out}"])
+            == 0
+        )
+        assert (here / out).exists()
+    capsys.readouterr()
+    assert main(["--ckpt_prefix", "other", "--save_path", "nope://x.pth"]) == 2
+    assert "nope://: Protocol not known: nope" in capsys.readouterr().err
+    assert {path.name for path in here.iterdir()} == {"other", "hf", "full.pth"} | {
+        f"full{part}.safetensors" for part in ("", ".optimizer")
+    }
+
+
 def test_a_tilde_is_the_home_directory(
     here: Path,
     tmp_path: Path,

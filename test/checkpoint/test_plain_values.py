@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_fsdp.checkpoint import CheckpointError
+from xla_fsdp.checkpoint.errors import MismatchError
 from xla_fsdp.checkpoint.json_values import Packed, pack, unpack
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -99,15 +101,27 @@ def test_all_that_cannot_be_saved_is_named() -> None:
         (1, b"key"): 2,
         "words": np.array(["a"]),
         "deep": deep,
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": [torch.empty(1, device="meta")],
+        "quantized": torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8),
+        "swapped": np.zeros(1, ">i4"),
+        "wide": np.complex128(1),
     }
     with pytest.raises(CheckpointError) as caught:
         pack(value, "extra")
-    first, second, third, fourth, fifth = caught.value.problems
+    first, second, third, fourth, fifth, *tensors = caught.value.problems
     assert first.startswith("extra.function is a builtin_function_or_method, which cannot be saved")
     assert second.startswith("extra.list.1.odd is a object, which")
     assert third.startswith("extra: key (1, b'key').1 is a bytes, which")
     assert fourth == "extra.words is an array of <U1, which torch does not have; convert it"
     assert fifth.endswith("is nested more than 100 deep")
+    assert tensors == [
+        "extra.sparse is a tensor of layout torch.sparse_coo, not a dense one; convert it",
+        "extra.meta.0 is a tensor on the meta device, which has no values; convert it",
+        "extra.quantized is a tensor of qint8, which safetensors does not have; convert it",
+        "extra.swapped is an array of >i4, which torch does not have; convert it",
+        "extra.wide is a tensor of complex128, which safetensors does not have; convert it",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,3 +139,9 @@ def test_all_that_cannot_be_saved_is_named() -> None:
 def test_damaged_values_are_refused(json: Any) -> None:
     with pytest.raises(CheckpointError, match="saved values are damaged"):
         unpack(Packed(json, []).json, [torch.ones(1)])
+
+
+def test_errors_can_be_pickled() -> None:
+    for kind in (CheckpointError, MismatchError):
+        again = pickle.loads(pickle.dumps(kind(["one", "two\nlines"])))
+        assert (type(again), again.problems) == (kind, ["one", r"two\nlines"])

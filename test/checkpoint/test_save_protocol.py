@@ -6,6 +6,7 @@ import errno
 import gc
 import io
 import json
+import os
 import re
 import threading
 import time
@@ -82,7 +83,8 @@ def kills(directory: Path, count: int, kind: str) -> dict[str, Any]:
     print(found)
     assert found["problems"] == []
     assert found["kills"] == count
-    assert found["steps"] >= count // 2  # every child completes one, unless its step is cut short
+    # Every child completes one, unless its step is cut short.
+    assert found["steps"] >= count // 2
     assert found["cut short"] > 0  # else the kills came at the wrong time
     return found
 
@@ -100,9 +102,22 @@ def test_killed_while_requests_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("one", 400), ("two", 300), ("faulty", 400)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("one", 250),
+        ("async", 300),
+        ("two", 200),
+        ("faulty", 250),
+        ("two faulty", 100),
+        ("bucket", 50),
+    ],
+)
 def test_killed_many_times(tmp_path: Path, kind: str, count: int) -> None:
-    kills(tmp_path / "run", count, kind)
+    """In half of the rounds of the last four kinds, saves are asynchronous."""
+    found = kills(tmp_path / "run", count, kind)
+    assert (found["asynchronous"] > 0) == (kind != "one")
+    assert (found["stopped"] > 0) == kind.startswith("two")
 
 
 # ---------------------------------------------------------------- several jobs, or none
@@ -111,8 +126,8 @@ def test_killed_many_times(tmp_path: Path, kind: str, count: int) -> None:
 def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None:
     save_step(tmp_path, 1, 2)
 
-    def work(ranks: Ranks, **other: Any) -> None:
-        file = ShardFile(ranks.rank, 2, "safetensors")
+    def work(ranks: Ranks, shards: tuple[int, int] = (2, 2), **other: Any) -> None:
+        file = ShardFile(ranks.rank, shards[ranks.rank], "safetensors")
         how = {
             "step": 2,
             "keep": Keep(1),
@@ -129,6 +144,9 @@ def test_ranks_that_disagree_about_the_step_save_nothing(tmp_path: Path) -> None
     first, second = on_threads(2, partial(work, keep=(Keep(1), Keep())))
     assert str(first) == str(second)
     assert "ranks disagree about keep_last: 1 on rank 0; None on rank 1" in str(first)
+    first, second = on_threads(2, partial(work, shards=(2, 3)))
+    assert str(first) == str(second)
+    assert "ranks disagree about number of shards: 2 on rank 0; 3 on rank 1" in str(first)
     assert folders(tmp_path) == ["step_00000001"]
     assert damage_of(tmp_path, 1) == []
 
@@ -439,9 +457,10 @@ def test_a_step_that_only_some_hosts_have_marked_does_not_count(tmp_path: Path) 
     assert all("holds step 5, so step 4 would never" in str(error) for error in errors)
 
 
-def test_an_object_store(remote: str) -> None:
+@pytest.mark.parametrize("end", ["", "/", "//"])
+def test_an_object_store(remote: str, end: str) -> None:
     for step in (1, 2, 3):
-        assert save_step(remote, step, 2, keep_last=2) == [None, None]
+        assert save_step(f"{remote}{end}", step, 2, keep_last=2) == [None, None]
     assert steps(remote) == [2, 3]
     assert damage_of(remote, 3) == []
     assert len(all_attempts(open_storage(remote))) == 2
@@ -535,8 +554,12 @@ def test_what_an_exception_interrupts_is_not_uploaded(protocol: str) -> None:
 
 
 def test_unknown_kinds_of_urls_are_said() -> None:
-    with pytest.raises(CheckpointError, match="nosuch://bucket: Protocol not known: nosuch"):
-        open_storage("nosuch://bucket")
+    for url in ("nosuch://bucket", "nosuch://"):
+        with pytest.raises(CheckpointError, match=r"nosuch://.*: Protocol not known: nosuch"):
+            open_storage(url)
+    for name in ("q*", "what?x=1", "run[1]"):
+        with pytest.raises(CheckpointError, match=r"memory://a/.*: MemoryFileSystem does not take"):
+            open_storage(f"memory://a/{name}/run")
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
@@ -566,6 +589,8 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
 
         save.start(picture(1).content(1, ranks.rank, 2), write)
         before = latest_step(tmp_path)
+        names = {thread.name for thread in threading.enumerate()}
+        assert f"saving step 1 in {tmp_path}" in names  # rank 1's is held up
         ranks.all_gather_or_raise([])  # both have looked
         slow.set()
         if ranks.rank == 0:
@@ -579,6 +604,19 @@ def test_a_step_counts_as_soon_as_all_files_are_there(
 
     assert on_threads(2, work)[0] == (None, 1)
     assert damage_of(tmp_path, 1) == []
+
+
+def test_a_fork_has_no_part_in_a_save(tmp_path: Path) -> None:
+    """Though it inherits what is to be done at the end of the process."""
+    save = begun(tmp_path, 1, JOB)
+    save.give_up(RuntimeError("no room"))
+    child = os.fork()
+    if not child:
+        save._end_process_if_lost()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(CheckpointError, match="RuntimeError: no room"):
+        save.wait()
 
 
 def test_shards_of_every_dtype(tmp_path: Path) -> None:

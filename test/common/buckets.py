@@ -11,6 +11,7 @@ import io
 import json
 import random
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -242,3 +243,9 @@ def _short_sleep(sleep: Any) -> Any:
         return await sleep(seconds / 500, *args)
 
     return short
+
+
+if __name__ == "__main__":  # until its stdin is closed
+    with bucket() as (own_address, _):
+        print(own_address, flush=True)
+        sys.stdin.read()

@@ -13,7 +13,6 @@ from test.common.random_recipes import ABORTED, Verdict, attempt, draw, judge
 from test.common.ranks import ChildError
 
 TOPOLOGIES = {4: ("v5e:2x2", "v6e:2x2", "v5p:2x2x1"), 8: ("v5e:2x4", "v5e:2x2*2", "v5p:2x2x2")}
-CHUNK = 20  # recipes of one child process
 
 
 def draw_on_chips(seed: int) -> Recipe:
@@ -24,9 +23,8 @@ def draw_on_chips(seed: int) -> Recipe:
 def verdicts_on_chips(recipes: Sequence[Recipe]) -> list[Verdict]:
     """Run all on slices of their number of ranks, and judge all."""
     recipes = [each if each.ranks in TOPOLOGIES else replace(each, ranks=4) for each in recipes]
-    chunks = [recipes[at : at + CHUNK] for at in range(0, len(recipes), CHUNK)]
-    outcomes = [each for chunk in chunks for each in _outcomes(chunk)]
-    return [judge(recipe, outcome) for recipe, outcome in zip(recipes, outcomes, strict=True)]
+    outcomes = _outcomes(recipes) if recipes else []
+    return [judge(*each) for each in zip(recipes, outcomes, strict=True)]
 
 
 def _outcomes(recipes: Sequence[Recipe]) -> list[Any]:

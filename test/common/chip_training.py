@@ -17,7 +17,9 @@ from test.common.models import CLASSES, FEATURES, Net, WideNet
 from test.common.replicas import Tiny, batch, loss_of, on_device, train_replica, values
 from test.common.scenarios import make, nested
 
-STEPS = 3
+STEPS = 5
+ROUNDS = 6
+REPLAYED = 2  # of these steps: three are traced
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -35,8 +37,9 @@ def zero(rank: int) -> dict[str, Any]:
     make_optimizer = lambda params: ZeroRedundancyOptimizer(  # noqa: E731
         params, torch.optim.AdamW, lr=1e-2, eps=1e-3
     )
-    model, _, norms = train_replica(rank, make_optimizer, WideNet, clip=0.1)
-    return {"params": values(model), "norms": norms}
+    model, optimizer, norms = train_replica(rank, make_optimizer, WideNet, clip=0.1)
+    state = optimizer.consolidate_state_dict()
+    return {"params": values(model), "norms": norms, "state": state}
 
 
 def post_local_sgd(rank: int) -> list[list[Tensor]]:
@@ -49,7 +52,7 @@ def post_local_sgd(rank: int) -> list[list[Tensor]]:
     local = torch.optim.SGD(model.parameters(), lr=0.3)
     optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(2))
     history = []
-    for step in range(2 * STEPS):
+    for step in range(ROUNDS):
         x = batch(step, rank).to(torch_xla.device())
         optimizer.zero_grad()
         loss_of(model, x).backward()
@@ -63,7 +66,7 @@ def plain_local_sgd(num_ranks: int) -> list[list[list[Tensor]]]:
     """Parameters after each step, of each rank; steps 0, 2 and 4 average."""
     models = [make(Tiny) for _ in range(num_ranks)]
     history: list[list[list[Tensor]]] = [[] for _ in range(num_ranks)]
-    for step in range(2 * STEPS):
+    for step in range(ROUNDS):
         for rank, model in enumerate(models):
             grads = torch.autograd.grad(loss_of(model, batch(step, rank)), [*model.parameters()])
             with torch.no_grad():
@@ -80,14 +83,34 @@ def plain_local_sgd(num_ranks: int) -> list[list[list[Tensor]]]:
     return history
 
 
+# ---------------------------------------------------------------- nodes of autograd
+
+
+def unequal_nodes(rank: int) -> int:
+    """How many nodes the autograd thread of this rank's device has made before it makes more of
+    them than that of the rank before."""
+    from xla_fsdp.distributed.xla.virtual_ranks import count_nodes
+
+    found = count_nodes(rank, 0)
+    count_nodes(rank, found + rank)
+    return found
+
+
 # ---------------------------------------------------------------- shards
 
 
 def sharded(rank: int, way: str) -> dict[str, Tensor]:
-    """The full state after training a sharded ``Net`` in this way."""
+    """The full state after the first and the last step of a sharded ``Net`` in this way, and then
+    that of the optimizer."""
     import torch_xla
 
-    from xla_fsdp import ShardedGradScaler, full_state_dict, scan_blocks
+    from xla_fsdp import (
+        ShardedGradScaler,
+        compile_step,
+        full_state_dict,
+        optim_state_dict,
+        scan_blocks,
+    )
     from xla_fsdp.optim import step_in_backward
 
     model = nested(make(EXPERTS if way == "experts" else Net))
@@ -97,9 +120,9 @@ def sharded(rank: int, way: str) -> dict[str, Tensor]:
     if "in backward" in way:
         step_in_backward(model, optimizer)
     scaler = ShardedGradScaler(init_scale=2.0**10) if way == "scaler" else None
-    for step in range(STEPS):
+
+    def train(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
-        x, y = (each.to(torch_xla.device()) for each in labelled(step, rank))
         loss = F.cross_entropy(model(x), y)
         if scaler is None:
             loss.backward()
@@ -108,20 +131,42 @@ def sharded(rank: int, way: str) -> dict[str, Tensor]:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+
+    train_on = compile_step(train) if "replayed" in way else train
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        train_on(*(each.to(torch_xla.device()) for each in labelled(step, rank)))
         torch_xla.sync()
-    return {name: value.cpu() for name, value in full_state_dict(model).items()}
+        if step in (0, STEPS - 1):
+            full = full_state_dict(model)
+            found.update({f"step {step}: {name}": value.cpu() for name, value in full.items()})
+    if "replayed" in way and train_on.replays != REPLAYED:
+        raise AssertionError(f"{train_on.replays} replays; traced for {train_on.traces}")
+    return {**found, **_by_name(optim_state_dict(model, optimizer)["state"])}
 
 
 def plain(num_ranks: int, way: str) -> dict[str, Tensor]:
     """The same on the joined batch."""
     model = make(EXPERTS if way == "experts" else Net)
     optimizer = adamw(model.parameters())
+    found: dict[str, Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         parts = [labelled(step, rank) for rank in range(num_ranks)]
         torch.stack([F.cross_entropy(model(x), y) for x, y in parts]).mean().backward()
         optimizer.step()
-    return dict(model.state_dict())
+        if step in (0, STEPS - 1):
+            state = model.state_dict()
+            found.update({f"step {step}: {name}": each.clone() for name, each in state.items()})
+    return {**found, **_by_name({name: optimizer.state[p] for name, p in model.named_parameters()})}
+
+
+def _by_name(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        f"{key} of {name}": value.cpu()
+        for name, state in states.items()
+        for key, value in state.items()
+    }
 
 
 def labelled(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -139,10 +184,14 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(count)])
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
         outputs = torch.stack([torch.tanh(expert(x)) for expert in self.experts], 1)
-        mask = F.one_hot(chosen, len(self.experts)).to(x.dtype)
+        mask = F.one_hot(chosen_experts(x), len(self.experts)).to(x.dtype)
         return x + (outputs * mask[..., None]).sum(1)
+
+
+def chosen_experts(x: Tensor) -> Tensor:
+    """The number of the expert of each row."""
+    return (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
 
 
 class ExpertNet(nn.Module):

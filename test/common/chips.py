@@ -13,14 +13,14 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from test.common.optimized import EDITS, runnable, serialized
+from test.common.parity import Case, assert_parity, run_cases
 from test.common.ranks import ChildError, run_warm
-
-FAULTS = ("ring", "stale")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Job:
         args: shared by all ranks.
         shuffled: ranks lie anywhere on the torus.
         fault: "" for none; "ring": one send of every ring goes the wrong way; "stale": the last
-            rank's largest input is that of the program's run before.
+            rank's largest input is that of the program's run before; of what the compiler left:
+            "group": one reduction joins other ranks; "send": one send goes the wrong way.
+        compiled: programs of all ranks go through the TPU compiler, and what it leaves is run.
     """
 
     topology: str
@@ -41,6 +43,7 @@ class Job:
     args: tuple[Any, ...] = ()
     shuffled: bool = False
     fault: str = ""
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,19 @@ class Done:
     runs: tuple[int, ...] = ()
 
 
+def skip_without_chips() -> None:
+    """Skip the calling test where there is no JAX, of which virtual chips are made."""
+    import pytest  # not in the child
+
+    pytest.importorskip("jax", reason="virtual chips: pip install 'xla_fsdp[preflight]'")
+
+
 def run_jobs(jobs: Mapping[str, Job], timeout: float = 600) -> dict[str, Done]:
-    """Run the jobs in a child process; raises ChildError if that ends early."""
+    """Run the jobs in a child process; raises ChildError if that ends early.
+
+    Without JAX the test is skipped.
+    """
+    skip_without_chips()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "jobs")
         file.write_bytes(pickle.dumps(dict(jobs)))
@@ -76,7 +90,7 @@ def _run(job: Job, chips: Any) -> Done:
     from xla_fsdp.preflight.rehearsal import run_on_chips
 
     first = len(chips.programs), len(chips.runs)
-    with _faulty(job.fault, chips):
+    with _faulty(job.fault, chips), _compiling(job, chips):
         try:
             ranks, error = run_on_chips(job.fn, coords_of(job), chips, job.args), ""
         except Exception as raised:
@@ -144,6 +158,98 @@ class _Stale:
             last.inputs[at] = self._before.get(last.hlo, fresh)
             self._before[last.hlo] = fresh
         return self._execute(requests)
+
+
+# ---------------------------------------------------------------- training
+
+
+def job_of(topology: str, case: Case, **how: Any) -> Job:
+    """Train a case, and keep all that there is to compare."""
+    return Job(topology, run_cases, ({"it": replace(case, in_full=True)},), **how)
+
+
+def assert_right(case: Case, done: Done) -> None:
+    """All ranks' losses, parameters, buffers and optimizer states are those of plain torch."""
+    assert not done.error, done.error
+    case = replace(case, in_full=True)
+    ranks = [rank["it"] for rank in done.ranks]
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    groups = (ranks[0]["metadata"] or {}).get("groups") or [[0]]
+    for group in groups:
+        assert_parity(case, ranks, of=group[0])
+
+
+# ---------------------------------------------------------------- after the TPU compiler
+
+
+@contextlib.contextmanager
+def _compiling(job: Job, chips: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if job.compiled:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            edit = EDITS.get(job.fault, lambda text: text)
+            execute = _Optimized(chips.execute, job.topology, folder, edit)
+            stack.enter_context(mock.patch.object(chips, "execute", execute))
+            stack.enter_context(_exact_products())
+        yield
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Products of float32 that a TPU does not round to bfloat16, as it does by default."""
+    from torch_xla import backends
+
+    before = backends.get_mat_mul_precision()
+    backends.set_mat_mul_precision("highest")
+    try:
+        yield
+    finally:
+        backends.set_mat_mul_precision(before)
+
+
+class _Optimized:
+    """Runs, instead of the programs of all ranks, what the TPU compiler makes of them.
+
+    Args:
+        execute: of the virtual chips.
+        topology: to compile for.
+        folder: of files.
+        edit: changes the text of what the compiler left.
+    """
+
+    def __init__(
+        self, execute: Callable[..., Any], topology: str, folder: Path, edit: Callable[[str], str]
+    ) -> None:
+        self._execute = execute
+        self._topology = topology
+        self._folder = folder
+        self._edit = edit
+        self._left: dict[bytes, bytes] = {}
+
+    def __call__(self, requests: Sequence[Any]) -> Any:
+        from xla_fsdp.preflight.virtual_chips import same_program
+
+        if len(requests) == 1:
+            return self._execute(requests)
+        hlo = same_program([each.hlo for each in requests])
+        if hlo not in self._left:
+            self._left[hlo] = self._optimized(hlo)
+        return self._execute([replace(each, hlo=self._left[hlo]) for each in requests])
+
+    def _optimized(self, hlo: bytes) -> bytes:
+        from xla_fsdp.preflight.compiler import compile_program
+        from xla_fsdp.preflight.program import Program
+        from xla_fsdp.preflight.topologies import find_topology
+        from xla_fsdp.tpu_flags import compiler_flags
+
+        topology = find_topology(self._topology)
+        compiled = compile_program(
+            Program(hlo, (), ()),
+            topology,
+            cache_dir=self._folder,
+            flags=compiler_flags(""),
+        )
+        return serialized(self._edit(runnable(compiled.text, topology.slices)))
 
 
 def _main(file: Path) -> None:

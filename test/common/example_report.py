@@ -30,7 +30,7 @@ def report(**changes: Any) -> Report:
             Traffic("all-gather", "bf16", 16, True, 3, 2_000_000),
             Traffic("reduce-scatter", "bf16", 4, False, 6, 1_000_000),
         ),
-        "minimum_wire_bytes": 2_500_000, "step_time": StepTime(0.02, 0.01, 10**12, 0.25),
+        "minimum_wire_bytes": 2_500_000, "step_time": StepTime(0.03, 0.02, 0.01, 0.0, 10**12, 0.25),
         "compile_seconds": 5.0, "compile_cpu_seconds": 9.0, "host_bytes": 2**30,
         "offloaded_bytes": 0,
         "warnings": (), "findings": ("<something> to look at",), "timeline": TIMELINE,

@@ -1,6 +1,6 @@
 """A Fabric program on two CPU ranks: trains with accumulation and clipping, saves and loads.
 
-    python -m test.common.fabric_job directory sharded|full
+    python -m test.common.fabric_job directory sharded|full [recipe]
 
 Leaves what rank 0 found in ``directory/found.pt``.
 """
@@ -72,5 +72,6 @@ def run(fabric: Fabric, directory: Path) -> None:
 
 if __name__ == "__main__":
     install(cpu_ranks=RANKS)
-    strategy = XLAFSDPStrategy(auto_wrap_policy={Block}, state_dict_type=sys.argv[2])
+    how = {"recipe": sys.argv[3]} if sys.argv[3:] else {"auto_wrap_policy": {Block}}
+    strategy = XLAFSDPStrategy(state_dict_type=sys.argv[2], **how)
     Fabric(accelerator="tpu", devices=RANKS, strategy=strategy).launch(run, Path(sys.argv[1]))

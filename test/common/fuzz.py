@@ -14,7 +14,6 @@ import itertools
 import json
 import pickle
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from test.common.memory import peak, reset_peak
 from test.common.saving import picture, save_step
 from test.common.shard_maker import FullModel
 from xla_fsdp.checkpoint import CheckpointError, find_problems, open_shard
@@ -623,17 +623,6 @@ def outcome(kind: Format, path: Path) -> str:
         assert not strange, f"no file is named by {[one_line(line) for line in strange]}"
         return "refused"
     return "read"
-
-
-def peak() -> int:
-    """Bytes of memory at most since the last reset."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def reset_peak() -> int:
-    """Forget the peak so far; return the bytes of memory now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
 
 
 def main(name: str, first: int, count: int, folder: Path) -> None:

@@ -33,8 +33,10 @@ class Program:
         self.instructions = {found.name: found for found in found if found is not None}
 
     def all(self, *ops: str) -> list[Instruction]:
-        """Instructions of these kinds, in program order."""
-        return [i for i in self.instructions.values() if i.op in ops]
+        """Instructions of these kinds, in program order; without collectives in which every rank is
+        alone, by which CPU ranks order others."""
+        found = (i for i in self.instructions.values() if i.op in ops)
+        return [i for i in found if not i.groups or "," in re.sub(r"\},\s*\{", "", i.groups)]
 
     def sources(
         self, start: Instruction, passes: Callable[[Instruction], bool]

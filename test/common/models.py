@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
+from xla_fsdp import LinearCrossEntropy, StreamedEmbedding, attention
 
 WIDTH = 11
 CLASSES = 7
@@ -273,6 +273,34 @@ class ScanNet(nn.Module):
         for block in self.blocks:
             x = block(x, self.gain, mask=mask)
         return self.head(x)
+
+
+class _AttentionBlock(ScanBlock):
+    """Attention inside of each row, by the package's function on XLA and by torch's elsewhere."""
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.qkv(self.norm(x * gain)).chunk(3, dim=-1)
+        query, key, value = (
+            each[:, : 8 * heads * 4].unflatten(-1, (8, heads, 4)).transpose(1, 2)
+            for each, heads in ((query, 4), (key, 2), (value, 2))
+        )
+        mixed = self._attended(query, key, value).transpose(1, 2).flatten(1)
+        x = x + mixed
+        return x + self.down(F.gelu(self.up(x))) * gain
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.device.type == "xla":
+            return attention(query, key, value, is_causal=True, window=5)
+        i = torch.arange(8)
+        seen = (i[:, None] >= i) & (i[:, None] - i < 5)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+
+
+class AttentionNet(ScanNet):
+    """Blocks with attention of several heads."""
+
+    def __init__(self) -> None:
+        super().__init__(block=_AttentionBlock)
 
 
 class ScanNetOfOne(ScanNet):

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,6 +63,8 @@ class Case:
         computes_loss: the model takes targets and returns the loss.
         penalty: how the gradient with respect to the inputs enters the loss: "" not at all, "added"
             to it (a gradient penalty), or "alone" (forces).
+        in_full: also compare the optimizer's state of each parameter, the buffers of each rank, and
+            everything after the first step, too.
         tolerance: largest error allowed, relative to the largest value of a tensor.
     """
 
@@ -88,6 +90,7 @@ class Case:
     scan: dict[str, Any] | None = None
     computes_loss: bool = False
     penalty: str = ""
+    in_full: bool = False
     tolerance: float = 2e-5
 
     def fits(self, num_ranks: int) -> bool:
@@ -105,6 +108,8 @@ class Outcome:
     grads: dict[str, Tensor]  # of the last step, before clipping where the case clips
     norms: list[float]
     state: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by name of the state
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)  # of each rank
 
 
 def build(case: Case) -> nn.Module:
@@ -133,14 +138,14 @@ def make_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- unsharded
 
 
-def reference(case: Case, num_ranks: int) -> Outcome:
-    """The same training on plain torch; buffers are those of rank 0."""
+def reference(case: Case, num_ranks: int, steps: int = STEPS) -> Outcome:
+    """The same training on plain torch; buffers of the state are those of rank 0."""
     model = build(case)
     buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(num_ranks)]
     optimizer = make_optimizer(case, model.parameters())
     x, y = batches(case, num_ranks)
     outcome = Outcome([], {}, [], {})
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         losses = []
         for micro in range(case.micro_batches):
@@ -166,13 +171,16 @@ def reference(case: Case, num_ranks: int) -> Outcome:
             norm = nn.utils.clip_grad_norm_(model.parameters(), *case.clip)
             outcome.norms.append(norm.item())
         optimizer.step()
-    outcome.state = {**model.state_dict(), **_as_torch_xla(buffers[0], case)}
+    outcome.buffers = [_as_torch_xla(each, case, steps) for each in buffers]
+    outcome.state = {**model.state_dict(), **outcome.buffers[0]}
+    if case.in_full:
+        outcome.moments = _moments(model, optimizer, lambda name, _, value: [(name, value)])
     return outcome
 
 
-def _as_torch_xla(buffers: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+def _as_torch_xla(buffers: dict[str, Tensor], case: Case, steps: int) -> dict[str, Tensor]:
     """torch_xla's BatchNorm averages the biased variance of a batch, torch's the unbiased one."""
-    left_of_start = 0.9 ** (STEPS * case.micro_batches)  # running_var starts as 1, momentum is 0.1
+    left_of_start = 0.9 ** (steps * case.micro_batches)  # running_var starts as 1, momentum is 0.1
     bias = (case.statistics_count - 1) / case.statistics_count
     return {
         name: left_of_start + (value - left_of_start) * bias if "running_var" in name else value
@@ -197,14 +205,19 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     model = shard(build(case), case, num_ranks, rank)
     optimizer = make_optimizer(case, model.parameters())
     x, y = batches(case, num_ranks)
-    losses, norms, grads = [], [], {}
+    losses, norms, grads, first = [], [], {}, {}
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = forward_backward(model, case, x[step, :, rank].to(device), y[step, :, rank])
         if case.groups_of:
             _average_between_groups(model, case.groups_of, num_ranks)
         named = model.named_parameters(remove_duplicate=False)
-        grads = {n: g for name, p in named for n, g in _grads_of_shards(model, name, p)}
+        grads = {
+            n: g
+            for name, p in named
+            if p.grad is not None
+            for n, g in _by_shard(model, name, p, p.grad)
+        }
         if case.clip:
             norms.append(model.clip_grad_norm_(*case.clip))
         optimizer.step()
@@ -212,28 +225,74 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
             _evaluate(model, x[step, 0, rank].to(device))
         losses.append(xm.all_reduce("sum", loss, 1.0 / num_ranks))
         torch_xla.sync()
+        if case.in_full and step == 0:
+            first = _held(model, case, optimizer, losses, norms, grads)
     return {
-        "losses": [loss.item() for loss in losses],
-        "norms": [norm.item() for norm in norms],
-        "grads": {n: g.cpu() for n, g in (whole(model, grads) if case.dim else grads).items()},
-        "state": {n: t.cpu() for n, t in _state(model, case).items()},
+        **_held(model, case, optimizer, losses, norms, grads),
+        "first": first,
         "names": [n for n, _ in model.named_parameters()],
         "metadata": None if case.dim else model.get_shard_metadata(),
     }
 
 
-def _grads_of_shards(model: Any, name: str, param: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """Copies; a stack has one for each of its blocks."""
+def _held(
+    model: Any,
+    case: Case,
+    optimizer: torch.optim.Optimizer,
+    losses: Sequence[Tensor],
+    norms: Sequence[Tensor],
+    grads: dict[str, Tensor],
+) -> dict[str, Any]:
+    return {
+        "losses": [loss.item() for loss in losses],
+        "norms": [norm.item() for norm in norms],
+        "grads": _on_host(model, case, grads),
+        "moments": _moments_of_shards(model, case, optimizer) if case.in_full else {},
+        "state": {n: t.cpu() for n, t in _state(model, case).items()},
+    }
+
+
+def _on_host(model: Any, case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is cut like the parameters, as ``join`` wants it."""
+    return {n: t.cpu() for n, t in (whole(model, tensors) if case.dim else tensors).items()}
+
+
+def _moments_of_shards(
+    model: Any, case: Case, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    def by_shard(name: str, param: nn.Parameter, value: Tensor) -> list[tuple[str, Tensor]]:
+        return _by_shard(model, name, param, value if case.dim else value.cpu())
+
+    found = _moments(model, optimizer, by_shard)
+    return {key: _on_host(model, case, each) for key, each in found.items()}
+
+
+def _moments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    by_shard: Callable[[str, nn.Parameter, Tensor], list[tuple[str, Tensor]]],
+) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state that has the shapes of parameters, by its name and theirs."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
+                found.setdefault(key, {}).update(by_shard(name, param, value))
+    return found
+
+
+def _by_shard(
+    model: Any, name: str, param: nn.Parameter, tensor: Tensor
+) -> list[tuple[str, Tensor]]:
+    """A copy of what is cut like ``param``; of a stack, one for each of its blocks."""
     from xla_fsdp.fsdp.engine.param import known_shard
     from xla_fsdp.fsdp.engine.stacked_params import is_stack
 
-    if param.grad is None:
-        return []
     if not is_stack(param):
-        return [(name, param.grad.clone())]
+        return [(name, tensor.clone())]
     shards = model.get_original_names_and_sharded_parameters()
     names = [name for name, shard in shards if known_shard(shard).leaf is param]
-    return [(n, grad.clone()) for n, grad in zip(names, param.grad.unbind(), strict=True)]
+    return [(n, each.clone()) for n, each in zip(names, tensor.unbind(), strict=True)]
 
 
 def _state(model: nn.Module, case: Case) -> dict[str, Any]:
@@ -421,25 +480,32 @@ def join(ranks: list[dict[str, Any]], of: int = 0) -> Outcome:
     """Merge what the ranks hold into one outcome; of groups, what that of rank ``of`` holds."""
     metadata = ranks[0]["metadata"]
     if metadata is None:  # every rank has everything
-        return Outcome(*(ranks[0][key] for key in ("losses", "grads", "norms", "state")))
+        keys = ("losses", "grads", "norms", "state", "moments")
+        return Outcome(*(ranks[0][key] for key in keys))
     # On a torus a group need not be the first ranks.
     groups = metadata.get("groups") or [range(metadata["world_size"])]
     ranks = [ranks[rank] for rank in next(group for group in groups if of in group)]
     return Outcome(
         losses=ranks[0]["losses"],
-        grads=_join_grads([rank["grads"] for rank in ranks], metadata),
+        grads=_join_like_params([rank["grads"] for rank in ranks], metadata),
+        moments={
+            key: _join_like_params([rank["moments"][key] for rank in ranks], metadata)
+            for key in ranks[0].get("moments", ())
+        },
         norms=ranks[0]["norms"],
         state=consolidate_sharded_state_dicts([rank["state"] for rank in ranks], metadata),
     )
 
 
-def _join_grads(grads: list[dict[str, Tensor]], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients are cut like their parameters; parameters without one have no entry."""
-    params = [record for record in metadata["params"] if record["key"] in grads[0]]
+def _join_like_params(
+    shards: list[dict[str, Tensor]], metadata: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Join what is cut like parameters, some of which may have none."""
+    params = [record for record in metadata["params"] if record["key"] in shards[0]]
     names = {member["name"] for record in params for member in record["members"]}
     ties = {alias: name for alias, name in metadata["ties"].items() if name in names}
     own = {**metadata, "params": params, "ties": ties, "buffers": {}}
-    return consolidate_sharded_state_dicts(grads, own)
+    return consolidate_sharded_state_dicts(shards, own)
 
 
 # ---------------------------------------------------------------- comparison
@@ -465,10 +531,23 @@ class Runs:
 
 def assert_parity(case: Case, ranks: list[dict[str, Any]], of: int = 0) -> None:
     """Compare what the ranks hold after training with the plain model on the joined batch."""
-    found, expected = join(ranks, of), reference(case, len(ranks))
+    _assert_parity_after(STEPS, case, ranks, of)
+    if case.in_full:
+        _assert_parity_after(1, case, [{**rank, **rank["first"]} for rank in ranks], of)
+
+
+def _assert_parity_after(steps: int, case: Case, ranks: list[dict[str, Any]], of: int) -> None:
+    found, expected = join(ranks, of), reference(case, len(ranks), steps)
     if case.options.get("flatten_parameters"):
-        found.grads, expected.grads = {}, {}  # of flat parameters there is no one for each name
+        for each in (found, expected):  # of flat parameters there is no one for each name
+            each.grads, each.moments = {}, {}
     assert_same(found, expected, case.tolerance)
+    if case.in_full:
+        limits = {"atol": ROUNDING, "of_largest": case.tolerance}
+        for rank, buffers in zip(ranks, expected.buffers, strict=True):
+            keys = (rank["metadata"] or {}).get("buffers") or {name: name for name in buffers}
+            own = {name: rank["state"][key] for key, name in keys.items()}
+            assert_close(own, buffers, what="buffer", **limits)
 
 
 def assert_same(
@@ -480,3 +559,6 @@ def assert_same(
     limits = {"atol": ROUNDING, "of_largest": tolerance, "smallest": smallest}
     assert_close(found.grads, expected.grads, what="gradient", **limits)
     assert_close(found.state, expected.state, what="state", **limits)
+    assert found.moments.keys() == expected.moments.keys()
+    for key, moments in expected.moments.items():
+        assert_close(found.moments[key], moments, what=key, **limits)

@@ -35,8 +35,10 @@ class ChildError(RuntimeError):
     """The child failed; ``returncode`` is None if it was killed because its time was up."""
 
     def __init__(self, what: str, returncode: int | None, stderr: str) -> None:
-        tail = "\n".join(stderr.splitlines()[-STDERR_LINES:])
-        super().__init__(f"{what}; the end of its stderr:\n{tail}")
+        lines = stderr.splitlines()
+        if len(lines) > 2 * STDERR_LINES:  # where XLA aborts, its reason is above all stacks
+            lines[STDERR_LINES:-STDERR_LINES] = ["[...]"]
+        super().__init__(f"{what}; its stderr:\n" + "\n".join(lines))
         self.returncode = returncode
         self.stderr = stderr
 

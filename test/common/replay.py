@@ -7,6 +7,7 @@ compiled step ("replayed").
 from __future__ import annotations
 
 import copy
+import functools
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from test.common.models import CLASSES, FEATURES, BatchNormNet, Net
+from test.common.models import CLASSES, FEATURES, AttentionNet, BatchNormNet, Net
 from test.common.scan import of_kind
-from test.common.scenarios import make, nested
+from test.common.scenarios import fsdp, make, nested
 
 STEPS = 30
 ROWS = 6
@@ -273,10 +274,13 @@ def in_backward() -> Job:
 
 
 def _of_blocks(kind: str, *, steps_in_backward: bool) -> Job:
+    return _hidden_job(of_kind(kind), steps_in_backward=steps_in_backward)
+
+
+def _hidden_job(model: Any, *, steps_in_backward: bool = False) -> Job:
     from test.common.scan import batch as hidden
     from xla_fsdp.optim import step_in_backward
 
-    model = of_kind(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if steps_in_backward:
         step_in_backward(model, optimizer)
@@ -299,6 +303,16 @@ def scanned() -> Job:
 def stacked() -> Job:
     """Blocks in a loop over stacked parameters, which are stepped in it."""
     return _of_blocks("stacked", steps_in_backward=True)
+
+
+def attended() -> Job:
+    """Blocks with the package's attention, in a loop that keeps its output."""
+    from xla_fsdp import scan_blocks
+
+    model = nested(make(AttentionNet))
+    model.scan = scan_blocks(model.blocks, remat=["attention"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Job(model, optimizer, _train(model, optimizer))
 
 
 def whole() -> Job:
@@ -361,23 +375,239 @@ def scaled() -> Job:
     return Job(model, optimizer, step, batch=batches)
 
 
-JOBS = {
+def offloaded() -> Job:
+    """Blocks in a loop, whose inputs wait in the host's memory."""
+    from xla_fsdp import scan_blocks
+
+    model = of_kind("single")
+    scan_blocks(model.blocks, offload_activations=True)
+    return _hidden_job(model)
+
+
+def streamed() -> Job:
+    """A head and an embedding that are never whole."""
+    import torch_xla
+
+    from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tokens, head = nn.Embedding(48, 16), nn.Linear(16, 48)
+            self.tokens = StreamedEmbedding.from_embedding(tokens)
+            self.head = LinearCrossEntropy.from_linear(head)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.tokens(ids), ids)
+
+    model = make(Language)
+    model.tokens = fsdp(model.tokens, shard_param_on_dim_0=True)
+    model.head = fsdp(model.head, shard_param_on_dim_0=True)
+    model = fsdp(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def ids(number: int) -> tuple[Tensor]:
+        draw = torch.Generator().manual_seed(number)
+        return (torch.randint(0, 48, (2, 8), generator=draw).to(torch_xla.device()),)
+
+    return Job(model, optimizer, step, batch=ids)
+
+
+def tensor_parallel() -> Job:
+    """Each layer cut over all ranks, with sequence and loss parallelism."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from test.common import tensor_training as tensors
+    from xla_fsdp import clip_grad_norm_
+    from xla_fsdp.tensor_parallel import loss_parallel
+
+    shape = (("shard", 1), ("tensor", xr.world_size()))
+    case = tensors.Case("Gpt", shape, sequence=True, loss=True, shard="wrapped")
+    mesh = case.make_mesh()
+    model = tensors.sharded(tensors.parallelized(case, mesh), case, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with loss_parallel():
+            loss = tensors.loss_of(model(ids), targets)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    def parts(number: int) -> tuple[Tensor, ...]:
+        return tuple(t[number % 3, 0].to(torch_xla.device()) for t in tensors.batches(1))
+
+    return Job(model, optimizer, step, batch=parts)
+
+
+def changed() -> Job:
+    """Hooks, parameters of the optimizer, options, a checkpoint and summoned values, in between."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    model = nested(make(Net))
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.99))
+    folder = _folder()
+    handles: list[Any] = []
+
+    def between(number: int) -> None:
+        if number == 5:
+            handles.append(model.head.register_forward_hook(lambda m, i, out: out * 1.5))
+        if number == 8:
+            optimizer.add_param_group({"params": [first], "lr": 2e-3})
+        if number == 12:
+            handles.append(others[0].register_hook(lambda grad: grad * 0.5))
+            optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+        if number == 15:
+            save_checkpoint(folder, model, optimizer, step=15)
+        if number == 17:
+            handles[0].remove()
+        if number == 20:
+            load_checkpoint(folder, model, optimizer)
+        if number == 25:
+            handles[1].remove()
+
+    return Job(model, optimizer, _train(model, optimizer), between)
+
+
+def accelerated() -> Job:
+    """Accelerate's calls, in a function."""
+    from xla_fsdp.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(shard=fsdp)
+    model = make(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, 20)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Job(model, optimizer, step, lambda number: number and schedule.step())
+
+
+def _folder() -> str:
+    """Return a new directory that all ranks know."""
+    import tempfile
+
+    from xla_fsdp.distributed.xla import host
+
+    return host.exchange(tempfile.mkdtemp().encode())[0].decode()
+
+
+class CountingSGD(torch.optim.SGD):
+    """SGD whose groups hold numbers that its steps compute from others."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(count=0, sum_of_rates=0.0)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["sum_of_rates"] = group["sum_of_rates"] + group["lr"] / group["count"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] / group["sum_of_rates"])
+
+
+def counting() -> Job:
+    """Numbers of groups that the optimizer changes itself."""
+    model = nested(make(Net))
+    optimizer = CountingSGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    step = _train(model, optimizer)
+    return Job(model, optimizer, step, lambda number: number and schedule.step())
+
+
+def seeded() -> Job:
+    """Dropout recomputed around and inside of its unit; seeds of both kinds set between steps."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import checkpoint_module
+
+    model = make(Dropped)
+    model.blocks[0] = checkpoint_module(fsdp(model.blocks[0]))
+    model.blocks[1] = fsdp(checkpoint_module(model.blocks[1]))
+    model = fsdp(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def between(number: int) -> None:
+        if number in (7, 13, 14):
+            torch_xla.manual_seed(number)
+        if number == 20:
+            xm.set_rng_state(xm.get_rng_state() + 5)
+
+    return Job(model, optimizer, _train(model, optimizer), between)
+
+
+def optimized(name: str, lr: Any = 1e-3, **options: Any) -> Job:
+    """An optimizer of torch, with a learning rate that changes in every step."""
+    model = nested(make(Net))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, **options)
+    # Not down to zero, by which Adam divides with capturable=True.
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=1e-4)
+    step = _train(model, optimizer)
+    return Job(model, optimizer, step, lambda number: number and schedule.step())
+
+
+OPTIMIZERS: dict[str, Callable[[], Job]] = {
+    "adam_amsgrad": functools.partial(optimized, "Adam", amsgrad=True),
+    "adam_on_device": functools.partial(optimized, "Adam", capturable=True),
+    "adamax": functools.partial(optimized, "Adamax"),
+    "adagrad": functools.partial(optimized, "Adagrad", lr_decay=0.01),
+    "adadelta": functools.partial(optimized, "Adadelta"),
+    "asgd_on_device": functools.partial(optimized, "ASGD", capturable=True),
+    "nadam_on_device": functools.partial(optimized, "NAdam", capturable=True),
+    "radam": functools.partial(optimized, "RAdam"),
+    "rmsprop": functools.partial(optimized, "RMSprop", momentum=0.5, centered=True),
+    "rprop_on_device": functools.partial(optimized, "Rprop", capturable=True),
+}
+REFUSED_OPTIMIZERS = ("NAdam", "ASGD", "Adafactor")
+"""With numbers in their states that a step multiplies, or reads from the device."""
+
+JOBS: dict[str, Callable[[], Job]] = {
     job.__name__: job
     for job in (
         sgd,
         adamw,
         dropout,
+        seeded,
         batch_norm,
         accumulation,
         averages,
         in_backward,
         scanned,
         stacked,
+        attended,
+        offloaded,
+        streamed,
         whole,
+        tensor_parallel,
         zero1,
         scaled,
+        changed,
+        counting,
+        accelerated,
     )
-}
+} | OPTIMIZERS
 
 
 def run_jobs(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:

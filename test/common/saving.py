@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,9 +176,11 @@ def save_step(
     suffix: str = "safetensors",
     shown: Picture | None = None,
     job: Job = JOB,
+    behind: float = 0.0,
 ) -> list[Any]:
     """All ranks save a picture; what each of them raised, or None. With a list of directories,
-    neighbouring ranks share one."""
+    neighbouring ranks share one. An asynchronous save has ``behind`` seconds before it is waited
+    for."""
 
     def work(ranks: Ranks) -> None:
         storage = open_storage(place_of(directory, ranks.rank, world_size))
@@ -185,6 +188,7 @@ def save_step(
         save = Save(storage, ranks, file, step, Keep(keep_last), job)
         save.begin()
         save.start((shown or picture(step)).content(step, ranks.rank, world_size))
+        time.sleep(behind)
         save.wait()
         save.finish()
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp import attention
+
 VOCABULARY, LENGTH, WIDTH, HEADS, KV_HEADS, DEPTH = 24, 8, 32, 8, 4, 2
 HEAD = WIDTH // HEADS
 
@@ -40,11 +42,15 @@ class Attention(nn.Module):
         self.value = nn.Linear(WIDTH, kv_heads * HEAD, bias=bias)
         self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
         self.groups = HEADS // kv_heads
+        self.fused = False  # by the package's function, on XLA
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         query, key, value = (in_heads(layer(x)) for layer in (self.query, self.key, self.value))
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
+        if self.fused and x.device.type == "xla":
+            mixed = attention(query, key, value, is_causal=True)
+            return self.out(mixed.transpose(1, 2).flatten(2))
         key, value = (t.repeat_interleave(self.groups, 1) for t in (key, value))
         return self.out(attended(query, key, value))
 
@@ -142,6 +148,15 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))
+
+
+class FusedLlama(Llama):
+    """By the package's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention.fused = True
 
 
 def plan_of(model: str, *, sequence: bool = False, loss: bool = False) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Train a transformer in tensor parallel, perhaps sharded as well, and plainly on the joined batch.
 
 ``train`` runs on a rank, ``reference`` in the test's own process. Ranks along the axis ``tensor``
-have the same part of the batch, all others parts of their own.
+have the same part of the batch, those along ``context`` cut its sequences, all others have parts of
+their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,8 @@ class Case:
     @property
     def parts(self) -> int:
         """Of the batch."""
-        return self.num_ranks // dict(self.mesh)["tensor"]
+        sizes = dict(self.mesh)
+        return self.num_ranks // sizes["tensor"] // sizes.get("context", 1)
 
     def make_mesh(self) -> Any:
         """The mesh of a running job."""
@@ -132,8 +134,11 @@ def sharded(model: Any, case: Case, mesh: Any) -> Any:
     return fully_shard(model, mesh=others)
 
 
-def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[str, Any]:
-    """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own."""
+def train(
+    rank: int, case: Case, made: Callable[[], Any] | None = None, in_full: bool = False
+) -> dict[str, Any]:
+    """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own;
+    ``in_full``: with the optimizer's state also of what no unit shards."""
     from xla_fsdp import full_state_dict, optim_state_dict
     from xla_fsdp.fsdp.scan import scan_blocks
 
@@ -146,7 +151,28 @@ def train(rank: int, case: Case, made: Callable[[], Any] | None = None) -> dict[
     found = train_steps(model, optimizer, case, mesh)
     state = full_state_dict(model)
     optim = optim_state_dict(model, optimizer)["state"] if case.shard else None
+    if in_full and not case.shard:
+        optim = _whole_states(model, optimizer)
     return {**found, "state": state, "optimizer": optim}
+
+
+def _whole_states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The state of whole parameters, by name, of which ranks hold what they hold of the parameters,
+    which take its values."""
+    from xla_fsdp import full_state_dict
+
+    states = [optimizer.state[param] for param in model.parameters()]
+    found: dict[str, dict[str, Tensor]] = {name: {} for name, _ in model.named_parameters()}
+    for key in ("exp_avg", "exp_avg_sq"):
+        with torch.no_grad():
+            for param, state in zip(model.parameters(), states, strict=True):
+                param.copy_(state[key])
+        whole = full_state_dict(model)
+        for name, each in found.items():
+            each[key] = whole[name].cpu()
+    for each in found.values():
+        each["step"] = states[0]["step"].cpu()
+    return found
 
 
 def train_steps(
@@ -160,14 +186,17 @@ def train_steps(
     from xla_fsdp.tensor_parallel import loss_parallel
 
     rank, device = ops.rank(), torch_xla.device()
-    part = mesh.place(rank, *(n for n, _ in case.mesh if n != "tensor")) if case.parts > 1 else 0
+    others = [name for name, _ in case.mesh if name not in ("tensor", "context")]
+    part = mesh.place(rank, *others) if case.parts > 1 else 0
     ids, targets = (t[:, part] for t in batches(case.parts))
     losses, norms, totals = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        with loss_parallel() if case.loss else nullcontext():
-            loss = loss_of(model(ids[step].to(device)), targets[step].to(device))
-        loss.backward()
+        x, y = ids[step].to(device), targets[step].to(device)
+        with _cut(model, mesh, x, y):
+            with loss_parallel() if case.loss else nullcontext():
+                loss = loss_of(model(x), y)
+            loss.backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         totals.append(nn.utils.get_total_norm(grads))
         norms.append(clip_grad_norm_(model.parameters(), CLIP))
@@ -176,6 +205,17 @@ def train_steps(
         torch_xla.sync()
     found = {"losses": losses, "norms": norms, "totals": totals}
     return {**{name: [t.item() for t in each] for name, each in found.items()}, "part": part}
+
+
+def _cut(model: Any, mesh: Any, *batch: Tensor) -> AbstractContextManager[None]:
+    """Cut sequences, and what the model turns their tokens by, where the mesh has a context."""
+    from xla_fsdp import context_parallel
+
+    if "context" not in mesh.axis_names:
+        return nullcontext()
+    [rotation] = model.buffers()
+    dims = [1] * len(batch)
+    return context_parallel(mesh["context"], buffers=[*batch, rotation], buffer_seq_dims=[*dims, 0])
 
 
 def assert_like_plain(case: Case, outcomes: list[dict[str, Any]]) -> None:
@@ -191,7 +231,7 @@ def assert_like_plain(case: Case, outcomes: list[dict[str, Any]]) -> None:
         norms = {name: torch.tensor(found[name]) for name in ("norms", "totals")}
         assert_close(norms, dict.fromkeys(norms, torch.tensor(expected["norms"])), **limits)
         assert_close(found["state"], expected["state"], what="state", **limits)
-        for key, states in expected["optimizer"].items() if case.shard else ():
+        for key, states in expected["optimizer"].items() if found.get("optimizer") else ():
             assert_close(
                 found["optimizer"][key], states, what=f"optimizer state of {key}", **limits
             )

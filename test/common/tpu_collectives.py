@@ -21,6 +21,7 @@ import numpy as np
 
 from test.common.ranks import cached_outcome, run_python
 from xla_fsdp.preflight.hlo import Computation, Instruction, Module
+from xla_fsdp.preflight.program import Program
 
 REDUCTIONS = ("reduce-scatter", "all-reduce")
 GROUPED = (*REDUCTIONS, "all-gather", "all-to-all")
@@ -35,6 +36,7 @@ class Texts:
 
     before: str
     after: str
+    program: Program
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,16 @@ def texts(topology: str, *options: str) -> Texts:
         run = ("-m", "test.common.tpu_collectives", topology, str(file), *options)
         done = run_python(*run, timeout=900)
         assert done.returncode == 0, done.stderr
-        hlo, after = pickle.loads(file.read_bytes())
+        traced, after = pickle.loads(file.read_bytes())
         program = Path(folder, "program")
-        program.write_bytes(hlo)
+        program.write_bytes(traced.hlo)
         code = "import sys; from jax._src.lib import xla_client as c; "
         code += (
             "print(c.XlaComputation(open(sys.argv[1], 'rb').read()).get_hlo_module().to_string())"
         )
         done = run_python("-c", code, str(program), env={"JAX_PLATFORMS": "cpu"})
         assert done.returncode == 0, done.stderr
-        return Texts(done.stdout, after)
+        return Texts(done.stdout, after, traced)
 
 
 def collectives(module: Module, num_ranks: int) -> Iterator[Found]:
@@ -153,7 +155,7 @@ def _main(topology: str, file: str, *options: str) -> None:
     program = max(programs, key=lambda each: len(each.hlo))
     with tempfile.TemporaryDirectory() as cache:
         compiled = compile_program(program, slice_, cache_dir=Path(cache), flags=compiler_flags(""))
-    Path(file).write_bytes(pickle.dumps((program.hlo, compiled.text)))
+    Path(file).write_bytes(pickle.dumps((program, compiled.text)))
 
 
 if __name__ == "__main__":

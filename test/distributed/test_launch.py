@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -167,6 +168,22 @@ def rank_dependent(rank: int) -> list[Any]:
     return [total.cpu().tolist(), None if extra is None else round(extra.item(), 4)]
 
 
+def some_drop(rank: int) -> list[float]:
+    """Gather what every second rank has dropped when it comes to the sync, and then reduce."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    x = torch.from_numpy(row(rank)).to(torch_xla.device())
+    gathered = xm.all_gather(x, pin_layout=False)
+    if rank % 2:
+        del gathered
+    torch_xla.sync()
+    total = xm.all_reduce("sum", x)
+    torch_xla.sync()
+    return total.cpu().tolist()
+
+
 def host_exchange(rank: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
 
@@ -188,6 +205,35 @@ def closures(rank: int) -> list[Any]:
     before = list(seen)
     torch_xla.sync()
     return [before, seen]
+
+
+def waits(rank: int, world: int) -> list[float]:
+    """Wait for the device while one rank, each in its turn, has yet to start its execution."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+
+    run: Any = run_slot().run
+    gate = run.pass_gate
+
+    def pass_late(late: int, number: int) -> None:
+        gate(number)
+        time.sleep(0.2 if number == late else 0)
+
+    found = []
+    for turn in range(world):
+        xm.rendezvous("nobody is at the gate")
+        # Every rank sets its own, which do the same.
+        run.pass_gate = functools.partial(pass_late, turn)
+        total = xm.all_reduce("sum", torch.from_numpy(row(rank)).to(torch_xla.device()))
+        torch_xla.sync()
+        xm.wait_device_ops()
+        found.append(total[0].item())
+        xm.rendezvous("all have waited")
+        run.pass_gate = gate
+    return found
 
 
 def training(rank: int) -> dict[str, Any]:
@@ -242,9 +288,11 @@ def every_case(rank: int, world: int) -> dict[str, Any]:
     import torch
 
     cases: list[Callable[[int], Any]] = [all_gather, all_reduce, all_reduce_in_place, closures]
-    cases += [implicit_syncs, rank_dependent, host_exchange, training, launch_inside]
+    cases += [implicit_syncs, rank_dependent, some_drop, host_exchange, training, launch_inside]
     results = {case.__name__: case(rank) for case in cases}
     results["reduce_scatter"] = reduce_scatter(rank, world)
+    if world <= 3:
+        results["waits"] = waits(rank, world)
     if world % 2 == 0:
         results["groups"] = groups(rank, world)
     return {**results, "torch threads": torch.get_num_threads()}
@@ -337,10 +385,22 @@ def test_values_can_be_read_without_a_sync(results: list[dict[str, Any]]) -> Non
         assert f"{2 * rows(results).max():.0f}." in text
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_waits_for_its_own_device_only(world: int) -> None:
+    """Those that wait do not hold the device of a rank whose execution they need."""
+    for rank in results_of(world):
+        assert rank["waits"] == [rows(results_of(world))[:, 0].sum()] * world
+
+
 def test_one_rank_may_do_more_local_work(results: list[dict[str, Any]]) -> None:
     for index, rank in enumerate(results):
         total = rows(results).sum(0).tolist()
         assert rank["rank_dependent"] == [total, 5.0 if index == 0 else None]
+
+
+def test_results_may_be_dropped_on_some_ranks(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["some_drop"] == rows(results).sum(0).tolist()
 
 
 def test_host_values_are_exchanged(results: list[dict[str, Any]]) -> None:
@@ -423,9 +483,42 @@ def failing(rank: int, how: str) -> str:
     return str(total.sum().item())
 
 
-def survive(how: str, **options: Any) -> tuple[Any, ...]:
+def train_another(rank: int, how: str) -> None:
+    """Train the second of two equal layers on rank 1, and the first on the others."""
+    import torch
+    import torch_xla
+    from torch import nn
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.optim import ZeroRedundancyOptimizer
+
+    class Either(nn.ModuleList):
+        def forward(self, x: Any, number: int) -> Any:
+            return self[number](x)
+
+    with launcher.one_rank_at_a_time():
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    if how == "unit":
+        layers = [XlaFullyShardedDataParallel(layer) for layer in layers]
+    if how == "optimizer":
+        model: nn.Module = Either(layers).to(torch_xla.device())
+    else:
+        model = XlaFullyShardedDataParallel(Either(layers))
+    model(torch.ones(2, 3, device=torch_xla.device()), int(rank == 1)).sum().backward()
+    if how == "optimizer":
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+    torch_xla.sync()
+
+
+def test_the_error_of_a_rank_can_be_pickled() -> None:
+    again = pickle.loads(pickle.dumps(launcher.RankError("rank 1 raised", 1)))
+    assert (str(again), again.rank) == ("rank 1 raised", 1)
+
+
+def survive(how: str, work: Any = failing, **options: Any) -> tuple[Any, ...]:
     try:
-        return ("returned", launcher.launch(failing, (how,), num_ranks=3, **options))
+        return ("returned", launcher.launch(work, (how,), num_ranks=3, **options))
     except launcher.RankError as error:
         return (error.rank, str(error), repr(error.__cause__))
     except SystemExit as error:
@@ -434,9 +527,23 @@ def survive(how: str, **options: Any) -> tuple[Any, ...]:
         return ("refused", str(error))
 
 
+def slope(rank: int) -> float:
+    import torch
+    import torch_xla
+
+    x = torch.full((), 3.0, device=torch_xla.device(), requires_grad=True)
+    return torch.autograd.grad(x.square(), x)[0].item()
+
+
 def several_failures() -> dict[str, Any]:
     """Launches that fail, one after the other; runs in a child's main thread, not on a rank."""
-    report: dict[str, Any] = {}
+    import torch
+
+    # Before there are devices, so that autograd has no threads for them.
+    torch.ones((), requires_grad=True).square().backward()
+    report: dict[str, Any] = {"slopes": launcher.launch(slope, num_ranks=3)}
+    for how in ("gradient", "unit", "optimizer"):
+        report[how] = survive(how, train_another)
     launcher.WARN_AFTER = 0.3
     for how in ("nothing", "raise", "shapes", "kinds", "exit", "exit 0", "early", "alone"):
         report[how] = survive(how)
@@ -469,6 +576,10 @@ def failures() -> tuple[dict[str, Any], str]:
     done = run_python("-c", code, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_backward_passes_work_after_one_without_devices() -> None:
+    assert failures()[0]["slopes"] == [6.0] * 3
 
 
 def test_a_rank_that_raises_is_named() -> None:
@@ -508,6 +619,24 @@ def test_different_collectives_are_reported(
     assert "the ranks differ in what they traced" in message
     assert first in message
     assert second in message
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [
+        ("gradient", "gradient of 0.weight", "gradient of 1.weight"),
+        ("unit", "weight (sharded parameter 1)", "weight (sharded parameter 3)"),
+        ("optimizer", "gradient of 0 (", "gradient of 2 ("),
+    ],
+)
+def test_collectives_of_one_size_for_other_parameters_are_reported(
+    how: str, first: str, second: str
+) -> None:
+    """They would add gradients of one parameter to those of another."""
+    rank, message, _ = failures()[0][how]
+    assert rank == 1
+    assert f"{first}" in message
+    assert f"{second}" in message
 
 
 def test_a_rank_that_returns_early_is_named() -> None:
@@ -617,6 +746,32 @@ def interrupt(stuck: bool, when: str) -> tuple[int, str]:
 
 def test_ctrl_c_reaches_the_caller_of_launch() -> None:
     assert interrupt(stuck=False, when="ready")[0] == 55
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_not_completed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted_now(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(launcher, "_end_interrupted", interrupted_now)
+    done = threading.Event()
+    saving = threading.Thread(target=done.wait, name="saving step 2 in run", daemon=False)
+    saving.start()
+    try:
+        with pytest.raises(SystemExit, match=str(launcher.INTERRUPTED_EXIT_CODE)):
+            launcher.supervise(cpu_ranks.Run(1), interrupted_now, 60)
+    finally:
+        done.set()
+        saving.join()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "xla_fsdp: interrupted again; the process ends at once"
+    assert second.startswith("xla_fsdp: did not wait for the end of: ")
+    assert "saving step 2 in run" in second
 
 
 def test_ctrl_c_ends_blocked_ranks_after_a_warning_that_names_them() -> None:
@@ -753,10 +908,12 @@ def test_cli_passes_exit_codes_on(tmp_path: Path) -> None:
 
 
 def test_cli_shows_the_traceback_of_a_script_that_failed_outside_of_ranks(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "int('seven')", "--compat", "--num_ranks=2")
+    script = tmp_path / "script.py"
+    script.write_text("{}['seven']")
+    done = run_warm("-m", "xla_fsdp.launch", "--compat", "--num_ranks=2", str(script))
     assert done.returncode == 1
-    assert "int('seven')" in done.stderr
-    assert "ValueError: invalid literal" in done.stderr
+    assert "{}['seven']" in done.stderr
+    assert "KeyError: 'seven'" in done.stderr
     assert "launch.py" not in done.stderr
 
 
@@ -790,7 +947,7 @@ def test_cli_runs_a_module(tmp_path: Path) -> None:
         (["no_such_script.py"], 2, "no_such_script.py"),
         (["-m", "no_such_module"], 2, "no_such_module"),
         (["--num_ranks", "0", "test/common/ranks.py"], 2, "num_ranks=0"),
-        ([], 2, "usage"),
+        ([], 2, "required: program\n"),
     ],
 )
 def test_cli_refuses_in_one_line(arguments: list[str], code: int, words: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xla_fsdp import init_mesh
-from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh import Mesh, as_fsdp_mesh
 from xla_fsdp.distributed.topology import reduction_steps
 from xla_fsdp.preflight.topologies import find_topology
 
@@ -178,3 +178,14 @@ def test_every_axis_can_be_reduced_along_the_torus(
     if shard * tensor <= len(coords) // num_slices:
         for group in mesh.groups("shard", "tensor"):
             assert len({coords[rank][4] for rank in group}) == 1
+
+
+def test_parameters_are_sharded_over_a_context_as_well() -> None:
+    mesh = init_mesh((2, 2, 2), (*HSDP, "context"), world_size=8)
+    joined = as_fsdp_mesh(mesh)
+    assert joined.axis_names == HSDP
+    assert joined.groups("shard") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert joined["replica"] == mesh["replica"]
+    assert as_fsdp_mesh(mesh["shard", "context"]) == joined["shard"]
+    for axes in ("shard", "context", HSDP, ("replica", "context")):
+        assert as_fsdp_mesh(mesh[axes]) == mesh[axes]

@@ -1,29 +1,23 @@
 """A reduction around rings gives what a reduce-scatter gives.
 
-On CPU a collective-permute takes no channel id, so that ranks of several threads do not meet; here
-a gather replaces it. That the TPU compiler hides the sends is shown in ``fsdp/scan/test_tpu``.
+On CPU ranks a gather takes the place of each collective-permute. That the TPU compiler hides the
+sends is shown in ``fsdp/scan/test_tpu``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from test.common.ranks import cached_outcome, run_on_ranks
+from xla_fsdp.distributed.collectives import folded
 
 RANKS = 4
 RINGS = {"one": [[0, 1, 2, 3]], "two": [[0, 2], [1, 3]], "not in order": [[2, 0, 3, 1]]}
 ROWS, WIDTH = 512, 256  # more than collectives.RING
-
-
-def by_gather(value: Tensor, sends: Sequence[tuple[int, int]]) -> Tensor:
-    from xla_fsdp.distributed.xla import ops
-
-    [sender] = [source for source, target in sends if target == ops.rank()]
-    return ops.all_gather(value, None)[sender : sender + 1]
 
 
 def stack_of(rank: int, size: int) -> Tensor:
@@ -34,9 +28,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp.distributed.collectives import RingCollectives, ring_reduce_scatter
-    from xla_fsdp.distributed.xla import ops
 
-    ops.collective_permute = by_gather  # the process is this test's own
     device = torch_xla.device()
     found: dict[str, Any] = {}
     for name, groups in RINGS.items():
@@ -69,3 +61,10 @@ def test_steps_along_two_axes_of_a_torus_leave_the_rank_its_chunk() -> None:
         expected = sum(stack_of(member, RANKS)[rank] for member in range(RANKS))
         torch.testing.assert_close(found["large"], expected)
         torch.testing.assert_close(found["small"], torch.full((1, 5), 6.0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16])
+def test_no_send_of_a_ring_passes_more_than_two_links_of_a_line(size: int) -> None:
+    path = folded(size)
+    assert sorted(path) == list(range(size))
+    assert max(abs(at - to) for at, to in zip(path, path[1:] + path[:1], strict=True)) <= 2

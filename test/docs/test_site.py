@@ -81,10 +81,11 @@ def test_it_is_built_strictly(built: Path) -> None:
     pages = {path.relative_to(built).with_suffix("") for path in built.rglob("*.html")}
     written = {path.relative_to(ROOT / "docs") for path in ROOT.glob("docs/**/*.md")}
     assert {path.with_suffix("") for path in written} <= pages
+    assert "the mesh lays out … ranks, but …" in (built / "messages.html").read_text()
 
 
 @pytest.mark.parametrize(
-    "page", ["index", "wrapper", "troubleshooting", "checkpoints", "reference/wrapping"]
+    "page", ["index", "wrapper", "troubleshooting", "messages", "checkpoints", "reference/wrapping"]
 )
 def test_a_phone_shows_it(page: str, address: str) -> None:
     shown = show(f"{address}/{page}.html", MEASURE, size=PHONE)

@@ -147,7 +147,12 @@ def test_nothing_is_compiled_after_step_2_but_the_first_evaluation(full_run: Run
     assert int(counts["the first two steps"]) >= 2
     assert int(first) >= 1
     assert later == ["0"]
-    assert counts["later steps"] == counts["saving"] == "0+0"
+    assert counts["saving"] == "0+0"
+    # An evaluation reads the parameters; the compiled step after the first one gives those that
+    # were read buffers of their own, by a program of each rank.
+    epochs = [int(each) for each in counts["later steps"].split("+")]
+    assert epochs[0] == 0
+    assert epochs[1] <= RANKS
 
 
 def test_tensorboard_scalars(full_run: Run) -> None:
@@ -199,6 +204,7 @@ def test_sigterm_saves_and_ends_with_an_exit_code_of_its_own(ended_run: Run) -> 
     assert 3 <= saved < EPOCHS * STEPS
 
 
+@pytest.mark.slow
 def test_a_resumed_run_loses_no_step(ended_run: Run, full_run: Run, pictures: Path) -> None:
     assert ended_run.done.returncode == PREEMPTED, ended_run.done.stderr
     reached = len(losses(ended_run.folder))

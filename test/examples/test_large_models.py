@@ -62,7 +62,7 @@ def test_building_one_rank_is_reported(script: str, sizes: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", " --scan"])
+@pytest.mark.parametrize("more", ["", " --recipe=lean"])
 def test_a_llama_learns_python_s_reference_and_writes_a_few_lines(more: str) -> None:
     flags = (
         "--num_ranks=4 --mesh=replica=2,shard=2 --width=64 --blocks=2 --ffn=128 --length=64 "
@@ -85,3 +85,27 @@ def test_wrong_flags_of_the_llama() -> None:
     short = run_python("examples/llm/train.py", "--text=pyproject.toml", "--length=100000")
     assert (short.returncode, "Traceback" in short.stderr) == (1, False)
     assert "a window 100000: use less" in short.stderr
+
+
+def losses_of(*flags: str) -> list[str]:
+    """What examples/llm/train.py reports of each step."""
+    sizes = [f"--{name}={SMALL_LLAMA[name]}" for name in ("width", "blocks", "heads", "kv_heads")]
+    how = ["--length=16", "--batch_size=2", "--steps=3", "--log_steps=1", "--generate=4"]
+    done = run_python("examples/llm/train.py", *sizes, *how, *flags)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"loss ([\d.]+)", done.stdout)
+
+
+@pytest.mark.slow
+def test_windows_cut_over_a_context_train_as_whole_ones() -> None:
+    losses = losses_of("--num_ranks=1")
+    assert len(losses) == 3
+    flags = ("--attention=xla_fsdp", "--context=2", "--num_ranks=2")
+    assert losses_of(*flags) == losses
+    assert losses_of("--recipe=fast", *flags) == losses
+
+
+def test_a_context_wants_attention_that_sees_it() -> None:
+    done = run_python("examples/llm/train.py", "--context=2")
+    assert done.returncode == 2
+    assert "--context wants --attention xla_fsdp" in done.stderr

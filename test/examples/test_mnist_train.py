@@ -113,6 +113,15 @@ def test_a_run_reports_both_epochs_and_ends_with_a_summary(full_run: FullRun) ->
     assert ratio == pytest.approx(fsdp / plain, abs=0.02)
 
 
+@pytest.mark.slow
+def test_traced_steps_have_the_same_losses(full_run: FullRun, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    files = (f"--ckpt_dir={tmp_path / 'checkpoints'}", f"--loss_log={log}")
+    done = train("--no_compile_step", "--compare_steps=0", *files)
+    assert done.returncode == 0, done.stderr
+    assert losses(log) == full_run.losses
+
+
 def test_output_that_is_not_a_terminal_has_no_progress_bar(full_run: FullRun) -> None:
     both = full_run.done.stdout + full_run.done.stderr
     assert "\r" not in both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -58,6 +59,12 @@ def set_to(model: Any, value: float) -> None:
     torch_xla.sync()
 
 
+def exchange(data: bytes) -> list[bytes]:
+    from xla_fsdp.distributed.xla import host
+
+    return host.exchange(data)
+
+
 def values(model: Any) -> dict[str, float]:
     """The greatest element of each parameter; the padding of shards is zeros."""
     return {
@@ -69,7 +76,18 @@ def values(model: Any) -> dict[str, float]:
 
 def on_ranks(rank: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("always")
-    cases = [intervals, kept, damaged, partly, tiers, replicas, one_copy, refusals]
+    cases = [
+        intervals,
+        kept,
+        damaged,
+        partly,
+        tiers,
+        replicas,
+        one_copy,
+        refusals,
+        alone,
+        different,
+    ]
     return {case.__name__: case(rank, Path(folder, case.__name__)) for case in cases}
 
 
@@ -95,7 +113,7 @@ def intervals(rank: int, folder: Path) -> Any:
         "saved": saved,
         "steps": manager.steps(),
         "metrics": manager.metrics(3),
-        "newest": (restored.step, restored.extra),
+        "newest": (restored.step, restored.extra, sixth.metrics),
         "step 6": (sixth.step, values(again), counter.at - rank),
     }
 
@@ -159,7 +177,39 @@ def partly(rank: int, folder: Path) -> Any:
     manager.restore(swapped, only=lambda name: name == "out.bias")
     unfit = message(lambda: manager.restore(swapped, key_map={"decoder.": "out."}))
     mapped = swapped_names(manager)
-    return first, wrong, values(swapped), unfit, mapped
+    nothing = [
+        message(lambda only=only: manager.restore(swapped, only=only))
+        for only in (
+            ["inp.", "typo."],
+            "encoder",
+            [],
+            lambda name: False,
+            lambda name: 1 / (rank - 1),
+        )
+    ]
+    return first, wrong, values(swapped), unfit, mapped, nothing, states_of_a_part(manager)
+
+
+def states_of_a_part(manager: Any) -> list[set[float]]:
+    """Momentum by parameter, of a model in training of which a part is restored."""
+    import torch_xla
+
+    from xla_fsdp import optim_state_dict
+
+    def trained(gradient: float) -> Any:
+        model = new_model(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        torch_xla.sync()
+        return model, optimizer
+
+    manager.save(2, *trained(4.0))
+    model, optimizer = trained(3.0)
+    manager.restore(model, optimizer, only=["inp."])
+    found = optim_state_dict(model, optimizer)["state"]
+    return [set(found[name]["momentum_buffer"].flatten().tolist()) for name in sorted(found)]
 
 
 class Renamed(nn.Module):
@@ -195,6 +245,7 @@ def tiers(rank: int, folder: Path) -> Any:
         for step in range(1, 7):
             set_to(model, step)
             first.save(step, model)
+    exchange(b"")  # rank 0 deletes older steps, and has waited for that
     from xla_fsdp.checkpoint.step_directory import complete_attempts
     from xla_fsdp.checkpoint.storage import open_storage
 
@@ -207,15 +258,22 @@ def tiers(rank: int, folder: Path) -> Any:
     if rank == 0:
         for path in Path(folder, "disk").glob("step_*/*.safetensors"):
             path.write_bytes(path.read_bytes()[:-1])
-    from xla_fsdp.distributed.xla.host import exchange
-
     exchange(b"")
     again = manager()
     older = again.restore(model)
     set_to(model, 5)
     again.save(5, model)
     again.wait()
-    return places, (newest.step, Path(newest.directory).name), older.step, again.steps()
+    other = CheckpointManager(
+        folder / "other", local_directory=folder / "disk", local_interval_steps=1
+    )
+    told = [
+        message(lambda: other.restore(model)).replace(str(folder), "."),
+        message(lambda: other.save(9, model)),
+        message(lambda: CheckpointManager(folder / "disk").restore(model, step=5)),
+    ]
+    newest = newest.step, Path(newest.directory).name
+    return places, newest, older.step, again.steps(), told
 
 
 def replicas(rank: int, folder: Path) -> Any:
@@ -267,6 +325,17 @@ def one_copy(rank: int, folder: Path) -> Any:
     return len(first), same, found
 
 
+class Odd(nn.Module):
+    """With a name that no file can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("a\tb", nn.Parameter(torch.ones(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.get_parameter("a\tb")
+
+
 def refusals(rank: int, folder: Path) -> Any:
     from xla_fsdp import CheckpointManager
 
@@ -283,7 +352,96 @@ def refusals(rank: int, folder: Path) -> Any:
         message(lambda: manager.metrics(1)),
         message(lambda: CheckpointManager(folder, best="loss").restore(model, step="best")),
         message(lambda: manager.restore(model, objects={"data": Counter()})),
+        message(lambda: manager.save(3, fsdp(make(Odd)))),
+        message(lambda: manager.restore(model, key_map={"a.": None})),  # type: ignore
+        message(lambda: manager.restore(model, only=[1])),  # type: ignore
+        message(lambda: manager.save(3, model, objects={1: Counter()})),  # type: ignore
     ]
+
+
+class Failing(Counter):
+    """An object whose methods fail, each once."""
+
+    def __init__(self, *methods: str) -> None:
+        super().__init__()
+        self.methods = set(methods)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fail("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fail("load_state_dict")
+        super().load_state_dict(state)
+
+    def fail(self, method: str) -> None:
+        if method in self.methods:
+            self.methods.remove(method)
+            raise KeyError(f"no {method}\nnow")
+
+
+def alone(rank: int, folder: Path) -> Any:
+    """What fails on one rank alone, and that all ranks go on together after it."""
+    from xla_fsdp import CheckpointManager
+    from xla_fsdp.fsdp.train_checkpoint import TrainState
+
+    model, manager = new_model(1.0), CheckpointManager(folder)
+    first = rank == 1
+    failing = Failing("state_dict", "load_state_dict") if first else Counter()
+    told = [
+        message(lambda: manager.save(1, model, metrics={"loss": None} if first else None)),
+        message(lambda: manager.save(1, model, metrics=3 if first else {})),  # type: ignore
+        message(lambda: manager.save(1, model, objects={"data": failing})),
+        message(lambda: manager.save(1, model, extra=torch.eye(2).to_sparse() if first else 0)),
+    ]
+    content, later = TrainState.content, []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:  # ranks are threads of one process
+            patch.setattr(TrainState, "content", lambda *args: _no_room(content, *args))
+        exchange(b"")
+        later.append(message(lambda: manager.save(1, model)))
+        told.append(message(manager.wait))
+        exchange(b"")
+    manager.save(2, model, objects={"data": failing}, metrics={"high": math.inf, "none": math.nan})
+    told.append(message(lambda: manager.restore(model, objects={"data": failing})))
+    whole = manager.restore(model, objects={"data": failing})
+    return told, later, whole.step, manager.steps(), str(manager.metrics(2))
+
+
+def different(rank: int, folder: Path) -> Any:
+    """What ranks ask for differently; and a run that goes back to an earlier step."""
+    from xla_fsdp import CheckpointManager
+
+    def load(**options: Any) -> str:
+        return message(lambda: manager.restore(model, **options))
+
+    first = rank == 0
+    model, manager = new_model(1.0), CheckpointManager(folder, best="loss")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in (1, 2):
+        manager.save(step, model, sgd, metrics={"loss": step})
+    told = [
+        load(only=["inp."] if first else None),
+        load(only=(lambda name: "bias" in name) if first else ["inp."]),
+        load(key_map={"out.": "head."} if first else None),
+        load(strict=first),
+        load(step="best" if first else None),
+        load(optimizer=sgd if first else None),
+        message(lambda: manager.save(3, model, sgd if first else None)),
+    ]
+    manager.restore(model, step=1)
+    set_to(model, 7.0)
+    told.append(str(manager.save(2, model, metrics={"loss": 2})))
+    manager.restore(model, step=2)
+    return told, values(model)
+
+
+def _no_room(content: Any, state: Any, *args: Any) -> Any:
+    from xla_fsdp.distributed.xla import ops
+
+    if ops.rank() == 1:
+        raise MemoryError("no room")
+    return content(state, *args)
 
 
 @cached_outcome
@@ -304,7 +462,7 @@ def test_saves_steps_that_are_due() -> None:
     assert seen["saved"] == [False, False, True, False, False, True, False, True, False]
     assert seen["steps"] == [3, 6, 7]
     assert seen["metrics"] == {"loss": 1.5}
-    assert seen["newest"] == (7, "last")
+    assert seen["newest"] == (7, "last", {"loss": 3.0})
     step, at, counted = seen["step 6"]
     assert (step, set(at.values()), counted) == (6, {6.0}, 60)
 
@@ -329,7 +487,7 @@ def test_a_damaged_step_is_named_and_left_and_an_older_one_loaded() -> None:
 
 
 def test_a_part_of_a_model_is_restored() -> None:
-    first, wrong, bias, unfit, mapped = found()[0]["partly"]
+    first, wrong, bias, unfit, mapped, *_ = found()[0]["partly"]
     assert {key.rpartition(".")[0]: value for key, value in first.items()} == {
         key.rpartition(".")[0]: 7.0 if "inp" in key else 1.0 for key in first
     }
@@ -340,11 +498,35 @@ def test_a_part_of_a_model_is_restored() -> None:
     assert {value for key, value in bias.items() if "out.bias" not in key} == {1.0}
 
 
+def test_a_part_that_is_nothing_is_refused() -> None:
+    *_, nothing, _ = same_on_all("partly")
+    prefix, string, empty, function, alone = nothing
+    assert prefix == "CheckpointError: ranks 0, 1, 2, 3: only: 'typo.' fits no name of the model"
+    assert "only: 'encoder' fits no name of the model" in string
+    assert "only: is empty, so it selects nothing of the model" in empty
+    assert "only: selects no parameter or buffer of the model" in function
+    assert alone == "CheckpointError: rank 1: ZeroDivisionError: division by zero"
+
+
+def test_the_optimizers_state_of_the_other_parameters_stays() -> None:
+    *_, states = found()[0]["partly"]
+    assert states == [{4.0}, {4.0}, {3.0}, {3.0}]  # inp.bias, inp.weight, out.bias, out.weight
+
+
 def test_two_tiers() -> None:
-    places, newest, older, steps = found()[0]["tiers"]
+    places, newest, older, steps, _ = found()[0]["tiers"]
     assert places == [[4], [6]]
     assert newest == (6, "disk")
     assert (older, steps) == (4, [4, 5])
+
+
+def test_a_disk_with_the_steps_of_another_run_is_refused() -> None:
+    *_, (restored, saved, alone) = same_on_all("tiers")
+    assert restored == (
+        "CheckpointError: ranks 0, 1, 2, 3: ./disk is the local directory of the run in ./bucket, "
+        "not of ./other: use another one, or delete it"
+    )
+    assert (saved, alone) == ("nothing was raised", "nothing was raised")
 
 
 def test_replicas_share_the_writing() -> None:
@@ -371,10 +553,49 @@ def test_saves_reuse_one_copy_in_memory() -> None:
         (5, "holds no step 1"),
         (6, "holds no complete step with the metric 'loss'"),
         (7, "the checkpoint holds no data; load without one"),
+        (8, r"'a\tb' is not the name of a tensor of a model that can be saved: such names are"),
+        (9, "key_map={'a.': None}; expected a dict of prefixes"),
+        (10, "only=[1]; expected a function, or prefixes of names"),
+        (11, "objects: the name 1 is a int, expected a string"),
     ],
 )
 def test_refusals(number: int, part: str) -> None:
     assert all(part in each["refusals"][number] for each in found())
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        (0, "CheckpointError: rank 1: metrics['loss'] is None; expected a number"),
+        (1, "CheckpointError: rank 1: metrics is 3; expected numbers by name"),
+        (2, "CheckpointError: rank 1: data.state_dict(): KeyError: 'no state_dict\\nnow'"),
+        (3, "CheckpointError: rank 1: extra is a tensor of layout torch.sparse_coo, not a dense"),
+        (4, "CheckpointError: rank 1: MemoryError: no room"),
+        (5, "CheckpointError: rank 1: data.load_state_dict(): KeyError: 'no load_state_dict"),
+    ],
+)
+def test_what_fails_on_one_rank_is_raised_by_all(number: int, part: str) -> None:
+    told, *_ = same_on_all("alone")
+    assert told[number].startswith(part)
+
+
+def test_ranks_have_to_ask_for_the_same() -> None:
+    for told, _ in (each["different"] for each in found()):
+        asked = ["only", "only", "key_map", "strict", "step", "optimizer", "optimizer"]
+        for what, line in zip(asked, told, strict=False):
+            assert line.startswith(f"CheckpointError: ranks disagree about {what}: ")
+        assert "optimizer: SGD on rank 0; None on ranks 1, 2, 3. All must pass the same" in told[5]
+
+
+def test_a_step_that_is_trained_again_is_saved_again() -> None:
+    for told, at in (each["different"] for each in found()):
+        assert (told[-1], set(at.values())) == ("True", {7.0})
+
+
+def test_all_ranks_go_on_after_one_has_failed() -> None:
+    _, later, *rest = same_on_all("alone")
+    assert later == ["nothing was raised"]
+    assert rest == [2, [2], "{'high': inf, 'none': nan}"]
 
 
 # ---------------------------------------------------------------- preemption

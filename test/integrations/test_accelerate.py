@@ -27,6 +27,7 @@ except UntestedVersionError as error:
 import accelerate
 from safetensors.torch import load_file
 
+from xla_fsdp import Recipe
 from xla_fsdp.integrations.accelerate import Accelerator
 from xla_fsdp.wrap import transformer_auto_wrap_policy
 
@@ -38,10 +39,9 @@ blocks = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 class Job:
     """On a rank: a model that ``prepare`` shards, with an optimizer from before."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.accelerator = Accelerator(
-            gradient_accumulation_steps=ACCUMULATE, shard=partial(fsdp, auto_wrap_policy=blocks)
-        )
+    def __init__(self, num_ranks: int, **how: Any) -> None:
+        how = how or {"shard": partial(fsdp, auto_wrap_policy=blocks)}
+        self.accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, **how)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         loader = torch.utils.data.DataLoader(rows(MICRO), batch_size=MICRO // num_ranks)
@@ -88,6 +88,21 @@ def whole(directory: Path) -> dict[str, Any]:
         "optimizer": type(job.optimizer).__name__,
         "unwrapped": type(plain).__name__,
     }
+
+
+def by_recipe(directory: Path, clips: bool) -> dict[str, Any]:
+    """Sharded by a recipe, and saved in the middle; stepped in backward unless it clips."""
+    job = Job(RANKS, recipe=Recipe("lean", step_in_backward=False) if clips else "lean")
+    if not clips:
+        job.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())
+    norms = job.train(0, 1)
+    job.accelerator.save_state(str(directory / "state"))
+    norms += job.train(1, STEPS)
+    [recipe] = job.accelerator.recipes
+    again = Job(RANKS)
+    again.accelerator.load_state(str(directory / "state"))
+    again.train(1, STEPS)
+    return {"norms": norms, "full": job.full(), "recipe": recipe, "again": clips and again.full()}
 
 
 def resumed(directory: Path, num_ranks: int) -> State:
@@ -185,6 +200,8 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
         "ignored": with_ignored(),
         "clipped": ignored_and_clipped(),
         "refused": refused(),
+        "recipe": by_recipe(Path(root, "recipe"), clips=True),
+        "in backward": by_recipe(Path(root, "in_backward"), clips=False),
     }
 
 
@@ -278,3 +295,23 @@ def test_what_cannot_follow_its_model_is_refused(found: Any) -> None:
     assert said["around another"].startswith(around)
     assert "Use the Accelerator of xla_fsdp.integrations.accelerate" in said["not ours"]
     assert said["inner only"].startswith("ValueError: 0 of Sequential is wrapped with FSDP")
+
+
+def test_a_recipe_trains_saves_and_loads(found: dict[str, Any]) -> None:
+    state, norms = train_plain(STEPS, MICRO)
+    done = found[0]["recipe"]
+    assert (done["recipe"].scan, done["recipe"].stacked) == (True, True)
+    torch.testing.assert_close(done["norms"], norms, atol=1e-6, rtol=1e-5)
+    assert_close(done["full"], state, atol=2e-6, rtol=1e-5)
+    assert_close(done["again"], state, atol=2e-6, rtol=1e-5)
+
+
+def test_a_recipe_that_steps_in_backward(found: dict[str, Any]) -> None:
+    done = found[0]["in backward"]
+    assert done["recipe"].step_in_backward
+    assert_close(done["full"], train_plain(STEPS, MICRO, clips=False)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_recipe_or_a_function_that_shards() -> None:
+    with pytest.raises(ValueError, match="shard and recipe both say how models are sharded"):
+        Accelerator(shard=fsdp, recipe="lean")

@@ -22,8 +22,8 @@ from test.common.fabric_job import MICRO
 from xla_fsdp import consolidate_sharded_model_checkpoints
 
 
-def run_job(directory: Path, state_dict_type: str) -> dict[str, Any]:
-    done = run_warm("-m", "test.common.fabric_job", str(directory), state_dict_type)
+def run_job(directory: Path, *how: str) -> dict[str, Any]:
+    done = run_warm("-m", "test.common.fabric_job", str(directory), *how)
     assert done.returncode == 0, done.stderr
     return torch.load(directory / "found.pt")
 
@@ -48,3 +48,11 @@ def test_full_checkpoints_are_merged_by_fabric(tmp_path: Path) -> None:
     run_job(tmp_path, "full")
     model = torch.load(tmp_path / "saved")["model"]
     assert_close(model, train_plain(1, MICRO)[0], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_saves_and_loads(tmp_path: Path) -> None:
+    found = run_job(tmp_path, "sharded", "lean")
+    assert_close(found["whole"], train_plain(STEPS, MICRO)[0], atol=2e-6, rtol=1e-5)
+    for name, value in found["whole"].items():
+        torch.testing.assert_close(found["resumed"][name], value)

@@ -192,8 +192,23 @@ def lora_job(directory: Path) -> Lora:
     return Lora(logged(trainer, "loss"), trained, logits.cpu(), full(trainer))
 
 
+def by_recipe(directory: Path) -> dict[str, Any]:
+    """Sharded by a recipe, saved in the middle and resumed without one."""
+    saving = {"save_strategy": "steps", "save_steps": HALFWAY}
+    trainer = make_trainer(directory, RANKS, settings={"recipe": "lean"}, accumulate=2, **saving)
+    trainer.train()
+    return {
+        "losses": logged(trainer, "loss"),
+        "norms": logged(trainer, "grad_norm"),
+        "state": full(trainer),
+        "evaluated": trainer.evaluate()["eval_loss"],
+        "resumed": resume(directory, RANKS, accumulate=2),
+    }
+
+
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
     return {
+        "recipe": by_recipe(Path(root, "recipe")),
         "whole": whole_job(Path(root, "whole"), RANKS),
         "lora": peft and lora_job(Path(root, "lora")),
     }
@@ -243,6 +258,18 @@ def test_training_is_that_of_plain_torch(found: dict[str, Any], plain: Any) -> N
     torch.testing.assert_close(found["whole"].losses, losses, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found["whole"].norms, norms, atol=1e-4, rtol=1e-3)
     assert_close(found["whole"].state, model.state_dict(), **TOLERANCE)
+
+
+def test_a_recipe_trains_saves_and_resumes(found: dict[str, Any], plain: Any) -> None:
+    model, losses, norms = plain
+    done = found["recipe"]
+    torch.testing.assert_close(done["losses"], losses, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(done["norms"], norms, atol=1e-4, rtol=1e-3)
+    assert_close(done["state"], model.state_dict(), **TOLERANCE)
+    assert_close(done["resumed"], model.state_dict(), **TOLERANCE)
+    with torch.no_grad():
+        expected = plain_loss(model.eval(), Sentences().ids).item()
+    assert done["evaluated"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_every_rank_trains_a_half(found: dict[str, Any], plain: Any) -> None:
@@ -357,6 +384,13 @@ def test_all_that_is_wrong_with_the_configuration_is_said_at_once() -> None:
     assert "gradient_checkpointing=True uses torch.utils.checkpoint" in said
     assert "torch_compile=True would cut" in said
     assert "save_on_each_node=True would write models without tensors" in said
+
+
+def test_a_recipe_that_the_trainer_cannot_follow() -> None:
+    config = {"xla_fsdp_grad_ckpt": True, "min_num_params": 0}
+    args = Arguments(config, {"recipe": {"name": "lean", "compile_step": True}})
+    with pytest.raises(ValueError, match=r"sets compile_step.*leave out xla_fsdp_grad_ckpt"):
+        shard_as_configured(build_llama(), args)
 
 
 def test_recomputation_needs_units() -> None:

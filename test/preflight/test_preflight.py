@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from test.common.example_report import report
 from xla_fsdp.distributed.mesh import init_mesh
 from xla_fsdp.distributed.topology import reduction_steps
-from xla_fsdp.preflight import CompileError, preflight
+from xla_fsdp.preflight import (
+    CompileError,
+    PreflightWarning,
+    Report,
+    api,
+    fastest,
+    preflight,
+)
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import describe_options
 from xla_fsdp.preflight.compiler import compile_program
@@ -24,7 +33,7 @@ from xla_fsdp.preflight.findings import (
 from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
-from xla_fsdp.preflight.report import Memory, full_text, table
+from xla_fsdp.preflight.report import Memory, StepTime, full_text, table
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
@@ -167,6 +176,24 @@ def test_what_the_compiler_cannot_estimate_counts_nothing_and_is_told() -> None:
     [told] = about_estimates([unknown])
     assert told.startswith("the compiler cannot say how long 1 instruction(s) take (computed)")
     assert not list(about_estimates([Module(OPTIMIZED)]))
+    kernel = OPTIMIZED.replace("AsyncCollectiveStart", "tpu_custom_call")
+    [told] = about_estimates([Module(kernel)])
+    assert told.startswith("the compiler cannot say how long 1 instruction(s) take (call.1)")
+
+
+KERNEL = """HloModule step, is_scheduled=true
+
+ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  ROOT %attend = bf16[8,128]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzvU","cost_estimate":{"flops":"394000000000","transcendentals":"0"}}}
+}
+"""  # noqa: E501
+
+
+def test_kernels_take_as_long_as_the_operations_that_they_state() -> None:
+    slice_ = find_topology("v5e:2x2")
+    assert estimate([Module(KERNEL)], [], 0, slice_).compute == pytest.approx(2e-3)  # 197 TFLOP/s
+    assert not list(about_estimates([Module(KERNEL)]))
 
 
 RENDEZVOUS = '_xla_host_transfer_rendezvous="all-reduce.7_1",_xla_megascale_target="{1,2}x{0:7}"'
@@ -331,7 +358,13 @@ def test_without_the_compiler_the_error_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["json:dumps", "--run", "3", "--json", "x"], "--run makes steps and writes no report"),
+        (["json:dumps", "--run", "3", "--json", "x"], "nor writes a report; leave out --json"),
+        (["json:dumps", "--run", "3", "--flags=--a"], "nor writes a report; leave out --flags"),
+        (["json:dumps", "--run", "3", "--set", "plain=4"], "plain cannot be set"),
+        (["json:dumps", "--sweep", "topology=a,b"], "gives or takes it; use --topology"),
+        (["json:dumps", "--html", "no_such_directory/x.html"], "expected a file in an existing"),
+        (["json:dumps", "--json", "test"], "test cannot be written"),
+        (["json:dumps", "--sweep", "indent=1,2", "--set", "indent=3"], "given more than once"),
         (["json"], "not of the form module:function"),
         (["no_such_module:f"], "cannot import 'no_such_module'"),
         (["json:nothing"], "has no function 'nothing'"),
@@ -350,6 +383,17 @@ def test_wrong_usage_is_told(
     assert reason in capsys.readouterr().err
 
 
+def test_an_interruption_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(target: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xla_fsdp.preflight.__main__._load", interrupted)
+    assert main(["json:dumps", "--run", "3"]) == 130
+    assert capsys.readouterr().err == "xla_fsdp.preflight: interrupted\n"
+
+
 def test_a_report_in_full() -> None:
     lines = full_text(report())
     assert "v5e:4x4, 16 ranks batch=2" in lines
@@ -362,7 +406,43 @@ def test_a_report_in_full() -> None:
 def test_warnings_are_on_top_and_below_a_table() -> None:
     warned = report(warnings=("one step",))
     assert full_text(warned).splitlines()[1] == "WARNING: v5e:4x4: one step"
-    assert table([warned, warned]).splitlines()[3:] == ["WARNING: v5e:4x4: one step"]
+    assert table([warned, warned]).splitlines()[4:] == ["WARNING: v5e:4x4: one step"]
+
+
+def fast(milliseconds: float, **options: Any) -> Report:
+    seconds = milliseconds / 1e3
+    time = StepTime(seconds, seconds, 0.0, 0.0, 10**12, 1 / milliseconds)
+    return report(step_time=time, **options)
+
+
+def test_the_fastest_that_fits_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Memory(*[GIB] * 9, capacity=8 * GIB)
+    reports = {
+        "ring": fast(30.0, options={"method": "ring"}),
+        "ulysses": fast(20.0, options={"method": "ulysses"}),
+        "both": fast(10.0, options={"method": "both"}, memory=small),
+    }
+    assert table(list(reports.values())).splitlines()[-1] == (
+        "Fastest that fits: v5e:4x4, 16 ranks method=ulysses, 20.0 ms by estimate"
+    )
+    assert "Fastest" not in table([reports["ring"]])
+
+    def said(build_step: Any, *, method: str, topology: str) -> Report:
+        if method == "none":
+            raise ValueError("no heads")
+        return reports[method]
+
+    monkeypatch.setattr(api, "preflight", said)
+    choose = partial(fastest, lambda method: None, topology="v5e:4x4")
+    with pytest.warns(PreflightWarning, match="method=none: no heads"):
+        assert choose({"method": ["none", *reports]}).options == {"method": "ulysses"}
+    with pytest.raises(ValueError, match="none of 1 configurations fits: method=both lacks 1,024"):
+        choose({"method": ["both"]})
+    with (
+        pytest.warns(PreflightWarning, match="no heads"),
+        pytest.raises(ValueError, match="no heads"),
+    ):
+        choose({"method": ["none"]})
 
 
 def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:

@@ -22,7 +22,16 @@ BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 ELEMENTS = BLOCK + 2 * VOCABULARY * WIDTH  # a block, embedding and head
 TOPOLOGY = "v5e:4x4"
 DEPTHS = {"two blocks": (2, False), "loop of two": (2, True), "loop of five": (5, True)}
+KERNELS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "own kept": {"remat": "attention"},
+    "torch_xla's": {"kind": "flash"},
+    "its other one, checkpointed": {"kind": "splash", "layers": "checkpointed"},
+    "more heads": {"kind": "wide"},
+    "in a context": {"kind": "wide", "mesh": {"shard": 2, "context": 2}},
+}
 OFFLOADED = {"offloaded": True, "kept": False}
+IN_UNIT = {"a unit reads": "reads", "computed on the host": "on the host"}
 
 
 def traced(name: str) -> dict[str, Any]:
@@ -34,8 +43,18 @@ def traced(name: str) -> dict[str, Any]:
 
     if name == "little memory":
         return traced_in_little_memory()
+    if name == "ended":
+        return traced_without_inputs()
     if name == "reads":
         return traced_that_reads()
+    if name == "frees":
+        return traced_that_frees()
+    if name in IN_UNIT:
+        return traced_in_a_unit(IN_UNIT[name])
+    if name in KERNELS:
+        return traced_with_kernels(**KERNELS[name])
+    if name == "names":
+        return traced_with_names()
     coords = find_topology(TOPOLOGY).coords
     scattered = [3 * rank % SIZE for rank in range(SIZE)]
     meshes = {
@@ -59,6 +78,40 @@ def traced(name: str) -> dict[str, Any]:
         "warnings": list(about_groups(found.parameters)),
         "inputs": sum(each.nbytes for each in found.programs[0].inputs if each.role != "data"),
     }
+
+
+def traced_with_kernels(mesh: dict[str, int] | None = None, **options: Any) -> dict[str, Any]:
+    """Two layers with attention, as one loop."""
+    from test.common.tpu_attention import build
+    from xla_fsdp.preflight.api import mesh_on
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    slice_ = find_topology("v5e:2x2")
+    if mesh is not None:
+        options["mesh"] = mesh_on(slice_, mesh)
+    found = trace_step(lambda: build(length=256, **options), slice_.coords)
+    [program] = found.programs
+    return {
+        "kernels": program.hlo.count(b"tpu_custom_call"),
+        "costs": program.hlo.count(b"cost_estimate"),
+        "flops": found.model_flops,
+    }
+
+
+def traced_without_inputs() -> dict[str, Any]:
+    """A step that reads the next of two batches."""
+    from xla_fsdp.preflight.tracing import trace_step
+
+    def build_ending() -> Any:
+        batches = iter([1, 2])
+        return lambda: next(batches)
+
+    try:
+        trace_step(build_ending, [(0, 0, 0, 0, 0)])
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def traced_that_reads() -> dict[str, Any]:
@@ -85,10 +138,95 @@ def traced_that_reads() -> dict[str, Any]:
     return {"programs": len(found.programs), "flops": found.model_flops}
 
 
+def traced_that_frees() -> dict[str, Any]:
+    """A step that drops an input, in whose place new tensors may lie."""
+    import torch
+    import torch_xla
+
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    def build_freeing() -> Any:
+        device = torch_xla.device()
+        weight, held = torch.zeros(5, 5).to(device), [torch.zeros(3).to(device)]
+
+        def step() -> None:
+            shift = held.pop().sum()
+            results = [weight + shift for _ in range(50)]
+            torch_xla.sync()
+            held.append(torch.zeros(3).to(device))
+            results.clear()
+
+        return step
+
+    [program] = trace_step(build_freeing, find_topology("v5e:2x2").coords).programs
+    return {"aliases": len(program.aliases)}
+
+
+def traced_in_a_unit(kind: str) -> dict[str, Any]:
+    """A wrapped layer that reads a value, or whose weight the host computes of what was gathered:
+    the kinds of collectives in each program."""
+    import torch
+    import torch_xla
+    from torch import nn
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    class Reading(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = super().forward(x)
+            return result + 1 if result.sum().item() else result
+
+    def build_layer() -> Any:
+        layer = Reading(WIDTH, WIDTH) if kind == "reads" else nn.Linear(WIDTH, WIDTH)
+        if kind == "on the host":
+            nn.utils.parametrizations.weight_norm(layer)
+        model = XlaFullyShardedDataParallel(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model(torch.ones(LENGTH, WIDTH).to(torch_xla.device())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+
+        return step
+
+    found = trace_step(build_layer, find_topology("v5e:2x2").coords)
+    names = [sorted(each.operand_sizes) for each in found.programs]
+    return {"kinds": [sorted({name.partition(".")[0] for name in each}) for each in names]}
+
+
+def traced_with_names() -> dict[str, Any]:
+    """Labels of a step's collectives, and whether its program is that of one without names."""
+    from contextlib import nullcontext
+    from unittest import mock
+
+    from xla_fsdp.preflight import tracing
+    from xla_fsdp.preflight.topologies import find_topology
+
+    coords = find_topology("v5e:2x2").coords
+
+    def trace() -> Any:
+        return tracing.trace_step(lambda: build(depth=1), coords).programs[0]
+
+    named = trace()
+    with mock.patch.object(tracing, "units_named", nullcontext):
+        plain = trace()
+    return {
+        "labels": sorted(named.labels.values()),
+        "collectives": len(named.operand_sizes),
+        "same": (named.digest, named.operand_sizes) == (plain.digest, plain.operand_sizes),
+        "plain labels": len(plain.labels),
+    }
+
+
 @cached_outcome
 def outcomes(*names: str) -> dict[str, dict[str, Any]]:
     """What is known of these cases (default: those of quick tests)."""
-    names = names or ("all shards", "hybrid", "scattered", *OFFLOADED)
+    names = names or ("all shards", "hybrid", "scattered", "ended", *OFFLOADED)
     done = run_warm("-m", "test.preflight.test_tracing", *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -103,6 +241,11 @@ def wire(shards: int, replicas: int) -> float:
     return gathers * shard * (shards - 1) + reduced
 
 
+def test_inputs_that_end_while_steps_are_traced_are_told() -> None:
+    expected = "the step has no further input; let it have enough to be traced three times"
+    assert outcomes()["ended"]["error"] == expected
+
+
 @pytest.mark.slow
 def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> None:
     two, looped, five = outcomes(*DEPTHS).values()
@@ -112,9 +255,24 @@ def test_a_loop_is_one_program_for_any_depth_and_counts_all_its_products() -> No
 
 
 def test_a_program_for_a_tpu_keeps_the_inputs_of_blocks_on_the_host_if_asked_to() -> None:
-    placed = {name: each["placed"] for name, each in outcomes().items()}
+    placed = {name: outcomes()[name]["placed"] for name in OFFLOADED}
     # There, and back: of the last block before the loop, and of the next one in it.
-    assert {name: placed[name] for name in OFFLOADED} == {"offloaded": [3, 1], "kept": [0, 0]}
+    assert placed == {"offloaded": [3, 1], "kept": [0, 0]}
+
+
+def test_kernels_are_traced_without_a_tpu() -> None:
+    pytest.importorskip("jax")
+    found = outcomes(*KERNELS)
+    # In the forward loop, and in backward: again, unless it is kept, and two for the gradients.
+    # Checkpointed for each of two layers. torch_xla's splash attention has one kernel for the
+    # gradients, and runs forward in backward.
+    assert {name: each["kernels"] for name, each in found.items()} == {
+        "own": 4, "own kept": 3, "torch_xla's": 4, "its other one, checkpointed": 8,
+        "more heads": 4, "in a context": 4,
+    }  # fmt: skip
+    assert found["own"]["costs"] == 4
+    assert 2 * found["in a context"]["flops"] == found["more heads"]["flops"]
+    assert found["own"]["flops"] == found["own kept"]["flops"] > found["torch_xla's"]["flops"]
 
 
 def test_shards_over_all_ranks_send_the_least() -> None:
@@ -147,21 +305,43 @@ def test_groups_off_the_torus_reduce_in_one_step_and_are_warned_of() -> None:
     assert "`embedding.weight`" in warning
 
 
+def test_only_what_is_changed_in_place_takes_the_place_of_an_input() -> None:
+    assert outcomes("reads", "frees", *IN_UNIT)["frees"]["aliases"] == 0
+
+
 def test_a_step_may_read_and_go_on_with_what_it_has() -> None:
-    found = outcomes("reads")["reads"]
+    found = outcomes("reads", "frees", *IN_UNIT)["reads"]
     assert found == {"programs": 2, "flops": 3 * 2 * VOCABULARY * LENGTH * WIDTH}
+
+
+@pytest.mark.parametrize("name", IN_UNIT)
+def test_a_unit_s_forward_may_read_what_it_has_computed(name: str) -> None:
+    first, *_, last = outcomes("reads", "frees", *IN_UNIT)[name]["kinds"]
+    assert first == ["all-gather"]
+    assert "reduce-scatter" in last
+
+
+def test_collectives_have_the_names_of_units_and_the_program_has_not() -> None:
+    found = outcomes("names")["names"]
+    assert len(found["labels"]) == found["collectives"]
+    phases = {label.partition(": ")[2] for label in found["labels"]}
+    assert {"all-gather, forward", "all-gather, backward"} <= phases
+    assert any(label.startswith("root: ") for label in found["labels"])
+    assert found["same"]
+    assert found["plain labels"] == 0
 
 
 def test_what_a_step_raises_is_told_in_one_line() -> None:
     pytest.importorskip("libtpu")
     run = ("-m", "xla_fsdp.preflight", "test.common.tpu_steps:build", "--set", "depth=1")
-    done = run_warm(*run, "--sweep", "fails=build,step")
+    done = run_warm(*run, "--sweep", "fails=build,step,nothing")
     assert done.returncode == 1
-    built, stepped = done.stderr.splitlines()
+    built, stepped, empty = done.stderr.splitlines()
     start = f"xla_fsdp.preflight: {TOPOLOGY} depth=1 fails"
     where = "(--traceback shows where)"
     assert built == f"{start}=build: ValueError: no model of that name {where}"
     assert stepped == f"{start}=step: ValueError: the batch does not fit the mask {where}"
+    assert empty.startswith(f"{start}=nothing: TypeError: build_step() returned a NoneType")
     shown = run_warm(*run, "--set", "fails=step", "--traceback")
     assert shown.returncode == 1
     assert "in step" in shown.stderr

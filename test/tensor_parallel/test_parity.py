@@ -20,18 +20,27 @@ FLAT = (("flatten_parameters", True),)
 ROWS = (("shard_param_on_dim_0", True), ("reshard_after_forward", False))
 
 
-def mesh(tensor: int, shard: int = 0, replica: int = 0) -> tuple[tuple[str, int], ...]:
+def mesh(
+    tensor: int, shard: int = 0, replica: int = 0, context: int = 0
+) -> tuple[tuple[str, int], ...]:
     """Axes with a size, the outermost first."""
-    sizes = {"replica": replica, "shard": shard, "tensor": tensor}
+    sizes = {"replica": replica, "shard": shard, "context": context, "tensor": tensor}
     return tuple((name, size) for name, size in sizes.items() if size)
 
 
 QUICK = {
     "Gpt sharded": Case("Gpt", mesh(2, 2), shard="wrapped", **ALL),
     README: Case("Llama", mesh(2, 2), shard="in_place", **ALL),
-    "scanned": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, **ALL),
+    "scanned": Case("FusedLlama", mesh(2, 2), shard="wrapped", scan=True, **ALL),
 }
 SLOW = {
+    "scanned Llama": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, **ALL),
+    "attention": Case("FusedLlama", mesh(2, 2), shard="in_place", **ALL),
+    "attention, 8 ranks": Case("FusedLlama", mesh(4, 2), shard="wrapped", scan=True, **ALL),
+    "context": Case("FusedLlama", mesh(2, 1, context=2), shard="in_place", **ALL),
+    "context, 8 ranks": Case(
+        "FusedLlama", mesh(2, 2, context=2), shard="wrapped", scan=True, **ALL
+    ),
     "scanned Gpt": Case("Gpt", mesh(2, 1), shard="wrapped", scan=True, **ALL),
     "scanned, 2 ranks": Case("Llama", mesh(2, 1), shard="wrapped", scan=True),
     "stacked": Case("Llama", mesh(2, 2), shard="wrapped", scan=True, stacked=True, **ALL),

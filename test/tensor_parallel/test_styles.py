@@ -425,15 +425,24 @@ def other_losses(rank: int) -> dict[str, Any]:
     with loss_parallel():
         plain = F.cross_entropy(logits, target)
         refused = message(lambda: F.cross_entropy(logits[:, :4], on_device(given(3, 4)).softmax(1)))
+        of_slices = [
+            message(lambda: F.nll_loss(logits[:, :4], target)),
+            message(lambda: logits[:, :4].log_softmax(-1)),
+            message(lambda: F.log_softmax(logits[:, :4], dim=1)),
+            message(lambda: torch.logsumexp(logits[:, :4], 1)),
+        ]
+        torch.logsumexp(logits, 1)  # of whole rows
     error = worst(plain, F.cross_entropy(given(3, 7), torch.tensor([0, 6, 2])))
     del head
-    return {"before": before, "error": error, "refused": refused, "after": message(unknown)}
+    found = {"before": before, "error": error, "refused": refused, "after": message(unknown)}
+    return {**found, "of slices": of_slices}
 
 
 def test_loss_parallel_leaves_other_losses_alone() -> None:
     found = scenarios.result("other_losses")
     assert found["error"] < 1e-6
     assert "targets are probabilities" in found["refused"]
+    assert all("this rank's 4 classes" in each for each in found["of slices"]), found["of slices"]
     assert "loss_parallel knows no logits" in found["before"]
     assert found["after"] == found["before"]
 

@@ -32,7 +32,9 @@ from xla_fsdp.checkpoint.model_files import (
     in_dtype,
     kind_of,
     model_outputs,
+    older_files,
     renamed,
+    restricted,
 )
 from xla_fsdp.checkpoint.outputs import (
     BytesOutput,
@@ -41,6 +43,7 @@ from xla_fsdp.checkpoint.outputs import (
     TorchOutput,
     WriteOptions,
     find_output_problems,
+    find_shard_files,
     write_outputs,
 )
 from xla_fsdp.checkpoint.plan import identify, make_plan
@@ -57,7 +60,8 @@ from xla_fsdp.checkpoint.shard_files import (
     read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.storage import Storage, is_url, open_storage
+from xla_fsdp.checkpoint.step_directory import is_step_file
+from xla_fsdp.checkpoint.storage import Storage, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, full_path, source_of
 
 OUTPUT_MARK = "_consolidated"
@@ -71,6 +75,7 @@ class MergeOptions:
         optimizer: whether to merge optimizer state too, if the shards hold any.
         dtype: of the merged model's floating-point tensors; None to leave theirs.
         rules: that rename tensors.
+        only: prefixes, of new names, of the tensors to merge; () for all.
         kind: of output; None to take the one that ``save_path`` implies.
         layout: of the output in files.
         write: how files are written.
@@ -79,6 +84,7 @@ class MergeOptions:
     optimizer: bool = True
     dtype: torch.dtype | None = None
     rules: tuple[Rule, ...] = ()
+    only: tuple[str, ...] = ()
     kind: Kind | None = None
     layout: Layout = field(default_factory=Layout)
     write: WriteOptions = field(default_factory=WriteOptions)
@@ -226,7 +232,7 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
     storages: dict[str, Storage] = {}
     for path in paths:
         try:
-            folder = os.path.dirname(path)
+            folder, _ = split_path(path)
             if is_url(path) and folder not in storages:
                 storages[folder] = open_storage(folder, files_at_once=len(paths))
             shards.append(open_shard(path, storages.get(folder)))
@@ -245,7 +251,7 @@ def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
     """Yield every shard that the marker of its step lists as another one, with the problems."""
     markers: dict[str, Marker | None] = {}
     for shard in shards:
-        folder, name = os.path.split(shard.source)
+        folder, name = split_path(shard.source)
         try:
             if folder not in markers:
                 markers[folder] = read_marker_file(folder) if has_marker(folder) else None
@@ -269,7 +275,7 @@ def open_shard(path: str, storage: Storage | None = None) -> Shard:
             run code, or lacks the model or the metadata.
     """
     if is_url(path):
-        folder, name = os.path.split(path)
+        folder, name = split_path(path)
         storage = storage or open_storage(folder)
         if path.endswith(SAFETENSORS):
             return open_safetensors(storage.source(name), path)
@@ -316,13 +322,21 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     full, verifiers = merge_shards(shards, optimizer=options.optimizer)
     if options.rules:
         full = renamed(full, options.rules)
+    if options.only:
+        full = restricted(full, options.only)
     if options.dtype is not None:
         full = in_dtype(full, options.dtype)
     kind = options.kind or kind_of(save_path)
     if kind is Kind.DCP:
         return _dcp_job(full, save_path, verifiers)
     outputs = model_outputs(full, save_path, kind, options.layout)
-    return FilesJob(outputs, verifiers, make_directories=kind is Kind.DIRECTORY)
+    return FilesJob(
+        outputs,
+        verifiers,
+        make_directories=kind is Kind.DIRECTORY,
+        sources=[shard.source for shard in shards],
+        older=older_files(outputs, save_path, kind),
+    )
 
 
 def _dcp_job(full: FullCheckpoint, path: str, verifiers: Sequence[ChecksumVerifier]) -> Job:
@@ -363,8 +377,13 @@ def _find_path_problems(
     output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
 ) -> list[str]:
     # An early check, before the merge is planned: names and sizes of files are not known yet.
-    if os.path.realpath(output) in {os.path.realpath(shard.source) for shard in shards}:
-        return [f"{output}: is one of the shard files; choose another save_path"]
+    sources = [shard.source for shard in shards]
+    if problems := find_shard_files([output], sources):
+        return problems
+    if kind is Kind.DCP and find_shard_files([output], [split_path(path)[0] for path in sources]):
+        return [f"{output}: holds the shard files, and would be replaced; choose another save_path"]
+    if is_step_file(split_path(output)[1]):
+        return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
     if kind is Kind.DCP:
         job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
         return job.find_problems(overwrite=overwrite)

@@ -22,7 +22,7 @@ import warnings
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -80,7 +80,15 @@ from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find
 from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, is_url, remove_abandoned, sync
+from xla_fsdp.checkpoint.step_directory import is_step_file
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    find_special,
+    is_url,
+    remove_abandoned,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     TensorSource,
@@ -120,8 +128,15 @@ class DcpJob(Job):
         if is_url(path):
             return find_url_problems(path, overwrite=overwrite)
         parent = os.path.dirname(path) or "."
+        if special := find_special(path):
+            return special
         if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
             return [f"{path}: {EXISTS}"]
+        if strange := _irreplaceable(path):
+            return [
+                f"{path}: holds {strange[0]}, which is no regular file or belongs to a run, and "
+                f"the whole directory would be replaced; choose another save_path"
+            ]
         if not os.path.isdir(parent):
             return [f"{path}: cannot be written, there is no directory {parent}"]
         if not os.access(parent, os.W_OK | os.X_OK):
@@ -149,6 +164,18 @@ class DcpJob(Job):
                     lines = [line.replace(temporary, path) for line in error.problems]
                     raise CheckpointError(lines) from error
             files.commit()
+
+
+def _irreplaceable(directory: str) -> list[str]:
+    """Return the names of what is in a directory and must not be replaced with it."""
+    if not os.path.isdir(directory):
+        return []
+    with os.scandir(directory) as entries:
+        return sorted(
+            each.name
+            for each in entries
+            if not each.is_file(follow_symlinks=False) or is_step_file(each.name)
+        )
 
 
 def _verify_written(directory: str, written: Mapping[Index, int]) -> None:
@@ -629,7 +656,8 @@ def _metadata(value: Any) -> _Metadata:
             raise CheckpointError(f"its tensors have more parts than the {len(items):,} items")
         spec = TensorSpec(_dtype(fields["properties"]), _shape(fields["size"], where))
         tensors[name] = _Tensor(spec, tuple(_box(chunk, where) for chunk in chunks))
-    return _Metadata(tensors, values, items, dict(_paths(content.get("planner_data"))))
+    paths = dict(_paths(item(content, "planner_data", object, ""), {*tensors, *values}))
+    return _Metadata(tensors, values, items, paths)
 
 
 def _state(value: Any) -> dict[str, Any]:
@@ -673,13 +701,17 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype_named(typed(dtype, Global, "a dtype").name.removeprefix("torch."))
 
 
-def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the name and the keys of every entry."""
-    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        if not isinstance(path, tuple):
-            continue
-        keys = path[:MAX_PATH]
-        sound = path and len(keys) == len(path) and all(type(key) in (str, int) for key in keys)
+def _paths(planner_data: Any, names: Collection[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield every name of an entry and its keys; nothing if a planner without nested dicts wrote
+    them."""
+    if planner_data is None:
+        return
+    paths = typed(planner_data, dict, "planner_data")
+    if missing := [name for name in names if name not in paths]:
+        raise CheckpointError(f"planner_data lacks {listed(map(shown, missing), len(missing))}")
+    for name, path in paths.items():
+        keys = path[:MAX_PATH] if isinstance(path, tuple) else ()
+        sound = keys and len(keys) == len(path) and all(type(key) in (str, int) for key in keys)
         # Lengths first: a long key may be in many paths.
         lengths = (len(key) if isinstance(key, str) else len(str(key)) for key in keys)
         sound = sound and isinstance(name, str) and sum(lengths) + len(path) - 1 == len(name)

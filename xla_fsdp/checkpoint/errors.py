@@ -34,6 +34,9 @@ class CheckpointError(ValueError):
         self.problems = [printable(line) for line in lines]
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
+
 
 class MismatchError(CheckpointError):
     """A checkpoint that may be whole cannot be loaded into this model or these objects."""
@@ -43,6 +46,13 @@ def raise_if(problems: Sequence[str]) -> None:
     """Raise one ``CheckpointError`` for all problems, if there are any."""
     if problems:
         raise CheckpointError(problems)
+
+
+def lines_of(error: Exception) -> list[str]:
+    """Return the problems of an error of any class, one line each."""
+    if isinstance(error, CheckpointError):
+        return error.problems
+    return [f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"]
 
 
 def prefixed(error: CheckpointError, name: str) -> CheckpointError:
@@ -121,7 +131,8 @@ def find_bad_names(names: Iterable[str]) -> list[str]:
     are refused. This also protects programs that make file paths of names.
     """
     return [
-        f"{name[:80]!r} is not the name of a tensor of a model"
+        f"{name[:80]!r} is not the name of a tensor of a model that can be saved: such names are "
+        f"printable, have no empty part between dots, and do not begin with a slash"
         for name in names
         if not all(name.split(".")) or not name.isprintable() or name.startswith("/")
     ]

@@ -146,6 +146,8 @@ class StateRecord:
 
     @classmethod
     def of(cls, entries: Mapping[str, StateEntry]) -> StateRecord:
+        """Return the record of a parameter's entries, by name."""
+
         def names(*kinds: StateKind) -> tuple[str, ...]:
             return tuple(name for name, entry in entries.items() if entry.kind in kinds)
 
@@ -294,6 +296,7 @@ class MemberRecord:
         return tuple(local_shape(self.shape, self.tensor_dim, parts))
 
     def local_numel(self, parts: int) -> int:
+        """Return the number of elements in each of ``parts`` tensor-parallel parts."""
         return math.prod(self.local_shape(parts))
 
 

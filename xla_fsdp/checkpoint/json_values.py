@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
+from xla_fsdp.checkpoint.safetensors_file import DTYPES
 
 TAG = "!"  # marks a JSON dict that encodes a type JSON lacks, such as {"!": "tuple", "of": [...]}
 PLAIN = (bool, int, float, str, type(None))
@@ -73,7 +74,7 @@ class _Packer:
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, Tensor):
-            return self._add("tensor", value.detach())
+            return self._add("tensor", value.detach(), where)
         if isinstance(value, np.ndarray | np.number | np.bool_):
             return self._array(value, where)
         if isinstance(value, Mapping):
@@ -88,19 +89,22 @@ class _Packer:
         )
         return None
 
-    def _add(self, kind: str, tensor: Tensor) -> Any:
+    def _add(self, kind: str, tensor: Tensor, where: str) -> Any:
+        if reason := _reason_against(tensor):
+            self.problems.append(f"{where} is a tensor {reason}; convert it")
+            return None
         self.tensors.append(tensor)
         return {TAG: kind, "at": len(self.tensors) - 1}
 
     def _array(self, value: Any, where: str) -> Any:
         try:
             tensor = torch.from_numpy(np.array(value))  # a copy, as it may be read-only
-        except TypeError:
+        except (TypeError, ValueError):
             self.problems.append(
                 f"{where} is an array of {value.dtype}, which torch does not have; convert it"
             )
             return None
-        return self._add("array" if isinstance(value, np.ndarray) else "number", tensor)
+        return self._add("array" if isinstance(value, np.ndarray) else "number", tensor, where)
 
     def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
         pairs = []
@@ -112,6 +116,17 @@ class _Packer:
         if not is_counter and TAG not in value and all(isinstance(key, str) for key in value):
             return dict(pairs)
         return {TAG: "Counter" if is_counter else "dict", "of": pairs}
+
+
+def _reason_against(tensor: Tensor) -> str:
+    """Return why a tensor cannot be in a file; "" if it can."""
+    if tensor.is_meta:
+        return "on the meta device, which has no values"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"of layout {tensor.layout}{', nested' * tensor.is_nested}, not a dense one"
+    if tensor.dtype not in DTYPES.values():
+        return f"of {dtype_name(tensor.dtype)}, which safetensors does not have"
+    return ""
 
 
 def _unpacked(json: Any, tensors: Sequence[Tensor]) -> Any:

@@ -36,6 +36,7 @@ from xla_fsdp.checkpoint.outputs import (
     TorchOutput,
 )
 from xla_fsdp.checkpoint.shard_files import SAFETENSORS
+from xla_fsdp.checkpoint.storage import exists, open_storage
 from xla_fsdp.checkpoint.tensor_source import TensorSource
 
 # Keys of a merged file's metadata; their values are JSON.
@@ -45,6 +46,8 @@ OPTIMIZER = "xla_fsdp_optimizer"
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+_FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -122,6 +125,20 @@ def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -
         return list(_all_files(full, base, f"{base}.optimizer", unlimited))
     model, optimizer = os.path.join(path, "model"), os.path.join(path, "optimizer")
     return list(_all_files(full, model, optimizer, layout))
+
+
+def older_files(outputs: Sequence[Output], path: str, kind: Kind) -> list[str]:
+    """Return the files of earlier merges at ``path`` that ``outputs`` do not replace: of a model in
+    one file or more, or of an optimizer."""
+    found: list[str] = []
+    if kind is Kind.SAFETENSORS:
+        optimizer = f"{path.removesuffix(SAFETENSORS)}.optimizer{SAFETENSORS}"
+        found = [optimizer] if exists(optimizer) else []
+    if kind is Kind.DIRECTORY:
+        names = open_storage(path).names()
+        found = [os.path.join(path, name) for name in names if _FILE.fullmatch(name)]
+    new = {output.path for output in outputs}
+    return [path for path in found if path not in new]
 
 
 def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
@@ -278,6 +295,38 @@ def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]
     return names
 
 
+def restricted(full: FullCheckpoint, prefixes: Sequence[str]) -> FullCheckpoint:
+    """Return the checkpoint with only those names that have one of the prefixes.
+
+    Of tied names, the first that is left is the canonical one.
+
+    Raises:
+        CheckpointError: if a prefix fits no name.
+    """
+    check_prefixes(prefixes, full.model)
+    left = [name for name in full.model if name.startswith(tuple(prefixes))]
+    new: dict[str, str] = {}  # by canonical name
+    for name in left:
+        new.setdefault(full.ties.get(name, name), name)
+    canonical = {name: new[full.ties.get(name, name)] for name in left}
+    return FullCheckpoint(
+        model={name: full.model[name] for name in left},
+        ties={name: other for name, other in canonical.items() if name != other},
+        optimizer=full.optimizer and _renamed_optimizer(full.optimizer, new),
+    )
+
+
+def check_prefixes(prefixes: Sequence[str], names: Iterable[str]) -> None:
+    """Raise ``CheckpointError`` if there are none, or one fits no name."""
+    known = list(names)
+    problems = [
+        f"only: {prefix!r} fits no name of the model"
+        for prefix in prefixes
+        if not any(name.startswith(prefix) for name in known)
+    ]
+    raise_if(problems if prefixes else ["only: is empty, so it selects nothing of the model"])
+
+
 def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
     """Return the checkpoint with the model's floating-point tensors cast, but not the optimizer's.
 
@@ -299,10 +348,12 @@ def _new_name(name: str, rules: Sequence[Rule]) -> str:
 
 
 def _renamed_optimizer(optimizer: OptimizerState, names: Mapping[str, str]) -> OptimizerState:
+    """Return the state of the parameters in ``names``, under their new names."""
     return OptimizerState(
         groups=tuple(
-            GroupRecord(tuple(names[name] for name in group.params), group.options)
+            GroupRecord(tuple(names[n] for n in group.params if n in names), group.options)
             for group in optimizer.groups
+            if not group.params or any(name in names for name in group.params)
         ),
-        states={names[name]: state for name, state in optimizer.states.items()},
+        states={names[name]: s for name, s in optimizer.states.items() if name in names},
     )

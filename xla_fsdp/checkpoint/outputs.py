@@ -28,9 +28,24 @@ from xla_fsdp.checkpoint.copying import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError, failing, raise_if
 from xla_fsdp.checkpoint.safetensors_file import Header, plan_file
-from xla_fsdp.checkpoint.storage import EXISTS, AtomicFiles, exists, is_url, remove_abandoned, sync
+from xla_fsdp.checkpoint.storage import (
+    EXISTS,
+    AtomicFiles,
+    exists,
+    find_special,
+    is_url,
+    open_storage,
+    remove_abandoned,
+    split_path,
+    sync,
+)
 from xla_fsdp.checkpoint.tensor_source import LocalFile, Part, TensorSource, convert_tensors
 from xla_fsdp.checkpoint.torch_file import write_crcs, write_skeleton
+
+MIXED = (
+    "is of another merge, but a reader would take it for a part of this one; remove it, choose "
+    "another save_path, or overwrite it (--overwrite)"
+)
 
 Checksums = Mapping[str, str]
 BlockCrcs = Mapping[int, Sequence[int]]
@@ -215,6 +230,8 @@ def find_output_problems(
             directory = os.path.dirname(directory) or "."
         if os.path.isdir(path):
             problems.append(f"{path}: is a directory; save_path must name a file")
+        elif special := find_special(path):
+            problems += special
         elif os.path.lexists(path) and not overwrite:
             problems.append(f"{path}: {EXISTS}")
         elif not os.path.isdir(directory):
@@ -228,6 +245,16 @@ def find_output_problems(
         if size > free:
             problems.append(f"{directory}: {size:,} bytes are needed, and {free:,} are free")
     return problems
+
+
+def find_shard_files(paths: Sequence[str], sources: Sequence[str]) -> list[str]:
+    """Return one line for each path that is one of the shard files that are read."""
+    known = {os.path.realpath(source) for source in sources}
+    return [
+        f"{path}: is one of the shard files; choose another save_path"
+        for path in paths
+        if os.path.realpath(path) in known
+    ]
 
 
 def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
@@ -334,20 +361,32 @@ class FilesJob(Job):
         outputs: in the order in which they get their names.
         verifiers: of the tensors that the outputs read.
         make_directories: whether to create missing directories.
+        sources: paths of the shard files, which are never replaced.
+        older: files of an earlier merge that a reader would take for parts of this one; they are
+            deleted after it, if existing files may be replaced.
     """
 
     outputs: Sequence[Output]
     verifiers: Sequence[ChecksumVerifier] = field(repr=False)
     make_directories: bool
+    sources: Sequence[str] = field(default=(), repr=False)
+    older: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
         return sum(output.nbytes for output in self.outputs)
 
     def find_problems(self, *, overwrite: bool) -> list[str]:
-        return find_output_problems(
-            self.outputs, overwrite=overwrite, make_directories=self.make_directories
-        )
+        mixed = [] if overwrite else [f"{path}: {MIXED}" for path in self.older]
+        paths = [*(output.path for output in self.outputs), *self.older]
+        return [
+            *find_shard_files(paths, self.sources),
+            *find_output_problems(
+                self.outputs, overwrite=overwrite, make_directories=self.make_directories
+            ),
+            *(problem for path in self.older for problem in find_special(path)),
+            *mixed,
+        ]
 
     def describe(self) -> Iterator[str]:
         for output in self.outputs:
@@ -355,6 +394,11 @@ class FilesJob(Job):
                 f", {len(output.tensors)} tensors" if isinstance(output, SafetensorsOutput) else ""
             )
             yield f"would write {output.path} (about {output.nbytes:,} bytes{tensors})"
+        for path in self.older:
+            yield f"would remove {path}"
 
     def write(self, options: WriteOptions) -> None:
         write_outputs(self.outputs, options, self.verifiers)
+        for path in self.older:
+            folder, name = split_path(path)
+            open_storage(folder).delete(name)

@@ -8,9 +8,12 @@ read or a write is bounded by ``RECENT``, or ``TOGETHER`` times ``PART``.
 from __future__ import annotations
 
 import errno
+import os
 import random
+import re
 import secrets
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +36,10 @@ COMPOSED = 32  # parts that Google Cloud Storage puts together in one request
 READ = 1 << 23  # bytes of a request that reads many small neighbours at once
 SMALLEST_READ = 1 << 18
 RECENT = 32 * READ  # bytes of such requests that are kept for the next neighbour
+
+# Object stores' clients look for an object's version at the end, fsspec elsewhere for patterns.
+_VERSION = re.compile(r"(#|\?\w+=)[^/]*$")
+_PATTERN = re.compile(r"([*?\[])")
 
 _PASSING = {
     errno.EAGAIN,
@@ -139,6 +146,11 @@ class RemoteStorage:
             raise CheckpointError(f"{where}: {error}") from error
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else self._fs.protocol
         self._has_objects = not OBJECT_STORES.isdisjoint(protocols)
+        self._refuse_misread_names()
+        if self._has_objects:
+            # gcsfs gives a body of any size to aiohttp as bytes, of which that warns above 1 MB,
+            # because writing it keeps its event loop busy; nothing else runs on that loop.
+            warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)
 
     def names(self, folder: str = "") -> list[str]:
         names = (each["name"].rstrip("/").rpartition("/")[2] for each in self._list(folder))
@@ -362,11 +374,22 @@ class RemoteStorage:
             if last:
                 return
 
+    def _refuse_misread_names(self) -> None:
+        # What is written there is not found again, or something else is.
+        misread = _VERSION if self._has_objects else _PATTERN
+        if found := misread.search(self._root):
+            raise CheckpointError(
+                f"{self.where}: {type(self._fs).__name__} does not take {found[1]!r} there as part "
+                f"of a name; choose a name without"
+            )
+        if self._has_objects and not self._root.strip("/"):
+            raise CheckpointError(f"{self.where}: names no bucket, or nothing in it")
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def _url(self, name: str) -> str:
-        return f"{self.where.rstrip('/')}/{name}" if name else self.where
+        return os.path.join(self.where, name) if name else self.where
 
 
 class _ExistsError(CheckpointError):

@@ -47,7 +47,7 @@ from xla_fsdp.checkpoint.shard_files import (
     verifying_shards,
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, job_token
-from xla_fsdp.checkpoint.storage import is_url
+from xla_fsdp.checkpoint.storage import is_url, split_path
 from xla_fsdp.checkpoint.tensor_source import TensorSource, full_path
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
 
@@ -106,7 +106,8 @@ def plan_reshard(
     files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
     marker = Marker(step, world_size, {}, job)
     outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
-    return FilesJob(outputs, verifiers, make_directories=True)
+    sources = [shard.source for shard in shards]
+    return FilesJob(outputs, verifiers, make_directories=True, sources=sources)
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,8 @@ class MarkerOutput(Output):
 
 def step_of(shard: Shard) -> int:
     """Return the step of a shard file; 0 if it is not in a step's directory."""
-    folder = os.path.dirname(
-        shard.source if is_url(shard.source) else os.path.abspath(shard.source)
-    )
+    source = shard.source if is_url(shard.source) else os.path.abspath(shard.source)
+    folder, _ = split_path(source)
     if not has_marker(folder):
         return 0
     return read_marker_file(folder).step

@@ -39,6 +39,7 @@ from xla_fsdp.checkpoint.tensor_source import (
 )
 
 METADATA_KEY = "xla_fsdp"  # key in the header's metadata of the ``ShardMetadata``, as JSON
+RESERVED = "__metadata__"  # key in the header of the metadata, among the names of tensors
 OWN_METADATA = ("format", METADATA_KEY)
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
@@ -108,7 +109,7 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
     """Return the header of a file that holds these tensors.
 
     Raises:
-        CheckpointError: if safetensors has no such dtype, or the header gets too long.
+        CheckpointError: if safetensors has no such dtype or name, or the header gets too long.
     """
     problems = [
         f"{name} is {dtype_name(spec.dtype)}, which safetensors does not have; "
@@ -116,6 +117,11 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
         for name, spec in tensors.items()
         if spec.dtype not in _NAMES
     ]
+    if RESERVED in tensors:
+        problems.append(
+            f"a tensor has the name {RESERVED}, which safetensors has for something else; rename "
+            f"it, or write a .pth file instead"
+        )
     raise_if(problems)
     # The widest dtype first, so that every tensor is aligned; otherwise in the given order.
     ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
@@ -180,7 +186,7 @@ def shard_file_metadata(metadata: ShardMetadata, extra: Mapping[str, str]) -> di
 
 
 def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes:
-    lines: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    lines: dict[str, Any] = {RESERVED: metadata} if metadata else {}
     start = 0
     for name, spec in specs.items():
         stop = start + spec.nbytes
@@ -214,7 +220,7 @@ def _parsed(source: ByteSource) -> Header:
         )
     data = read_bytes(source, 8, length)
     lines = _json_dict(_text(data), "header")
-    metadata = _metadata(lines.pop("__metadata__", {}))
+    metadata = _metadata(lines.pop(RESERVED, {}))
     entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
     in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
     header = Header(dict(in_file_order), metadata, 8 + length, digest(head + data))

@@ -29,7 +29,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.checksum import checksum, digest
-from xla_fsdp.checkpoint.errors import CheckpointError, T, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, T, lines_of, raise_if
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
@@ -203,6 +203,18 @@ class Ranks:
             raise CheckpointError([f"{_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()])
         return [each for _, each in gathered]
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Let all ranks raise what this one raises in the block, before their next
+        ``all_gather_or_raise`` returns.
+
+        A rank that raised alone would leave the others waiting for it.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.all_gather_or_raise(lines_of(error))
+
 
 @dataclass(frozen=True)
 class ShardFile:
@@ -270,6 +282,7 @@ class Save:
         keep: complete steps not to delete.
         job: that saves; of the tokens of all ranks, rank 0's counts.
         metrics: of the step, as JSON; the leader's are written.
+        same: what else has to be equal on all ranks, by name.
     """
 
     def __init__(
@@ -281,10 +294,12 @@ class Save:
         keep: Keep,
         job: Job,
         metrics: Mapping[str, Any] | None = None,
+        same: Mapping[str, Any] | None = None,
     ) -> None:
         self._storage, self._ranks, self._file = storage, ranks, file
         self._step, self._keep = step, keep
-        self._job, self._metrics = job, metrics or {}
+        self._job, self._metrics, self._same = job, metrics or {}, same or {}
+        self._process = os.getpid()
         self._attempt = Attempt(step)
         self._leads = False  # whether this rank marks and deletes in its directory
         self._shared = True  # whether all ranks see the same files
@@ -330,8 +345,15 @@ class Save:
         metadata = replace(content.metadata, step=self._step, job=self._job.token)
         work = partial(self._work, write, replace(content, metadata=metadata))
         # Not a daemon, as ranks on CPU are: those end with the process, whatever they are doing.
-        self._thread = threading.Thread(target=work, name="save_checkpoint", daemon=False)
+        name = f"saving step {self._step} in {self._storage.where}"
+        self._thread = threading.Thread(target=work, name=name, daemon=False)
         self._thread.start()
+        atexit.register(self._end_process_if_lost)
+
+    def give_up(self, error: Exception) -> None:
+        """Write nothing, because of an error of this rank, which ``wait`` raises on all; in place
+        of ``start``."""
+        self._fail(error)
         atexit.register(self._end_process_if_lost)
 
     def wait(self) -> None:
@@ -374,6 +396,7 @@ class Save:
                 "file_format": self._file.suffix,
                 "keep_last": self._keep.last,
                 "keep_period": self._keep.period,
+                **self._same,
             },
             job=self._job.token,
             replaced=sorted(self._job.replaced),
@@ -476,9 +499,12 @@ class Save:
             if self._shared and self._leads:
                 self._mark_when_all_are_announced()
         except Exception as error:  # raised by wait()
-            self._error = error
-            with suppress(CheckpointError):  # the leader then waits in vain
-                self._announce(None, _lines(error))
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        with suppress(CheckpointError):  # the leader then waits in vain
+            self._announce(None, lines_of(error))
 
     def _announce(self, file: FileRecord | None, problems: Sequence[str] = ()) -> None:
         if self._writes:
@@ -515,7 +541,7 @@ class Save:
 
     def _collect(self) -> dict[str, FileRecord]:
         """Return every file, after checking that all are written and replicas equal."""
-        failure = [] if self._error is None else _lines(self._error)
+        failure = [] if self._error is None else lines_of(self._error)
         own = self._written and (self._file.shard, self._writes, *self._written)
         files: dict[str, FileRecord] = {}
         first: dict[int, tuple[int, str]] = {}
@@ -593,7 +619,9 @@ class Save:
 
     def _end_process_if_lost(self) -> None:
         """Called when the process ends, after its threads, if nobody has called ``wait``."""
-        problems = self._lost if self._error is None else _lines(self._error)
+        if os.getpid() != self._process:  # a fork, which has no part in the save
+            return
+        problems = self._lost if self._error is None else lines_of(self._error)
         if self._leads and not self._marked and not problems:
             problems = [
                 "not all ranks announced their files"
@@ -624,10 +652,6 @@ def disagreements(agreed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if len(ranks) > 1:
             each = "; ".join(f"{value} on {_ranks(own)}" for value, own in ranks.items())
             yield f"ranks disagree about {what}: {each}. All must pass the same"
-
-
-def _lines(error: Exception) -> list[str]:
-    return error.problems if isinstance(error, CheckpointError) else [repr(error)]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

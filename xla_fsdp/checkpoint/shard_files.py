@@ -18,7 +18,7 @@ from weakref import finalize
 
 from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
-from xla_fsdp.checkpoint.errors import CheckpointError, prefixed
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.format import (
     VALUE_PREFIX,
     VALUES_KEY,
@@ -37,8 +37,9 @@ from xla_fsdp.checkpoint.safetensors_file import (
     tensor_of,
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
-from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage
+from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import (
+    LOCAL,
     ByteSource,
     LocalFile,
     RecentBlocks,
@@ -113,7 +114,7 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
         return _find_remote(ckpt_prefix, ckpt_suffix)
     if not ckpt_prefix and ckpt_suffix == DEFAULT_SUFFIX:
         raise CheckpointError("ckpt_prefix is empty; expected one ('.' is the working directory)")
-    found = _find_local(os.path.expanduser(ckpt_prefix), ckpt_suffix)
+    found = _find_local(_local(ckpt_prefix), ckpt_suffix)
     return [full_path(path) for path in found]
 
 
@@ -136,9 +137,11 @@ def _find_remote(url: str, suffix: str) -> list[str]:
     storage = open_storage(url)
     names = storage.names() if suffix == DEFAULT_SUFFIX else []
     if not names:
-        folder, start = os.path.split(url)
+        folder, start = split_path(url)
         pattern = escape(start) + suffix
-        return [f"{folder}/{n}" for n in open_storage(folder).names() if fnmatchcase(n, pattern)]
+        return [
+            os.path.join(folder, n) for n in open_storage(folder).names() if fnmatchcase(n, pattern)
+        ]
     if storage.find(DCP_METADATA) is not None:
         return [url]
     if attempts := complete_attempts(storage):
@@ -161,7 +164,7 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
         return f"{count} in {ckpt_prefix}{ckpt_suffix}"
     if list(paths) == [full_path(ckpt_prefix)]:
         return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
-    folder = os.path.dirname(paths[0])
+    folder, _ = split_path(paths[0])
     kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
     found = f"{count} ({' and '.join(kinds)}) in {folder}"
     if not has_marker(folder):
@@ -173,8 +176,15 @@ def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
     """Return the error message if ``find_files`` finds nothing."""
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
-    nor = "" if ckpt_suffix != DEFAULT_SUFFIX else f", and there is no directory {ckpt_prefix}"
-    return f"no shard file matches {ckpt_prefix}{ckpt_suffix}{nor}"
+    if ckpt_suffix != DEFAULT_SUFFIX:
+        return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
+    above, _ = split_path(full_path(ckpt_prefix).rstrip("/"))
+    steps = [attempt.folder for attempt in complete_attempts(open_storage(above))]
+    there = f"; complete in {above}: {listed(steps, len(steps))}" if steps else ""
+    return (
+        f"no shard file matches {ckpt_prefix}{ckpt_suffix}, and there is no directory "
+        f"{ckpt_prefix}{there}"
+    )
 
 
 def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
@@ -183,8 +193,12 @@ def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
     return bool(
         open_storage(ckpt_prefix).names()
         if is_url(ckpt_prefix)
-        else os.path.isdir(os.path.expanduser(ckpt_prefix))
+        else os.path.isdir(_local(ckpt_prefix))
     )
+
+
+def _local(path: str) -> str:
+    return os.path.expanduser(path.removeprefix(LOCAL))
 
 
 def has_marker(folder: str) -> bool:

@@ -23,10 +23,11 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import isnan
-from typing import Any, NamedTuple
+from math import isfinite, isnan
+from typing import NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import JobRecord, Marker
@@ -35,7 +36,13 @@ from xla_fsdp.checkpoint.storage import Storage, open_storage
 MARKER = "complete.json"
 METRICS = "metrics.json"
 JOB = "job.json"
+_RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.(json|safetensors|pth)")
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
+
+
+def is_step_file(name: str) -> bool:
+    """Return whether a file of this name in a directory of a run or a step has a meaning there."""
+    return name in (MARKER, METRICS, JOB) or _RANK_FILE.fullmatch(name) is not None
 
 
 _RANDOM = secrets.token_hex(4)  # of this process and its forks
@@ -81,12 +88,12 @@ class Best:
         if self.keep < 1:
             raise ValueError(f"keep={self.keep!r}; expected a whole number, 1 or more")
 
-    def ordered(self, metrics: Mapping[Attempt, Mapping[str, Any]]) -> list[Attempt]:
-        """Return the attempts that have the metric, as a number, the best and latest first."""
+    def ordered(self, metrics: Mapping[Attempt, Mapping[str, float]]) -> list[Attempt]:
+        """Return the attempts that have the metric, the best and latest first."""
         known = {
-            each: float(own[self.metric])
+            each: own[self.metric]
             for each, own in metrics.items()
-            if isinstance(own.get(self.metric), int | float) and not isnan(own[self.metric])
+            if self.metric in own and not isnan(own[self.metric])
         }
         sign = 1 if self.mode == "min" else -1
         latest_first = sorted(known, reverse=True)
@@ -110,7 +117,7 @@ class Keep:
     damaged: frozenset[Attempt] = frozenset()
 
     def kept(
-        self, complete: Iterable[Attempt], metrics: Callable[[Attempt], Mapping[str, Any]]
+        self, complete: Iterable[Attempt], metrics: Callable[[Attempt], Mapping[str, float]]
     ) -> set[Attempt]:
         """Return those of the complete attempts, in order, that are kept."""
         sound = [each for each in complete if each not in self.damaged]
@@ -176,18 +183,25 @@ def read_marker(storage: Storage, attempt: Attempt) -> Marker:
     return marker
 
 
-def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, Any]) -> None:
+def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, float]) -> None:
     """Write the metrics of an attempt, before its marker."""
-    storage.put(attempt.file(METRICS), json.dumps(dict(metrics), indent=1).encode())
+    # JSON has no numbers but finite ones; float() reads the text of the others.
+    plain = {name: m if isfinite(m) else str(m) for name, m in metrics.items()}
+    storage.put(attempt.file(METRICS), json.dumps(plain, indent=1).encode())
 
 
-def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, Any]:
-    """Read the metrics that were saved with an attempt; {} if there are none, or no JSON dict."""
+def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, float]:
+    """Read the metrics that were saved with an attempt; {} if there are none, or no JSON dict.
+    What is no number is left out."""
     try:
-        metrics = json.loads(storage.find(attempt.file(METRICS)) or b"{}")
+        found = json.loads(storage.find(attempt.file(METRICS)) or b"{}")
     except (ValueError, RecursionError):
         return {}
-    return metrics if isinstance(metrics, dict) else {}
+    metrics: dict[str, float] = {}
+    for name, value in found.items() if isinstance(found, dict) else ():
+        with suppress(TypeError, ValueError, OverflowError):
+            metrics[name] = float(value)
+    return metrics
 
 
 def check_step(marker: Marker, folder: str, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from xla_fsdp.checkpoint.errors import CheckpointError, one_line
+from xla_fsdp.checkpoint.errors import CheckpointError, one_line, printable
 from xla_fsdp.checkpoint.step_directory import (
     MARKER,
     Attempt,
@@ -15,6 +15,7 @@ from xla_fsdp.checkpoint.step_directory import (
 from xla_fsdp.checkpoint.storage import Storage
 
 HEAD = ("step", "folder", "state", "ranks", "files", "bytes", "job", "metrics")
+LONGEST_JOB = 80  # characters: a file may hold any name
 _TO_THE_RIGHT = {"step", "ranks", "files", "bytes"}
 
 
@@ -26,7 +27,12 @@ def describe_steps(
     Args:
         storage: of the directory.
         verify: returns what is wrong with a complete attempt's folder; None to leave that out.
+
+    Raises:
+        CheckpointError: if there is no such directory; at the end, with all problems.
     """
+    if not storage.names():
+        raise CheckpointError(f"{storage.where}: there is no such directory, or nothing is in it")
     tree, problems = storage.tree(), list[str]()
     rows: list[tuple[str, ...]] = [HEAD]
     for attempt in all_attempts(storage):
@@ -63,4 +69,5 @@ def _row(
     metrics = read_metrics(storage, attempt).items()
     shown = one_line(", ".join(f"{name}={value}" for name, value in metrics))
     size, count = str(marker.world_size), str(len(marker.files))
-    return (*start, "complete", size, count, f"{nbytes:,}", marker.job or "", shown), []
+    job = printable(marker.job or "")[:LONGEST_JOB]
+    return (*start, "complete", size, count, f"{nbytes:,}", job, shown), []

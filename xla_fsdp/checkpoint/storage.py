@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from typing import Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
 from xla_fsdp.checkpoint.tensor_source import (
+    LOCAL,
     Buffer,
     ByteSource,
     LocalFile,
@@ -28,10 +30,9 @@ from xla_fsdp.checkpoint.tensor_source import (
     read_bytes,
 )
 
-LOCAL = "file://"
-
 UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
 
+SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
 
@@ -103,21 +104,32 @@ def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> S
         files_at_once: number of files of which small parts are read in turns.
 
     Raises:
-        CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it.
+        CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it; if the
+            store takes characters of the URL for something else.
     """
     where = full_path(directory)
-    if where.startswith(LOCAL):
-        return LocalStorage(full_path(where.removeprefix(LOCAL)))
-    if "://" not in where:
+    if not is_url(where):
         return LocalStorage(where)
     from xla_fsdp.checkpoint.remote_storage import RemoteStorage  # which needs fsspec
 
-    return RemoteStorage(where, files_at_once=files_at_once)
+    # To an object store, "run//job.json" is another object than "run/job.json".
+    scheme, mark, rest = where.partition("://")
+    return RemoteStorage(f"{scheme}{mark}{rest.rstrip('/')}", files_at_once=files_at_once)
 
 
 def is_url(path: str) -> bool:
     """Return whether a path is that of a remote file."""
     return "://" in path and not path.startswith(LOCAL)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Return the folder of a path or URL, and the name in it: of ``memory://x`` those are
+    ``memory://`` and ``x``."""
+    if not is_url(path):
+        return os.path.split(path)
+    scheme, _, rest = path.partition("://")
+    folder, _, name = rest.rpartition("/")
+    return f"{scheme}://{folder}", name
 
 
 class LocalStorage:
@@ -137,10 +149,15 @@ class LocalStorage:
         return sorted(name for name in found if not name.startswith("."))
 
     def sizes(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
         path = self._root / folder
-        with failing(path, "cannot be listed"), suppress(FileNotFoundError):
-            return {e.name: e.stat().st_size for e in os.scandir(path) if e.is_file()}
-        return {}
+        missing = suppress(FileNotFoundError)
+        with failing(path, "cannot be listed"), missing, os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def tree(self) -> dict[str, dict[str, int]]:
         return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
@@ -347,8 +364,23 @@ def exists(path: str) -> bool:
     """Return whether there is something at a path or URL."""
     if not is_url(path):
         return os.path.lexists(path)
-    folder, name = os.path.split(path.rstrip("/"))
+    folder, name = split_path(path.rstrip("/"))
     return name in open_storage(folder).names()
+
+
+def find_special(path: str) -> list[str]:
+    """Return a line if there is something at a local path that is neither file nor directory: it is
+    never replaced."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return []
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return []
+    what = SPECIAL.get(stat.S_IFMT(mode), "a device")
+    if stat.S_ISLNK(mode):
+        what = f"a symbolic link to {os.readlink(path)}"
+    return [f"{path}: is {what}, which is never replaced; choose another save_path"]
 
 
 def upload(path: str, url: str, *, verify: bool) -> None:
@@ -362,7 +394,7 @@ def upload(path: str, url: str, *, verify: bool) -> None:
         for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):
             upload(os.path.join(path, name), f"{url.rstrip('/')}/{name}", verify=verify)
         return
-    folder, name = os.path.split(url)
+    folder, name = split_path(url)
     storage, file = open_storage(folder), LocalFile(path)
     chunks = [(at, min(UPLOADED, file.nbytes - at)) for at in range(0, file.nbytes, UPLOADED)]
     storage.write(name, (read_bytes(file, *chunk) for chunk in chunks))
@@ -376,7 +408,7 @@ def upload(path: str, url: str, *, verify: bool) -> None:
 
 def fetch(url: str, folder: str) -> str:
     """Copy a file at a URL into a local folder; return its path."""
-    above, name = os.path.split(url)
+    above, name = split_path(url)
     source, path = open_storage(above).source(name), os.path.join(folder, name)
     with failing(path), open(path, "wb") as file:
         for at in range(0, source.nbytes, UPLOADED):

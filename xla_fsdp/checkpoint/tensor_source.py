@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from bisect import bisect_right
 from collections import OrderedDict
@@ -31,17 +32,23 @@ from xla_fsdp.checkpoint.format import MemberRecord
 BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
 
 
+LOCAL = "file://"
+
+
 def full_path(path: str | os.PathLike[str]) -> str:
     """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
-    working directory changes; a URL as it is.
+    working directory changes; of a URL with ``file://`` the path, any other one with at most one
+    slash at its end.
 
     Raises:
         CheckpointError: if the path is empty, as where a variable of a shell is not set.
     """
-    text = os.fspath(path)
+    text = os.fspath(path).removeprefix(LOCAL)
     if not text:
         raise CheckpointError("the path is empty; expected one ('.' is the working directory)")
-    return text if "://" in text else os.path.join(os.getcwd(), os.path.expanduser(text))
+    if "://" in text:
+        return re.sub(r"(?<=[^:/])/+$", "/", text)
+    return os.path.join(os.getcwd(), os.path.expanduser(text))
 
 
 Buffer = bytes | memoryview

@@ -6,6 +6,9 @@ Invariants: no rank executes a collective before all ranks have recorded the sam
 value counts as a sync); the first failure wins and ends every wait; a gate that has opened lets
 every rank through even if a failure comes meanwhile, as its peers would wait in the collective for
 a missing rank. Imports no torch_xla, and torch (for its random number generator) only when needed.
+
+Ranks of scripts *start* one after the other, as processes would: each has the process to itself
+until it makes a collective, wraps a module or ends.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from xla_fsdp.distributed.process_state import ProcessState
+
 STACK_LINES = 4
+
+BUSY = 0.02
+"""Share of one CPU; a process that uses less waits, even if it looks for something repeatedly."""
 
 RankSetup = Callable[[int], None]
 """What a rank's thread does before or after the user's function, given its number."""
@@ -50,17 +58,24 @@ class Arrival:
 
 @dataclass
 class Run:
-    """State of one launch, shared by its rank threads, guarded by ``_changed``."""
+    """State of one launch, shared by its rank threads, guarded by ``_changed``.
+
+    Args:
+        num_ranks: how many.
+        set_up: called with each rank's number where it starts: it puts the process into the state
+            in which the rank expects it. None if the ranks start side by side.
+    """
 
     num_ranks: int
+    set_up: RankSetup | None = None
     execution: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank compiles and schedules: one compiles, the others find the result cached."""
     threads: list[RankThread] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
-    without_values: list[int] = field(default_factory=list)
-    """Ranks that trace what is not executed: they may read no values now."""
+    in_collectives: set[int] = field(default_factory=set)
+    """Ranks that have made collectives since they last passed the gate."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -71,7 +86,10 @@ class Run:
         # many blocks of ``turn`` it is (0 if it has only seeded).
         self._exclusive_rank: int | None = None
         self._exclusive_depth = 0
-        self._random_states: dict[int, Any] = {}
+        self._states: dict[int, ProcessState] = {}  # of ranks that others have interrupted
+        self._shared_main = sys.modules["__main__"]
+        self._starting = self.num_ranks if self.set_up is None else 0  # ranks below have started
+        self._starter_used = (-1, 0.0, 0.0)  # its number, CPU seconds, when those grew
         self._exchanges = [0] * self.num_ranks
         self._exchanged: dict[int, dict[int, bytes]] = {}
 
@@ -81,7 +99,7 @@ class Run:
         """Note that ``rank`` traced ``collective``; raise Unwind if the run has failed."""
         if self.failures:
             raise Unwind
-        self.end_seeding(rank)
+        self._let_others_in(rank)
         self._traced[rank].append(collective)
 
     def traced(self, rank: int) -> tuple[str, ...]:
@@ -95,8 +113,9 @@ class Run:
             self._traced[rank] += collectives[1:]
 
     def forget(self, rank: int) -> None:
-        """Drop what ``rank`` traced since it last passed the gate; it will not be executed."""
+        """Forget what ``rank`` traced: it passes the gate with it, or will not execute it."""
         self._traced[rank].clear()
+        self.in_collectives.discard(rank)
 
     def needs_gate(self, rank: int) -> bool:
         """Return whether ``rank`` traced a collective since it last passed the gate."""
@@ -104,12 +123,12 @@ class Run:
 
     def pass_gate(self, rank: int) -> None:
         """Wait until every rank is here with the same collectives; raise Unwind if that fails."""
-        self.end_seeding(rank)
+        self._let_others_in(rank)
         with self._changed:
             self._check_may_wait(rank)
             opened_before = self._gates_opened
             self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]))
-            self._traced[rank].clear()
+            self.forget(rank)
             if self.finished:
                 self._fail_early_return()
             elif len(self._at_gate) == self.num_ranks:
@@ -154,38 +173,61 @@ class Run:
         else:
             self.fail(difference)
 
+    def _begin_alone(self, rank: int) -> None:
+        """Wait until ``rank`` may start, and reserve the process for it."""
+        if self.set_up is None:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (self._starting, self._exclusive_rank) == (rank, None) or self.failures
+            )
+            if self.failures:
+                raise Unwind
+            self._exclusive_rank = rank
+        self.set_up(rank)
+
+    def _let_others_in(self, rank: int) -> None:
+        """Undo ``begin_seeding``; where ranks start alone, wait until all have."""
+        self.end_seeding(rank)
+        if self._starting < self.num_ranks and self._exclusive_rank != rank:
+            with self._changed:
+                self._changed.wait_for(lambda: self._starting == self.num_ranks or self.failures)
+            if self.failures:
+                raise Unwind
+
     def begin_seeding(self, rank: int) -> None:
-        """Reserve the process's random number generator for ``rank``.
+        """Reserve the process, with its random number generators, for ``rank``.
 
         It is released when the rank makes a collective, wraps a module or ends.
         """
         with self._changed:
             self._exclude_others(rank)
-            self._random_states.pop(rank, None)
+            self._states.pop(rank, None)
 
     def end_seeding(self, rank: int) -> None:
-        """Undo ``begin_seeding``, and save the generator's state for ``resume_seeding``."""
+        """Release the process, and save its state for ``resume_seeding``."""
         if not self.is_seeding(rank):
             return
-        import torch  # not above: the launcher sets the environment before torch is loaded
-
+        state = ProcessState.now()
         with self._changed:
-            self._random_states[rank] = torch.get_rng_state()
+            if not self.is_seeding(rank):  # another thread was faster
+                return
+            self._states[rank] = state
+            sys.modules["__main__"] = self._shared_main
             self._exclusive_rank = None
+            self._starting += self._starting == rank
             self._changed.notify_all()
 
     def is_seeding(self, rank: int) -> bool:
-        """Return whether ``begin_seeding`` has reserved the generator for ``rank``."""
+        """Return whether the process is reserved for ``rank``, but not by ``turn``."""
         return self._exclusive_rank == rank and not self._exclusive_depth
 
     def resume_seeding(self, rank: int) -> None:
-        """Undo ``end_seeding``: reserve the generator again, with the state that was saved."""
-        state = self._random_states.get(rank)
+        """Undo ``end_seeding``: reserve the process again, in the state that was saved."""
+        state = self._states.get(rank)
         if state is not None:
-            import torch
-
             self.begin_seeding(rank)
-            torch.set_rng_state(state)
+            state.restore()
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
@@ -248,6 +290,7 @@ class Run:
         def work(rank: int) -> None:
             if self.failures:
                 raise Unwind
+            self._begin_alone(rank)
             enter(rank)
             self.results[rank] = fn(rank, *args)
 
@@ -298,6 +341,19 @@ class Run:
             waiting = sorted(self._at_gate)
         return waiting, [r for r in range(self.num_ranks) if r not in waiting]
 
+    def idle_starter(self, seconds: float) -> int | None:
+        """Return the rank that others wait for to start, if the process has computed nothing for
+        ``seconds``, else None; to be called often."""
+        with self._changed:
+            rank, used, now = self._starting, time.process_time(), time.monotonic()
+            if rank == self.num_ranks or not self.is_seeding(rank):
+                return None
+            known, used_before, since = self._starter_used
+            if rank != known or used - used_before > BUSY * seconds:
+                self._starter_used = (rank, used, now)
+                return None
+        return rank if now - since > seconds else None
+
     def stack(self, rank: int) -> str:
         """Return the innermost Python lines of a rank's thread, as text."""
         frame = sys._current_frames().get(self.threads[rank].ident or 0)
@@ -343,7 +399,7 @@ class RankThread(threading.Thread):
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next  # begin in the user's function
         error = error.with_traceback(frames or error.__traceback__)
-        what = f"rank {self.rank} raised {type(error).__name__}: {error}"
+        what = f"rank {self.rank} raised {type(error).__name__}: {error}".removesuffix(": ")
         self.rank_run.fail(Failure(self.rank, what, error))
 
 
@@ -359,6 +415,8 @@ def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
     Args:
         traced: the collectives of each rank.
     """
+    if all(each == traced[0] for each in traced):
+        return None  # as nearly always: a thousand collectives are looked at one by one otherwise
     for position in range(max(map(len, traced))):
         ranks_by_collective: dict[str, list[int]] = {}
         for rank, collectives in enumerate(traced):

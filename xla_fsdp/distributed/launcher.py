@@ -13,6 +13,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.preemption import Listening, listen
+from xla_fsdp.distributed.process_state import ProcessState, root_logger_kept
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.tpu_flags import compiler_flags
 
@@ -28,8 +30,14 @@ NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 GRACE = 3.0
 """Seconds that the other ranks get to unwind after a failure."""
 
+SYNC_TIMEOUT = 600.0
+"""Seconds that a rank waits for the others before the run fails."""
+
 WARN_AFTER = 4.0
 """Seconds of waiting at the gate before a warning; XLA itself aborts the process after 15."""
+
+START_PATIENCE = 60.0
+"""Seconds without computing after which a rank that starts alone lets the next one start."""
 
 POLL = 0.2
 """Seconds between checks of a run."""
@@ -45,6 +53,9 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank)
+
 
 def launch(
     fn: Callable[..., Any],
@@ -52,7 +63,7 @@ def launch(
     *,
     num_ranks: int | None = None,
     start_method: str = "spawn",
-    sync_timeout: float = 600.0,
+    sync_timeout: float = SYNC_TIMEOUT,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> list[Any] | None:
     """Call ``fn(index, *args)`` on every rank.
@@ -104,7 +115,33 @@ def launch(
     count = wanted or _default_num_ranks()
     with listen(signals, to_children=False):
         _prepare_process(count)
-        return _run_cpu_ranks(fn, tuple(args), count, sync_timeout)
+        return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
+
+
+def launch_script(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    num_ranks: int | None,
+    start_state: Callable[[ProcessState, int], ProcessState],
+) -> list[Any] | None:
+    """Call ``fn`` on CPU ranks that start as processes would: one after the other, each with the
+    process to itself until it makes a collective, wraps a module or ends.
+
+    Args:
+        fn, args, num_ranks: as for ``launch``, which this is inside a rank.
+        start_state: returns the state in which a rank starts, given the process's state now, which
+            is restored in the end, and the rank's number.
+    """
+    if current_rank_thread() is not None:
+        return launch(fn, args)
+    count = _default_num_ranks() if num_ranks is None else _checked(num_ranks, "num_ranks")
+    _prepare_process(count)
+    state = ProcessState.now()
+    try:
+        run = Run(count, lambda rank: start_state(state, rank).restore())
+        return _run_cpu_ranks(fn, tuple(args), run, SYNC_TIMEOUT)
+    finally:
+        state.restore()
 
 
 @contextlib.contextmanager
@@ -186,8 +223,9 @@ def _prepare_process(num_ranks: int) -> None:
     if "torch_xla" not in sys.modules:
         os.environ.update(needed)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.distributed.xla.cpu_rank_patches import prepare_cpu_ranks
+    with root_logger_kept():
+        from xla_fsdp.distributed.xla import ops
+        from xla_fsdp.distributed.xla.cpu_rank_patches import prepare_cpu_ranks
 
     if ops.runtime_started():
         _check_started(needed, num_ranks, ops.local_device_count())
@@ -212,15 +250,14 @@ def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
 
 
 def _run_cpu_ranks(
-    fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, sync_timeout: float
+    fn: Callable[..., Any], args: tuple[Any, ...], run: Run, sync_timeout: float
 ) -> list[Any]:
     from xla_fsdp.distributed.xla import cpu_rank_patches as patches
 
-    run = Run(num_ranks)
     start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
-    with patches.running(run), _crash_report(), _one_torch_thread(num_ranks):
+    with patches.running(run), _crash_report(), _one_torch_thread(run.num_ranks):
         supervise(run, start, sync_timeout)
-    return [run.results.get(rank) for rank in range(num_ranks)]
+    return [run.results.get(rank) for rank in range(run.num_ranks)]
 
 
 def supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
@@ -235,6 +272,7 @@ def supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
         try:
             _end_interrupted(run)
         except KeyboardInterrupt:
+            print("xla_fsdp: interrupted again; the process ends at once", file=sys.stderr)
             _exit_now(INTERRUPTED_EXIT_CODE)
         raise
 
@@ -245,8 +283,11 @@ def _watch(run: Run, sync_timeout: float) -> None:
     while not run.wait(POLL):
         if run.longest_wait() > sync_timeout:
             run.fail(_timeout(run, sync_timeout))
-        elif run.longest_wait() > WARN_AFTER:
+        # Not while a rank compiles, which ends by itself: the others can only wait for it.
+        elif run.longest_wait() > WARN_AFTER and not run.execution.locked():
             _warn_once(run, warned)
+        elif (rank := run.idle_starter(START_PATIENCE)) is not None:
+            _end_start(run, rank)
 
 
 def _timeout(run: Run, sync_timeout: float) -> Failure:
@@ -274,6 +315,20 @@ def _warn_once(run: Run, warned: set[str]) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _end_start(run: Run, rank: int) -> None:
+    print(
+        f"xla_fsdp: rank {rank} has the process to itself until its first collective or wrapping, "
+        f"but has computed nothing for {START_PATIENCE:g} s. In case it waits for another rank, "
+        f"those go on now; they may change its random numbers, sys.argv, environment and working "
+        f"directory.\n"
+        f"{_stacks(run, [rank])}",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+    run.end_seeding(rank)
 
 
 def _stacks(run: Run, ranks: Sequence[int]) -> str:
@@ -329,6 +384,15 @@ def _exit_code_of(error: BaseException | None) -> int:
 
 
 def _exit_now(code: int) -> NoReturn:
+    """End the process without waiting for threads; name those for which Python would have waited,
+    such as one that saves a step."""
+    unfinished = [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
+    if unfinished:
+        print(f"xla_fsdp: did not wait for the end of: {', '.join(unfinished)}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,8 @@
 """Ranks laid out on named axes, and the replica groups along them.
 
 By convention axes are called, outermost first, ``replica`` (ranks hold equal shards), ``shard``
-(ranks share parameters, FSDP) and ``tensor`` (ranks share layers, tensor parallelism).
+(ranks share parameters, FSDP), ``context`` (ranks share sequences, and parameters as well) and
+``tensor`` (ranks share layers, tensor parallelism).
 Invariants: a mesh lays out every rank of the job once. A mesh sliced out of it still knows all
 ranks: a collective needs the groups of the whole job, not only the caller's.
 """
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from xla_fsdp.distributed.topology import Coords, Groups, rank_order
 
-REPLICA, SHARD, TENSOR = "replica", "shard", "tensor"
+REPLICA, SHARD, CONTEXT, TENSOR = "replica", "shard", "context", "tensor"
 
 
 def init_mesh(
@@ -252,3 +253,18 @@ def as_mesh(given: Any) -> Mesh:
             part = mesh[tuple(mesh.axis_names[dim] for dim in dims)].flatten(name)
         axes += part.axes
     return Mesh(tuple(axes), mesh.layout)
+
+
+def as_fsdp_mesh(given: Any) -> Mesh:
+    """Return ``as_mesh`` for FSDP, which shards parameters over ``shard`` and ``context`` together:
+    these two axes are joined.
+
+    Raises:
+        TypeError, ValueError: as ``as_mesh``.
+    """
+    mesh = as_mesh(given)
+    sharding = tuple(name for name in mesh.axis_names if name != REPLICA)
+    if CONTEXT not in sharding or len(sharding) != 2:
+        return mesh
+    replicas = tuple(axis for axis in mesh.axes if axis.name == REPLICA)
+    return Mesh((*replicas, *mesh[sharding].flatten(SHARD).axes), mesh.layout)

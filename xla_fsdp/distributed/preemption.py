@@ -53,11 +53,22 @@ class Preemption:
         self._votes: deque[Tensor] = deque()
 
     def vote(self) -> None:
-        """Add this rank's vote to the step that is being traced; call before the sync."""
+        """Add this rank's vote to the step that is being traced; call before the sync, or after a
+        compiled step.
+
+        Raises:
+            RuntimeError: inside a compiled step.
+        """
         import torch
 
-        from xla_fsdp.distributed.xla import ops  # here, as the launcher must not load torch_xla
+        # Here, as the launcher must not load torch_xla.
+        from xla_fsdp.distributed.xla import ops, programs
 
+        if programs.are_reads_watched():
+            raise RuntimeError(
+                "Preemption.vote() was called inside a compiled step, whose replays would not "
+                "vote; call it after the step"
+            )
         own = ops.upload(torch.tensor([float(was_asked())]))
         all_ranks = [list(range(ops.world_size()))]
         self._votes.append(ops.all_reduce("sum", own, all_ranks))

@@ -8,12 +8,12 @@ torch_xla, and torch only when needed.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, Unwind
+from xla_fsdp.distributed.process_state import RandomState
 
 Together = Callable[[list[Any]], Sequence[Any]]
 """Takes what every rank brings to a meeting, in rank order; returns what each takes away."""
@@ -32,6 +32,13 @@ class Visit:
     brought: Any
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """What the ranks take away from a meeting that failed."""
+
+    error: Exception
+
+
 class TurnRun(Run):
     """A run whose ranks take turns; each calls ``begin`` first."""
 
@@ -40,8 +47,8 @@ class TurnRun(Run):
         self._turn = 0
         self._visits: dict[int, Visit] = {}
         self._taken: dict[int, Any] = {}
-        self._first_state = _random_state()
-        self._states: dict[int, Any] = {}
+        self._first_state = RandomState.now()
+        self._random_states: dict[int, RandomState] = {}
 
     def begin(self, rank: int) -> None:
         """Wait for the first turn of ``rank``."""
@@ -51,24 +58,33 @@ class TurnRun(Run):
     def meet(self, rank: int, purpose: str, brought: Any, together: Together) -> Any:
         """Wait for all ranks; return this rank's part of ``together(what all have brought)``.
 
-        The rank that comes last calls ``together``. Raises Unwind if the run fails.
+        The rank that comes last calls ``together``; its error is raised on every rank.
+        Raises Unwind if the run fails.
         """
         with self._changed:
             self._check_may_wait(rank)
             self._visits[rank] = Visit(purpose, brought)
             if len(self._visits) < self.num_ranks:
                 self._pass_turn(rank)
-                self._await_turn(rank)
-                return self._taken.pop(rank)
+                return self._take(rank)
             visits = [self._visits[each] for each in range(self.num_ranks)]
-        self._check_purposes(visits)
-        taken = together([visit.brought for visit in visits])
+        try:
+            self._check_purposes(visits)
+            taken: Sequence[Any] = together([visit.brought for visit in visits])
+        except Exception as error:
+            taken = [_Raised(error)] * self.num_ranks
         with self._changed:
             self._taken = dict(enumerate(taken))
             self._visits.clear()
             self._pass_turn(rank)
-            self._await_turn(rank)
-            return self._taken.pop(rank)
+            return self._take(rank)
+
+    def _take(self, rank: int) -> Any:
+        self._await_turn(rank)
+        taken = self._taken.pop(rank)
+        if isinstance(taken, _Raised):
+            raise RuntimeError(str(taken.error)) from taken.error
+        return taken
 
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
         return self.meet(rank, "an exchange of host data", data, lambda found: [found] * len(found))
@@ -83,7 +99,7 @@ class TurnRun(Run):
     def _pass_turn(self, rank: int) -> None:
         """Give the turn to the first rank that can run; fail the run if all others wait for one
         that has returned."""
-        self._states[rank] = _random_state()
+        self._random_states[rank] = RandomState.now()
         busy = self.finished | self._visits.keys()
         able = [each for each in range(self.num_ranks) if each not in busy]
         if able:
@@ -107,7 +123,7 @@ class TurnRun(Run):
         self._changed.wait_for(lambda: self._turn == rank or self.failures)
         if self.failures:
             raise Unwind
-        _set_random_state(self._states.get(rank, self._first_state))
+        self._random_states.get(rank, self._first_state).restore()
 
     def _check_purposes(self, visits: Sequence[Visit]) -> None:
         ranks: dict[str, list[int]] = {}
@@ -119,19 +135,3 @@ class TurnRun(Run):
                 f"the ranks meet for different reasons: {what}. Every rank must sync, read values "
                 f"and exchange data in the same order; look for code that depends on the rank."
             )
-
-
-def _random_state() -> tuple[Any, ...]:
-    import numpy as np
-    import torch
-
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    import numpy as np
-    import torch
-
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])

@@ -6,20 +6,20 @@ cannot be read is neither deleted nor loaded.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.model_files import Rule
+from xla_fsdp.checkpoint.checksum import digest
+from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.model_files import Rule, check_prefixes
 from xla_fsdp.checkpoint.reshard import Selection
-from xla_fsdp.checkpoint.save_step import Ranks
+from xla_fsdp.checkpoint.save_step import Ranks, disagreements
 from xla_fsdp.checkpoint.step_directory import (
     Attempt,
     Best,
@@ -38,11 +38,14 @@ from xla_fsdp.fsdp.train_checkpoint import (
     check_wrapped,
     checked_step,
     go_on_from,
+    load_together,
     own_ranks,
     read_state,
     start_save,
     wait_for_earlier,
 )
+
+RUN = "run"  # a file in a local directory: the directory of the run
 
 
 class Restored(NamedTuple):
@@ -57,26 +60,56 @@ class Restored(NamedTuple):
 
     step: int
     extra: Any
-    metrics: dict[str, Any]
+    metrics: dict[str, float]
     directory: str
 
 
 @dataclass
 class _Tier:
-    """A directory of steps: when to save there, and what to keep."""
+    """A directory of steps: when to save there, and what to keep.
+
+    Args:
+        storage: of the directory.
+        interval: of the steps that are saved there.
+        keep: which of them are kept.
+        run: of a local directory: that of the run to which it belongs.
+        damaged: attempts that could not be loaded.
+        metrics: that have been read.
+    """
 
     storage: Storage
     interval: int
     keep: Keep
+    run: str | None = None
     damaged: set[Attempt] = field(default_factory=set)
-    metrics: dict[Attempt, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[Attempt, dict[str, float]] = field(default_factory=dict)
 
     def complete(self) -> list[Attempt]:
         """Return the last complete attempt of every step, in order."""
         last = {each.step: each for each in complete_attempts(self.storage)}
         return [last[step] for step in sorted(last)]
 
-    def metrics_of(self, attempt: Attempt) -> dict[str, Any]:
+    def check_run(self) -> bytes | None:
+        """Return the name of the run to which a local directory belongs, if that is known.
+
+        Raises:
+            CheckpointError: if it is another one.
+        """
+        owner = None if self.run is None else self.storage.find(RUN)
+        if owner is not None and owner != (self.run or "").encode():
+            raise CheckpointError(
+                f"{self.storage.where} is the local directory of the run in "
+                f"{owner.decode(errors='replace')}, not of {self.run}: use another one, or "
+                f"delete it"
+            )
+        return owner
+
+    def claim(self) -> None:
+        """Say to which run a local directory belongs."""
+        if self.run is not None and self.check_run() is None:
+            self.storage.put(RUN, self.run.encode())
+
+    def metrics_of(self, attempt: Attempt) -> dict[str, float]:
         if attempt not in self.metrics:
             self.metrics[attempt] = read_metrics(self.storage, attempt)
         return self.metrics[attempt]
@@ -85,7 +118,7 @@ class _Tier:
 class _Candidate(NamedTuple):
     attempt: Attempt
     tier: int  # the last tier is the local one, which is read faster
-    metrics: dict[str, Any]
+    metrics: dict[str, float]
 
 
 class CheckpointManager:
@@ -145,7 +178,8 @@ class CheckpointManager:
         self._tiers = [_Tier(open_storage(directory), save_interval_steps, keep)]
         if local_directory is not None and local_interval_steps is not None:
             keep = Keep(local_keep_last)
-            self._tiers.append(_Tier(open_storage(local_directory), local_interval_steps, keep))
+            local, run = open_storage(local_directory), self._tiers[0].storage.where.rstrip("/")
+            self._tiers.append(_Tier(local, local_interval_steps, keep, run))
         self._pending: PendingSave | None = None
         self._saved: int | None = None
 
@@ -187,9 +221,11 @@ class CheckpointManager:
             keep=replace(tier.keep, damaged=frozenset(tier.damaged)),
             asynchronous=self._asynchronous,
             take_over=self._take_over,
-            metrics=_checked_metrics(metrics or {}),
+            metrics=metrics,
         )
         self.wait()
+        with own_ranks().failing_together():
+            tier.claim()
         where, named = tier.storage.where, objects or {}
         self._pending = start_save(where, model, optimizer, named, extra, number, options)
         self._saved = number
@@ -232,12 +268,25 @@ class CheckpointManager:
         check_wrapped(model)
         self.wait()
         wait_for_earlier(model)
-        state, ranks = TrainState(model, optimizer, objects or {}), own_ranks()
-        candidates, owners = self._candidates(ranks, step)
-        selection = _selection(strict, only, key_map)
+        ranks = own_ranks()
+        with ranks.failing_together():
+            state = TrainState(model, optimizer, objects or {})
+            names = state.names()
+            selection = _selection(names, strict, only, key_map)
+            selected = list(filter(selection.only, names))
+            agreed = {
+                "step": step,
+                "strict": strict,
+                "optimizer": state.kind_of_optimizer,
+                "key_map": str(key_map),
+                "only": f"{len(selected)} names, {digest(repr(selected).encode())[:15]}",
+            }
+        candidates, owners = self._candidates(ranks, step, agreed)
         problems: list[str] = []
         for each in candidates:
             storage = self._tiers[each.tier].storage
+            with ranks.failing_together():
+                metrics = self._tiers[each.tier].metrics_of(each.attempt)
             loaded, found, mismatch = read_state(state, storage, each.attempt, selection)
             ranks.all_gather_or_raise(found if mismatch else [])
             try:
@@ -246,10 +295,11 @@ class CheckpointManager:
                 problems += error.problems
                 self._note_damage(each, error, ranks.rank)
                 continue
-            state.load(loaded, strict=strict and only is None)
+            load_together(state, loaded, ranks, strict=strict and only is None)
             go_on_from(model, owners)
+            self._saved = None  # what is trained from here on may be saved under the same number
             extra = loaded.values.get("extra")
-            return Restored(each.attempt.step, extra, each.metrics, storage.where)
+            return Restored(each.attempt.step, extra, dict(metrics), storage.where)
         if problems:
             raise CheckpointError(problems)
         if step is not None:
@@ -267,7 +317,7 @@ class CheckpointManager:
         }
         return sorted(found)
 
-    def metrics(self, step: int) -> dict[str, Any]:
+    def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that were saved with a step.
 
         Raises:
@@ -311,24 +361,31 @@ class CheckpointManager:
     # ------------------------------------------------------------ restoring
 
     def _candidates(
-        self, ranks: Ranks, step: int | str | None
+        self, ranks: Ranks, step: int | str | None, agreed: Mapping[str, Any]
     ) -> tuple[list[_Candidate], frozenset[str]]:
         """Return what all ranks see as complete, in the order in which to try it, and the jobs that
-        own the directories."""
-        own: list[list[tuple[Attempt, dict[str, Any]]]] = []
+        own the directories.
+
+        Raises:
+            CheckpointError: on all ranks, if one cannot read a directory, or if they disagree about
+                ``agreed``.
+        """
+        own: list[list[tuple[Attempt, dict[str, float]]]] = []
         owners: list[str] = []
         problems: list[str] = []
         try:
             for tier in self._tiers:
+                tier.check_run()
                 seen = [e for e in tier.complete() if step in (None, "best", e.step)]
                 own.append([(e, tier.metrics_of(e) if step == "best" else {}) for e in seen])
                 owner = read_job(tier.storage)
                 owners += [] if owner is None else [owner.job]
         except CheckpointError as error:
             problems = error.problems
-        gathered = ranks.all_gather_or_raise(problems, [own, owners])
-        found = list(_common([seen for seen, _ in gathered]))
-        jobs = frozenset(job for _, of_rank in gathered for job in of_rank)
+        gathered = ranks.all_gather_or_raise(problems, [own, owners, agreed])
+        raise_if(list(disagreements([asked for *_, asked in gathered])))
+        found = list(_common([seen for seen, *_ in gathered]))
+        jobs = frozenset(job for _, of_rank, _ in gathered for job in of_rank)
         if step == "best":
             return self._best_first(found), jobs
         return sorted(found, key=lambda e: (e.attempt, e.tier), reverse=True), jobs
@@ -359,7 +416,7 @@ class CheckpointManager:
 
 
 def _common(
-    by_rank: list[list[list[tuple[Attempt, dict[str, Any]]]]],
+    by_rank: list[list[list[tuple[Attempt, dict[str, float]]]]],
 ) -> Iterator[_Candidate]:
     """Yield what is complete on all ranks, with rank 0's metrics."""
     for tier, of_first in enumerate(by_rank[0]):
@@ -370,19 +427,32 @@ def _common(
 
 
 def _selection(
+    names: Sequence[str],
     strict: bool,
     only: Callable[[str], bool] | Collection[str] | None,
     key_map: Mapping[str, str] | None,
 ) -> Selection:
+    """Return what to load.
+
+    Raises:
+        CheckpointError: if ``only``, or a prefix of it, selects none of the model's names.
+    """
+    if not isinstance(key_map, Mapping | None) or not all(
+        isinstance(text, str) for pair in (key_map or {}).items() for text in pair
+    ):
+        raise CheckpointError(f"key_map={key_map!r}; expected a dict of prefixes")
     rules = tuple(Rule(old, new) for old, new in (key_map or {}).items())
     if only is None:
-        selected: Callable[[str], bool] = lambda name: True  # noqa: E731
-    elif callable(only):
-        selected = only
-    else:
-        prefixes = (only,) if isinstance(only, str) else tuple(only)
-        selected = lambda name: name.startswith(prefixes)  # noqa: E731
-    return Selection(selected, strict, rules)
+        return Selection(strict=strict, rules=rules)
+    if callable(only):
+        if not any(map(only, names)):
+            raise CheckpointError("only: selects no parameter or buffer of the model")
+        return Selection(only, strict, rules)
+    prefixes = (only,) if isinstance(only, str) else tuple(only)
+    if not all(isinstance(prefix, str) for prefix in prefixes):
+        raise CheckpointError(f"only={only!r}; expected a function, or prefixes of names")
+    check_prefixes(prefixes, names)
+    return Selection(lambda name: name.startswith(prefixes), strict, rules)
 
 
 def _check_positive(**numbers: Any) -> None:
@@ -390,20 +460,3 @@ def _check_positive(**numbers: Any) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < 1):
             raise ValueError(f"{name}={value!r}; expected a whole number, 1 or more")
-
-
-def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers.
-
-    Raises:
-        TypeError: if one is no number.
-    """
-    checked: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"metrics[{name!r}] is {value!r}; expected a number") from error
-        if math.isfinite(number):  # JSON has no others
-            checked[name] = number
-    return checked

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from xla_fsdp.distributed.mesh import REPLICA, SHARD, Mesh, as_mesh, init_mesh
+from xla_fsdp.distributed.mesh import REPLICA, SHARD, Mesh, as_fsdp_mesh, init_mesh
 from xla_fsdp.distributed.topology import SLICE, Coords
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
@@ -73,7 +73,7 @@ def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
     """
     _check_types(options)
     given = options.mesh if options.mesh is not None else options.device_mesh
-    mesh = None if given is None else as_mesh(given)
+    mesh = None if given is None else as_fsdp_mesh(given)
     problems = [
         *_mesh_problems(options, mesh, config),
         *_precision_problems(options.mixed_precision, config),

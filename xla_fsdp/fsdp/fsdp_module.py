@@ -203,12 +203,15 @@ class FSDPModule(ShardedModule):
     # ------------------------------------------------------------ ignored with a warning
 
     def set_post_optim_event(self, event: Any) -> None:
+        """Do nothing but warn: FSDP2's streams have no counterpart in a program of a whole step."""
         _warn("set_post_optim_event")
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        _warn("set_force_sum_reduction_for_comms")  # reductions are sums in any case
+        """Do nothing but warn: reductions are sums in any case."""
+        _warn("set_force_sum_reduction_for_comms")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Do nothing but warn: the compiler allocates the buffers of collectives."""
         _warn("set_allocate_memory_from_process_group_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from xla_fsdp.distributed.mesh import as_mesh
+from xla_fsdp.distributed.mesh import as_fsdp_mesh
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
@@ -134,7 +134,7 @@ def _config(mesh: Any, reshard: bool | int | None, policy: Any) -> FSDPConfig:
         cast_root_forward_inputs=policy.cast_forward_inputs,
         cast_buffers=False,
         shard_param_on_dim_0=True,
-        mesh=None if mesh is None else as_mesh(mesh),
+        mesh=None if mesh is None else as_fsdp_mesh(mesh),
     )
 
 

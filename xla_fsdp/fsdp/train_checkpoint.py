@@ -8,7 +8,8 @@ for; a load changes nothing before all has been read and checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -18,12 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, raise_if
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    find_bad_names,
+    lines_of,
+    raise_if,
+)
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
     JobRecord,
     OptimizerState,
     ShardMetadata,
+    StateEntry,
     StateKind,
 )
 from xla_fsdp.checkpoint.json_values import Packed, pack
@@ -103,9 +111,14 @@ class TrainState:
     def _module(self) -> nn.Module:
         return self.model._fsdp_module()
 
+    @property
+    def kind_of_optimizer(self) -> str | None:
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
     def find_save_problems(self, extra: Any) -> list[str]:
         """Return the reasons why this state cannot be saved, one line each."""
         problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
+        problems += find_bad_names(dict.fromkeys([*self._tensors(), *self._names()]))
         try:
             self._values(extra)
         except CheckpointError as error:
@@ -146,7 +159,9 @@ class TrainState:
                 "host": torch.get_rng_state(),
             },
         }
-        values |= {_topic(name): each.state_dict() for name, each in self.objects.items()}
+        for name, each in self.objects.items():
+            with _naming(f"{name}.state_dict()"):
+                values[_topic(name)] = each.state_dict()
         return pack(values, "values")
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -178,6 +193,14 @@ class TrainState:
         groups = [known.keys(*group["params"]) for group in self.optimizer.param_groups]
         return LoadTarget(self.metadata, unsharded, groups)
 
+    def names(self) -> list[str]:
+        """Return the names of all parameters and buffers of the model before it was wrapped."""
+        return [*self._names(), *self.target().unsharded]
+
+    def _names(self) -> list[str]:
+        members = [member.name for record in self.metadata.params for member in record.members]
+        return [*members, *self.metadata.ties]
+
     def find_load_problems(self, loaded: LoadedStep) -> list[str]:
         """Return the reasons why ``loaded`` does not fit, one line each."""
         problems = [
@@ -199,15 +222,21 @@ class TrainState:
         if self.optimizer is not None:
             write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
         for name, each in self.objects.items():
-            each.load_state_dict(loaded.values[_topic(name)])
+            with _naming(f"{name}.load_state_dict()"):
+                each.load_state_dict(loaded.values[_topic(name)])
         ops.sync()
         if loaded.same_ranks:
             self._set_rng_state(loaded.values.get("rng"))
 
     def _optimizer_state(self, loaded: LoadedStep) -> OptimizerState:
-        """Return the loaded optimizer state with sharded tensors in the shapes of the shards."""
-        if loaded.optimizer is None:
+        """Return the loaded optimizer state with sharded tensors in the shapes of the shards, and
+        the present state of parameters that are not loaded."""
+        if loaded.optimizer is None or self.optimizer is None:
             raise CheckpointError("no optimizer state was loaded")
+        own: dict[str, dict[str, StateEntry]] = {}
+        if not self.params.keys() <= loaded.model.keys():  # those that do not change
+            states = read_optimizer(self.optimizer, self.params).states
+            own = {key: dict(s) for key, s in states.items() if key not in loaded.model}
         states = {
             key: {
                 name: replace(entry, value=entry.value.reshape(self.params[key].shape))
@@ -217,7 +246,7 @@ class TrainState:
             }
             for key, entries in loaded.optimizer.states.items()
         }
-        return replace(loaded.optimizer, states=states)
+        return replace(loaded.optimizer, states={**own, **states})
 
     def _load_model(self, loaded: LoadedStep, strict: bool) -> None:
         live = self._state()
@@ -238,6 +267,34 @@ class TrainState:
         # CPU ranks are threads that share the generator of the process.
         if current_rank_thread() is None or ops.rank() == 0:
             torch.set_rng_state(state["host"])
+
+
+@contextmanager
+def _naming(call: str) -> Iterator[None]:
+    """Name a method of the user's in whatever it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError([f"{call}: {line}" for line in lines_of(error)]) from error
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers of Python.
+
+    Raises:
+        CheckpointError: if there are other things than numbers.
+    """
+    if not isinstance(metrics, Mapping):
+        raise CheckpointError(f"metrics is {metrics!r}; expected numbers by name")
+    plain: dict[str, float] = {}
+    problems: list[str] = []
+    for name, value in metrics.items():
+        try:
+            plain[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            problems.append(f"metrics[{name!r}] is {value!r}; expected a number")
+    raise_if(problems)
+    return plain
 
 
 def _topic(name: str) -> str:
@@ -360,14 +417,27 @@ def start_save(
     options: SaveOptions,
 ) -> PendingSave:
     """Save as ``save_checkpoint``, with any objects beside the model."""
-    host = wait_for_earlier(model) or HostCopies()
-    state = TrainState(model, optimizer, objects)
-    file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
-    job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
-    storage = open_storage(directory)
-    save = Save(storage, own_ranks(), file, step, options.keep, job, options.metrics)
-    save.begin(state.find_save_problems(extra))
-    save.start(state.content(extra, host), write_rank_file)
+    host, ranks = wait_for_earlier(model) or HostCopies(), own_ranks()
+    with ranks.failing_together():
+        state = TrainState(model, optimizer, objects)
+        file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
+        job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
+        metrics = plain_metrics(options.metrics or {})
+        problems = [
+            f"objects: the name {name!r} is a {type(name).__name__}, expected a string"
+            for name in objects
+            if not isinstance(name, str)
+        ]
+        problems += state.find_save_problems(extra)
+        same = {"optimizer": state.kind_of_optimizer}
+        save = Save(open_storage(directory), ranks, file, step, options.keep, job, metrics, same)
+    save.begin(problems)
+    try:
+        content = state.content(extra, host)
+    except Exception as error:
+        save.give_up(error)
+    else:
+        save.start(content, write_rank_file)
     pending = _pending[model] = PendingSave(save, host if options.asynchronous else None)
     if not options.asynchronous:
         pending.wait()
@@ -410,9 +480,11 @@ def load_checkpoint(
     check_wrapped(model)
     wait_for_earlier(model)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
-    state = TrainState(model, optimizer, objects)
-    ranks, storage = own_ranks(), open_storage(directory)
-    attempt, owners = _agreed_attempt(storage, ranks, step)
+    ranks = own_ranks()
+    with ranks.failing_together():
+        state, storage = TrainState(model, optimizer, objects), open_storage(directory)
+    agreed = {"step": step, "strict": strict, "optimizer": state.kind_of_optimizer}
+    attempt, owners = _agreed_attempt(storage, ranks, step, agreed)
     if attempt is None and missing_ok:
         go_on_from(model, owners)
         return {"step": None, "extra": None}
@@ -421,7 +493,7 @@ def load_checkpoint(
     selection = Selection(strict=strict)
     loaded, problems, _ = read_state(state, storage, attempt, selection)
     ranks.all_gather_or_raise(problems)
-    state.load(loaded, strict=strict)
+    load_together(state, loaded, ranks, strict=strict)
     go_on_from(model, owners)
     return {"step": attempt.step, "extra": loaded.values.get("extra")}
 
@@ -435,9 +507,17 @@ def read_state(
         loaded = load_step(storage, attempt, state.target(), selection)
         where = f"{storage.where}/{attempt.folder}"
         problems = [f"{where}: {problem}" for problem in state.find_load_problems(loaded)]
-    except CheckpointError as error:
-        return None, error.problems, isinstance(error, MismatchError)
+    except Exception as error:
+        damaged = isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
+        return None, lines_of(error), not damaged
     return loaded, problems, bool(problems)
+
+
+def load_together(state: TrainState, loaded: LoadedStep, ranks: Ranks, *, strict: bool) -> None:
+    """Load what was found to fit; what fails nevertheless on one rank is raised by all."""
+    with ranks.failing_together():
+        state.load(loaded, strict=strict)
+    ranks.all_gather_or_raise([])
 
 
 def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
@@ -485,14 +565,14 @@ def wait_for_earlier(model: ShardedModule) -> HostCopies | None:
 
 
 def _agreed_attempt(
-    storage: Storage, ranks: Ranks, step: int | None
+    storage: Storage, ranks: Ranks, step: int | None, agreed: Mapping[str, Any]
 ) -> tuple[Attempt | None, frozenset[str]]:
     """Return the latest save that every rank sees as complete, None if there is none; and the
     tokens of the jobs that own the directories.
 
     Raises:
         CheckpointError: if ``step`` is given and not complete, or files cannot be read; if ranks
-            disagree about ``step``.
+            disagree about ``agreed``.
     """
     own: list[Attempt] = []
     others: list[int] = []  # complete steps to name in the error, if this one is not there
@@ -506,7 +586,7 @@ def _agreed_attempt(
     except CheckpointError as error:
         problems = error.problems
     job = owner and owner.job
-    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others, job, {"step": step}))
+    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others, job, agreed))
     raise_if(list(disagreements([asked for *_, asked in by_rank])))
     common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, *_ in by_rank))
     if not common and step is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.clip_grad import clip_grad_norm_
 from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
-from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
+from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.state_dict.model import full_state_dict
 from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
+from xla_fsdp.optim.rebind import hold_shards
+from xla_fsdp.recipe.apply import parallelize
+from xla_fsdp.recipe.options import Recipe
 
 require("accelerate")
 
@@ -82,6 +85,12 @@ class Accelerator(accelerate.Accelerator):
         args: passed to accelerate.
         shard: wraps each model given to ``prepare`` that is not wrapped yet:
             ``shard=partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)``.
+        recipe: shards each of these by ``parallelize`` instead, together with the optimizer given
+            to the same ``prepare`` that holds its parameters. ``recipes`` then has what was done,
+            in the order of the models.
+
+    Raises:
+        ValueError: if both are given.
         kwargs: passed to accelerate.
     """
 
@@ -90,10 +99,18 @@ class Accelerator(accelerate.Accelerator):
     _dataloaders: list[Any]
 
     def __init__(
-        self, *args: Any, shard: Callable[[nn.Module], nn.Module] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+        recipe: Recipe | str | None = None,
+        **kwargs: Any,
     ) -> None:
+        if shard is not None and recipe is not None:
+            raise ValueError("shard and recipe both say how models are sharded; give one")
         super().__init__(*args, **kwargs)
         self._shard = shard
+        self._recipe = recipe
+        self.recipes: list[Recipe] = []
 
     # ------------------------------------------------------------ preparing
 
@@ -103,10 +120,14 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError: if an optimizer has state, or groups that flattened parameters cross.
         """
-        given = [self._sharded(each) if isinstance(each, nn.Module) else each for each in args]
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        given = [
+            self._sharded(each, optimizers) if isinstance(each, nn.Module) else each
+            for each in args
+        ]
         for each in given:
             if isinstance(each, Optimizer) and not isinstance(each, AcceleratedOptimizer):
-                _hold_shards(each)
+                hold_shards(each)
         return super().prepare(*given, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +150,15 @@ class Accelerator(accelerate.Accelerator):
         model = super().unwrap_model(model, *args, **kwargs)
         return model.module if isinstance(model, XlaFullyShardedDataParallel) else model
 
-    def _sharded(self, model: nn.Module) -> nn.Module:
-        if self._shard is None or is_fsdp_module(model) or model in self._models:
+    def _sharded(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        if is_fsdp_module(model) or model in self._models:
             return model
-        return self._shard(model)
+        if self._recipe is not None:
+            own = next((each for each in optimizers if _holds_any(each, model.parameters())), None)
+            sharded = parallelize(model, own, self._recipe)
+            self.recipes.append(sharded.recipe)
+            return sharded.model
+        return model if self._shard is None else self._shard(model)
 
     # ------------------------------------------------------------ gradients
 
@@ -274,42 +300,3 @@ def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
             f"hold one. Make one optimizer with several parameter groups"
         )
     return own[0] if own else None
-
-
-def _hold_shards(optimizer: Optimizer) -> None:
-    groups = [[_current(param) for param in group["params"]] for group in optimizer.param_groups]
-    before = list(_params(optimizer))
-    after = [param for group in groups for param in group]
-    if all(new is old for new, old in zip(after, before, strict=True)):
-        return
-    unique = [list(dict.fromkeys(group)) for group in groups]
-    _check_can_change(optimizer, unique)
-    for group, params in zip(optimizer.param_groups, unique, strict=True):
-        group["params"] = params
-
-
-def _current(param: Tensor) -> Tensor:
-    known = known_shard(param)
-    return param if known is None else known.leaf
-
-
-def _check_can_change(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
-    name = type(optimizer).__name__
-    if optimizer.state:
-        raise ValueError(
-            f"{name} has made steps before its model was wrapped, so its state is that of whole "
-            f"parameters. Wrap first, then load_optim_state_dict"
-        )
-    if hasattr(optimizer, "inner"):
-        raise ValueError(
-            f"{name} was made before its model was wrapped, and the optimizer inside it holds what "
-            f"the parameters were then. Prepare the model first, and make the optimizer of "
-            f"model.parameters()"
-        )
-    every = [param for group in groups for param in group]
-    if len(set(map(id, every))) < len(every):
-        raise ValueError(
-            f"parameter groups of {name} share a flattened unit or a stack of scanned blocks, "
-            f"which has one optimizer state. Shard with flatten_parameters=False, scan without "
-            f"stacked, or make one group"
-        )

@@ -5,15 +5,18 @@ Fabric's code is not changed: ``compat`` redirects its imports of ``torch_xla.di
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
+from typing import Any
 
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
 from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
 from xla_fsdp.integrations import require
+from xla_fsdp.recipe.apply import parallelize
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
 
@@ -23,7 +26,8 @@ _PACKAGES = ("lightning_fabric", "lightning.fabric")  # two copies of the same c
 def install(cpu_ranks: int | None = None) -> None:
     """Let ``XLAFSDPStrategy`` shard with this package.
 
-    Call it in the main module, before ``Fabric`` is made.
+    Call it in the main module, before ``Fabric`` is made. The strategy then also takes a
+    ``recipe`` for ``parallelize``: ``XLAFSDPStrategy(recipe="lean")``.
 
     Args:
         cpu_ranks: without a TPU, the number of ranks, 2 or more, that ``fabric.launch(fn)`` runs as
@@ -36,6 +40,9 @@ def install(cpu_ranks: int | None = None) -> None:
         UntestedVersionError: on import of this module, for an untested version of Lightning.
     """
     compat.install()
+    for package in _PACKAGES:
+        with contextlib.suppress(ImportError):
+            _take_recipes(importlib.import_module(f"{package}.strategies").XLAFSDPStrategy)
     if cpu_ranks is None:
         return
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -52,3 +59,19 @@ def install(cpu_ranks: int | None = None) -> None:
             continue
         accelerator.auto_device_count = staticmethod(lambda: cpu_ranks)
         accelerator.is_available = staticmethod(lambda: True)
+
+
+def _take_recipes(strategy: Any) -> None:
+    """Let ``setup_module`` parallelize the module if the strategy was given a ``recipe``."""
+    original = strategy.setup_module
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def setup_module(self: Any, module: Any) -> Any:
+        if "recipe" not in self._fsdp_kwargs:
+            return original(self, module)
+        # Fabric makes optimizers afterwards.
+        return parallelize(module, None, **self._parse_fsdp_kwargs()).model
+
+    strategy.setup_module = setup_module

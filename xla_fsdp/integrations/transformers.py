@@ -31,6 +31,8 @@ from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
+from xla_fsdp.recipe.apply import parallelize
+from xla_fsdp.recipe.options import Recipe
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 require("transformers", "accelerate")
@@ -93,7 +95,9 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
         args: ``TrainingArguments``. Of its ``fsdp_config`` are used: ``min_num_params``, or else
             ``transformer_layer_cls_to_wrap`` (default: the model's ``_no_split_modules``), to
             choose modules to wrap; ``xla_fsdp_grad_ckpt``, to recompute these in backward;
-            ``xla_fsdp_settings``, for other options of the wrapper, with dtypes by name.
+            ``xla_fsdp_settings``, for other options of the wrapper, with dtypes by name, and a
+            ``recipe`` for ``parallelize`` (a name, a file or a dict), which then decides what is
+            recomputed, and by default what is wrapped.
 
     Raises:
         ValueError: if options cannot be used; names all of them.
@@ -102,6 +106,9 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     names = _layer_names(model, config)
     if problems := list(_problems(model, args, names)):
         raise ValueError(f"fsdp_config cannot be followed: {'; '.join(problems)}")
+    if "recipe" in args.xla_fsdp_config:
+        policy = _policy(model, config, names) if _chooses_units(config) else None
+        return parallelize(model, None, auto_wrap_policy=policy, **args.xla_fsdp_config).model
     recompute = bool(config["xla_fsdp_grad_ckpt"])
     model_config: Any = getattr(model, "config", None)
     if recompute and model_config is not None:
@@ -111,6 +118,10 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     return XlaFullyShardedDataParallel(
         model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **args.xla_fsdp_config
     )
+
+
+def _chooses_units(config: Mapping[str, Any]) -> bool:
+    return bool(config["min_num_params"] or config.get("transformer_layer_cls_to_wrap"))
 
 
 def _recomputing(module: nn.Module, **options: Any) -> nn.Module:
@@ -144,6 +155,9 @@ def _policy(
 def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
     known = set(inspect.signature(XlaFullyShardedDataParallel.__init__).parameters)
     known -= {"self", "module", "auto_wrap_policy", "auto_wrapper_callable"}  # made here
+    known.add("recipe")
+    if "recipe" in args.xla_fsdp_config:
+        yield from _recipe_problems(Recipe.of(args.xla_fsdp_config["recipe"]), args)
     if unknown := sorted(set(args.xla_fsdp_config) - known):
         yield f"xla_fsdp_settings has {', '.join(unknown)}; there are {', '.join(sorted(known))}"
     if args.gradient_checkpointing:
@@ -165,6 +179,16 @@ def _problems(model: nn.Module, args: Any, names: list[str]) -> Iterator[str]:
     config = args.fsdp_config
     if config["xla_fsdp_grad_ckpt"] and not names and not config["min_num_params"]:
         yield "xla_fsdp_grad_ckpt needs transformer_layer_cls_to_wrap or min_num_params"
+
+
+def _recipe_problems(recipe: Recipe, args: Any) -> Iterator[str]:
+    if recipe.compile_step:
+        yield (
+            "the recipe sets compile_step, and no function of the Trainer makes a whole step; "
+            "leave it out"
+        )
+    if args.fsdp_config["xla_fsdp_grad_ckpt"]:
+        yield "the recipe's remat says what is recomputed; leave out xla_fsdp_grad_ckpt"
 
 
 # ---------------------------------------------------------------- saving

@@ -159,11 +159,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         Raises:
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
         """
-        self._check_found_inf(found_inf)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = self._begin_step(closure, found_inf)
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:

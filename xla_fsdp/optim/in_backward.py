@@ -23,7 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import units_in
-from xla_fsdp.fsdp.engine.optimizer_traits import device_options, steps_elementwise
+from xla_fsdp.fsdp.engine.optimizer_traits import (
+    STEPS_SLICES_OF,
+    device_options,
+    steps_elementwise,
+)
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
@@ -260,7 +264,7 @@ class OptimizerSliceSteps:
         by_stack = {id(stack): each for stack, each in zip(self._stacks, params, strict=True)}
         copy = object.__new__(type(self._optimizer))
         vars(copy).update(vars(self._optimizer))
-        vars(copy)["steps_slices"] = True  # who watches optimizers knows the original already
+        vars(copy)[STEPS_SLICES_OF] = self._optimizer  # for hooks that watch optimizers
         vars(copy).pop("step", None)  # the wrapper of a scheduler, which counts calls
         copy.state = state
         copy.param_groups = [

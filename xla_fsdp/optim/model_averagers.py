@@ -203,10 +203,12 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the local optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """The state of the local optimizer."""
         return self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -75,6 +76,14 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     def _options_from_inner(self) -> None:
         _copy_options(self.inner.param_groups, self.param_groups)
+
+    def _begin_step(self, closure: Callable[[], Any] | None, found_inf: Any) -> Any:
+        """Check the arguments of a step, and return what the closure does."""
+        self._check_found_inf(found_inf)
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def _step_inner(self, found_inf: Any) -> None:
         self._options_to_inner()

@@ -96,11 +96,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
             ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
                 flattened parameters have state of another shape than their own.
         """
-        self._check_found_inf(found_inf)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = self._begin_step(closure, found_inf)
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
@@ -148,7 +144,10 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         for each, state in zip(stepped, joined, strict=True):
             each.write_back()
             if state:
-                self.state[each.leaf] = state
+                # The dict stays, by which compiled steps know where state is.
+                own = self.state[each.leaf]
+                own.clear()
+                own.update(state)
 
     def _take_initial_state(self) -> None:
         """Move state that the inner optimizer created in its constructor to the parameters."""

@@ -154,10 +154,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             loss: Any = self.inner.step(lambda: self._averaged_closure(closure))
             self._options_from_inner()
             return loss
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = self._begin_step(closure, found_inf)
         reduced = self._reduce(strict=True)
         if self.is_sliced:
             self._step_slices(reduced, found_inf)
@@ -435,7 +432,8 @@ class ParamSlices:
         original = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
-        made = FSDPParam(key, [original], shard, layout, None)
+        everywhere = self.collectives.num_shards == ops.world_size()
+        made = FSDPParam(key, [original], shard, layout, None, everywhere=everywhere)
         shard.data = self._cut(made, param)
         return made
 

@@ -1,13 +1,14 @@
 """Compile a training step for a TPU slice ahead of time, and report its memory, traffic and time.
 
 ``preflight(build_step, topology="v5e:4x4", ...)`` returns a ``Report``; the same on the command
-line is ``python -m xla_fsdp.preflight module:function``. ``rehearse(build_step, topology="v5e:2x2",
-steps=3)`` makes steps on virtual chips, as ``--run 3`` does. Importing this loads no torch_xla.
+line is ``python -m xla_fsdp.preflight module:function``. ``fastest`` chooses options by it.
+``rehearse(build_step, topology="v5e:2x2", steps=3)`` makes steps on virtual chips, as ``--run 3``
+does. Importing this loads no torch_xla.
 """
 
 from __future__ import annotations
 
-from xla_fsdp.preflight.api import PreflightWarning, preflight
+from xla_fsdp.preflight.api import PreflightWarning, fastest, preflight
 from xla_fsdp.preflight.compiler import CompileError
 from xla_fsdp.preflight.rehearsal import Rehearsal, RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report
@@ -18,6 +19,7 @@ __all__ = [
     "Rehearsal",
     "RehearsalError",
     "Report",
+    "fastest",
     "preflight",
     "rehearse",
 ]

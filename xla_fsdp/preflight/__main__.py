@@ -3,14 +3,16 @@
 With ``--run 3`` nothing is compiled for a TPU: three steps are made on virtual chips. Every
 combination of the values given for options is examined; a failure is printed in one line.
 Exit code 0 if every program compiles and fits (of a run: if all numbers are finite and ranks
-agree), 1 if not or if a step raises, 2 for wrong usage.
+agree), 1 if not or if a step raises, 2 for wrong usage, 130 if interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE
 from xla_fsdp.preflight.api import (
     PreflightWarning,
     check_options,
@@ -30,7 +33,7 @@ from xla_fsdp.preflight.api import (
 )
 from xla_fsdp.preflight.compiler import CompileError
 from xla_fsdp.preflight.html import page
-from xla_fsdp.preflight.rehearsal import RehearsalError, rehearse
+from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 
@@ -39,14 +42,27 @@ USAGE_EXIT_CODE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print reports on all combinations of options; return the exit code."""
-    options = _parser().parse_args(argv)
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        _progress("")
+        print("xla_fsdp.preflight: interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
-        if options.run and (options.json or options.html):
-            raise ValueError("--run makes steps and writes no report; leave out --json and --html")
+        if options.run:
+            _check_compiles_nothing(parser, options)
+        _check_writable(options.json, options.html)
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
+        if options.run:
+            _check_devices_are_to_come(options.target)
     except ValueError as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -71,15 +87,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", help="module:function that builds the model and returns a step")
     parser.add_argument("--topology", action="append", help="default v5e:4x4; may be repeated")
-    parser.add_argument("--mesh", action="append", default=[], metavar="AXIS=SIZE,...")
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE")
-    parser.add_argument("--sweep", action="append", default=[], metavar="OPTION=VALUE,VALUE")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument(
+        "--mesh",
+        **repeated,
+        metavar="AXIS=SIZE,...",
+        help="hand the function a mesh; may be repeated",
+    )
+    parser.add_argument(
+        "--set", **repeated, metavar="OPTION=VALUE", help="fix an option of the function"
+    )
+    parser.add_argument(
+        "--sweep",
+        **repeated,
+        metavar="OPTION=VALUE,VALUE",
+        help="examine the function with each value of an option",
+    )
     parser.add_argument(
         "--run", type=_steps, metavar="STEPS", help="make so many steps on virtual chips"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
-    parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
+    parser.add_argument(
+        "--max_host_mem",
+        type=_gib,
+        default=10,
+        metavar="GIB",
+        help="end a compilation that takes more of this machine's memory (default: 10)",
+    )
     parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
     parser.add_argument("--flags", default="", help="more compiler flags, as LIBTPU_INIT_ARGS")
     parser.add_argument("--traceback", action="store_true", help="show where a step raised")
@@ -90,6 +125,31 @@ def _steps(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is no number of steps, 1 or more")
     return int(word)
+
+
+def _gib(word: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(word) < float("inf"):
+            return float(word)
+    raise argparse.ArgumentTypeError(f"{word!r} is no size in GiB, more than 0")
+
+
+def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raise ValueError for options of reports and of the TPU compiler."""
+    names = ("json", "html", "max_host_mem", "cache_dir", "flags")
+    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+    if given:
+        raise ValueError(
+            f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
+            f"{', '.join(given)}"
+        )
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raise ValueError for a path that cannot be written, before minutes of compilation."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path} cannot be written: expected a file in an existing directory")
 
 
 def _load(target: str) -> Callable[..., Any]:
@@ -106,15 +166,48 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
+def _check_devices_are_to_come(target: str) -> None:
+    """Raise ValueError if the user's module has made torch_xla's devices, which are each rank's."""
+    from xla_fsdp.distributed.xla import ops
+
+    if ops.runtime_started():
+        raise ValueError(
+            f"importing {target.partition(':')[0]!r} makes torch_xla's devices, of which each rank "
+            f"has its own: call torch_xla.device() in the function"
+        )
+
+
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    choices = {name: [_value(value)] for name, value in map(_pair, options.set)}
-    for name, values in map(_pair, options.sweep):
-        choices[name] = [_value(each) for each in values.split(",")]
+    choices = _choices(options)
     for name in options.topology or ["v5e:4x4"]:
         topology = find_topology(name)
         meshes = [{"mesh": mesh_on(topology, _axes(words))} for words in options.mesh]
         for mesh, values in itertools.product(meshes or [{}], itertools.product(*choices.values())):
             yield name, {**mesh, **dict(zip(choices, values, strict=True))}
+
+
+def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
+    """Return the values of each option that --set and --sweep name."""
+    fixed = [(name, [value]) for name, value in map(_pair, options.set)]
+    swept = [(name, values.split(",")) for name, values in map(_pair, options.sweep)]
+    own_names = _own_names(rehearse if options.run else preflight)
+    choices: dict[str, list[Any]] = {}
+    for name, words in fixed + swept:
+        if name in own_names:
+            instead = f"use --{name}" if name in ("mesh", "topology") else "call yours otherwise"
+            raise ValueError(
+                f"{name} cannot be set, as preflight itself gives or takes it; {instead}"
+            )
+        if name in choices:
+            raise ValueError(f"{name} is given more than once; use one --sweep for all its values")
+        choices[name] = [_value(word) for word in words]
+    return choices
+
+
+def _own_names(examine: Callable[..., Any]) -> set[str]:
+    """Return what cannot be an option of the user's function, as ``examine`` has it itself."""
+    own = {*inspect.signature(examine).parameters} - {"options"}
+    return own | {PLAIN} if examine is rehearse else own
 
 
 def _axes(words: str) -> dict[str, int]:
@@ -159,7 +252,7 @@ def _examine(
             progress=_progress,
             **keywords,
         )
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         _progress("")
         _complain(error, topology, keywords, options)
         return None
@@ -189,15 +282,17 @@ def _rehearse(
             topology=topology,
             steps=options.run,
             tell=functools.partial(print, flush=True),
+            progress=_progress,
             **keywords,
         ).is_sound
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        _progress("")
         _complain(error, topology, keywords, options)
         return False
 
 
 def _complain(
-    error: Exception, topology: str, keywords: dict[str, Any], options: argparse.Namespace
+    error: BaseException, topology: str, keywords: dict[str, Any], options: argparse.Namespace
 ) -> None:
     if options.traceback:
         traceback.print_exc()
@@ -206,7 +301,7 @@ def _complain(
     print(f"xla_fsdp.preflight: {run}: {reason}", file=sys.stderr)
 
 
-def _reason(error: Exception, *, with_hint: bool) -> str:
+def _reason(error: BaseException, *, with_hint: bool) -> str:
     if isinstance(error, CompileError | RehearsalError):
         return str(error)
     hint = " (--traceback shows where)" if with_hint else ""

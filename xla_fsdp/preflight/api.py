@@ -7,6 +7,7 @@ process; the report is read from the compiled program. Nothing is executed.
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,15 @@ from xla_fsdp.preflight.findings import about_groups, all_findings
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
 from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
-from xla_fsdp.preflight.report import Buffer, Memory, Report, Traffic
-from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.report import (
+    Buffer,
+    Memory,
+    Report,
+    Traffic,
+    fastest_of,
+    options_text,
+)
+from xla_fsdp.preflight.topologies import GIB, MIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 from xla_fsdp.tpu_flags import compiler_flags
 
@@ -99,6 +107,49 @@ def preflight(
     return report
 
 
+def fastest(
+    build_step: Callable[..., Callable[[], Any]],
+    choices: Mapping[str, Sequence[Any]],
+    **options: Any,
+) -> Report:
+    """Choose options by what ``preflight`` says of all combinations.
+
+        best = fastest(build_step, {"method": ["ring", "ulysses"]}, topology="v5e:4x4")
+        method = best.options["method"]
+
+    A combination that raises is left out, with a ``PreflightWarning``.
+
+    Args:
+        build_step: as for ``preflight``.
+        choices: values of its options, by name.
+        options: of ``preflight``, and others of ``build_step``.
+
+    Returns:
+        The report on that which makes most of the chip by estimate, among those that fit.
+
+    Raises:
+        ValueError: if none fits; or what the last combination raises, if all do.
+    """
+    reports, failed = [], None
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        try:
+            reports.append(preflight(build_step, **options, **chosen))
+        except Exception as error:  # the user's code may raise anything
+            failed = error
+            warnings.warn(f"{options_text(chosen)}: {error}", PreflightWarning, stacklevel=2)
+    if failed is not None and not reports:
+        raise failed
+    best = fastest_of(reports)
+    if best is None:
+        sizes = ", ".join(
+            f"{options_text(each.options)} lacks {-each.memory.left / MIB:,.0f} MiB"
+            for each in reports
+        )
+        raise ValueError(f"none of {len(reports)} configurations fits: {sizes}")
+    return best
+
+
 def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
     """Return the mesh, or lay out sizes by axis name on the slice.
 
@@ -151,7 +202,10 @@ def report_on(
 ) -> Report:
     """Report on a step; ``compiled`` are its programs in the order of ``traced.programs``."""
     modules = [Module(each.text) for each in compiled]
-    by_module = [collectives_of(module) for module in modules]
+    by_module = [
+        collectives_of(module, program.labels)
+        for module, program in zip(modules, traced.programs, strict=True)
+    ]
     collectives = [each for found in by_module for each in found]
     usable = topology.chip.usable_bytes
     short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]

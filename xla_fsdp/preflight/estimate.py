@@ -1,6 +1,7 @@
 """Estimate how long a step and its parts take, from the cycles in the compiler's schedule.
 
-Overlapped collectives are assumed to be hidden entirely, so real steps are slower.
+Overlapped collectives are assumed to run beside all compute, and kernels to reach the chip's peak,
+so real steps are slower.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def estimate(
 ) -> StepTime:
     """Estimate the time of a step that runs these programs."""
     compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
-    blocking = sum(
-        _wire_seconds(each, topology) * each.times for each in collectives if not each.overlapped
-    )
-    seconds = compute + blocking
+    wire = {True: 0.0, False: 0.0}
+    for each in collectives:
+        wire[each.overlapped] += _wire_seconds(each, topology) * each.times
+    seconds = max(compute, wire[True]) + wire[False]
     mfu = model_flops / (seconds * topology.chip.peak_flops) if seconds else 0.0
-    return StepTime(compute, blocking, model_flops, mfu)
+    return StepTime(seconds, compute, wire[False], wire[True], model_flops, mfu)
 
 
 def timeline(module: Module, collectives: Sequence[Collective], topology: Topology) -> Timeline:
@@ -45,7 +46,7 @@ def timeline(module: Module, collectives: Sequence[Collective], topology: Topolo
     begins = list(itertools.accumulate(seconds, initial=0.0))  # start of each, and the end of all
     spans = tuple(
         Span(each.kind, each.dtype, each.overlapped, begins[each.start], begins[each.end + 1],
-             each.times, each.total_bytes)
+             each.times, each.total_bytes, each.unit)
         for each in collectives
     )  # fmt: skip
     return Timeline(begins[-1], tuple(_moments(levels(module), begins)), spans)
@@ -80,6 +81,7 @@ def _compute_seconds(module: Module, topology: Topology) -> list[float]:
         if execution.caller is not None and execution.caller.opcode == "fusion":
             continue
         for index, each in enumerate(execution.computation.instructions):
-            cycles = each.cycles * execution.times
-            seconds[execution.index_in_entry(index)] += cycles / topology.chip.clock_hz
+            once = each.cycles / topology.chip.clock_hz
+            once += each.kernel_flops / topology.chip.peak_flops
+            seconds[execution.index_in_entry(index)] += once * execution.times
     return seconds

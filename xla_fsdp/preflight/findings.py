@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from xla_fsdp.preflight.compiler import Compiled
@@ -73,11 +73,12 @@ def about_reductions(
     for each in collectives:
         if each.kind == "all-reduce" and each.only_sliced and each.total_bytes >= WORTH_SAYING:
             names = _names(operand_sizes.get(each.origin, 0), parameters)
+            unit = f" (`{each.unit}`)" if each.unit else ""
             yield (
-                f"the gradient of {names} is reduced by a full all-reduce, of which each rank uses "
-                f"its slice: {each.total_bytes / MB:.0f} MB, twice what a reduce-scatter sends. "
-                f"The compiler does this for a group that is not one ring; make groups boxes on "
-                f"the torus, so that they can be reduced axis by axis"
+                f"the gradient of {names}{unit} is reduced by a full all-reduce, of which each "
+                f"rank uses its slice: {each.total_bytes / MB:.0f} MB, twice what a reduce-scatter "
+                f"sends. The compiler does this for a group that is not one ring; make groups "
+                f"boxes on the torus, so that they can be reduced axis by axis"
             )
 
 
@@ -106,12 +107,23 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
 def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
     """Report collectives that compute waits for."""
     blocking: Counter[str] = Counter()
+    units: dict[str, Counter[str]] = defaultdict(Counter)
     for each in collectives:
         if not each.overlapped:
             blocking[each.kind] += each.total_bytes
+            units[each.kind][each.unit] += each.total_bytes
     for kind, nbytes in blocking.most_common():
         if nbytes >= WORTH_SAYING:
-            yield f"{nbytes / MB:.0f} MB of {kind} are not hidden under compute"
+            largest = _largest(units[kind])
+            where = f" ({largest})" if largest else ""
+            yield f"{nbytes / MB:.0f} MB of {kind} are not hidden under compute{where}"
+
+
+def _largest(by_unit: Counter[str]) -> str:
+    """Say which units send most of what is not hidden."""
+    named = [(unit, nbytes) for unit, nbytes in by_unit.most_common() if unit]
+    listed = ", ".join(f"`{unit}` {nbytes / MB:.0f} MB" for unit, nbytes in named[:3])
+    return listed if len(named) <= 3 else f"{listed}, and {len(named) - 3} more"
 
 
 def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:

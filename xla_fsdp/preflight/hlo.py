@@ -15,8 +15,12 @@ BITS = {
     "f8e4m3fn": 8, "f8e5m2": 8,
 }  # fmt: skip
 
+KERNEL = "tpu_custom_call"  # target of calls of Pallas kernels
+
 # The compiler's value for cycles that it cannot estimate, as of some large sums.
 NO_ESTIMATE = 2**63 - 1
+
+_KERNEL_FLOPS = r'"cost_estimate":\{[^}]*"flops":"?(\d+)'
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
@@ -56,8 +60,19 @@ class Instruction:
 
     @property
     def has_no_estimate(self) -> bool:
-        """Whether the compiler tried, but failed, to estimate its cycles."""
-        return self._cycles == NO_ESTIMATE
+        """Whether the compiler tried, but failed, to estimate its cycles, or it is a kernel that
+        does not state its operations."""
+        unknown_kernel = self._is_kernel and not self._cycles and not self.kernel_flops
+        return self._cycles == NO_ESTIMATE or unknown_kernel
+
+    @property
+    def kernel_flops(self) -> int:
+        """Operations that a kernel states; 0 for others."""
+        return int((self._is_kernel and self.find(_KERNEL_FLOPS)) or 0)
+
+    @property
+    def _is_kernel(self) -> bool:
+        return self.opcode == "custom-call" and bool(self.find(f'({KERNEL})"'))
 
     @property
     def _cycles(self) -> int:

@@ -232,7 +232,8 @@ def _lane(
         left = min(x(each.start), WIDTH - RIGHT - 0.8)
         width = max(x(each.end) - x(each.start), 0.8)  # thinner ones would be invisible
         hint = (
-            f"{each.kind} {each.dtype}, {each.wire_bytes / MB:.2f} MB"
+            (f"{each.unit}, " if each.unit else "")
+            + f"{each.kind} {each.dtype}, {each.wire_bytes / MB:.2f} MB"
             + (f" in {each.times} executions" if each.times > 1 else "")
             + f", {1e3 * each.start:.2f} to {1e3 * each.end:.2f} ms"
         )

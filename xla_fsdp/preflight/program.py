@@ -28,6 +28,8 @@ class Program:
     aliases: tuple[tuple[int, int], ...]  # (input, output) of tensors that are changed in place
     # Number of elements of each collective's operands, by the name of its instruction.
     operand_sizes: Mapping[str, int] = field(default_factory=dict)
+    # Unit and phase of each collective, such as "blocks.3: all-gather", by its instruction's name.
+    labels: Mapping[str, str] = field(default_factory=dict)
     # For a program that the compiler is to partition: the rank of each partition. Then ``hlo`` is
     # StableHLO, as MLIR bytecode, lowered by JAX.
     partition_order: tuple[int, ...] = ()
@@ -61,6 +63,7 @@ class Traced:
     programs: tuple[Program, ...]  # in the order in which they run
     model_flops: int = 0  # of matrix products in forward and backward, without recomputation
     parameters: tuple[ParameterTraffic, ...] = ()
+    seconds: float = 0.0  # that tracing and lowering it took
 
     @property
     def minimum_wire_bytes(self) -> int:

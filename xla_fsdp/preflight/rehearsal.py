@@ -36,8 +36,10 @@ PLAIN = "plain"
 OVERHEAD = 3 * GIB // 2
 """Bytes that torch_xla and JAX take themselves."""
 
-TRACED_STEPS = 4
-"""What tracing once takes, in steps: two and a third that counts FLOPs, and building the model."""
+LOSS = "the loss"
+
+SHOWN = 5
+"""Problems of a kind that are printed after a step; in a large model each parameter has one."""
 
 REMAT = 4 / 3
 """FLOPs of a step that computes its forward twice, relative to one that does so once."""
@@ -119,6 +121,7 @@ class StepResult:
         not_finite: where a number is not, as text.
         disagreements: what differs between ranks that must hold the same, as text.
         seconds: duration, with compilation.
+        compared: whether there was anything to compare between ranks.
         plain_loss: loss of the plain model.
         plain_grad_norm: norm of its gradients.
     """
@@ -128,6 +131,7 @@ class StepResult:
     not_finite: tuple[str, ...]
     disagreements: tuple[str, ...]
     seconds: float
+    compared: bool = True
     plain_loss: float | None = None
     plain_grad_norm: float | None = None
 
@@ -170,6 +174,7 @@ def rehearse(
     steps: int = 3,
     mesh: Mesh | Mapping[str, int] | None = None,
     tell: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
     xla_flags: str = QUICK_COMPILE,
     **options: Any,
 ) -> Rehearsal:
@@ -184,6 +189,7 @@ def rehearse(
         steps: number of steps.
         mesh: passed on as ``build_step(mesh=mesh, ...)``, as by ``preflight``.
         tell: called with lines of text: what it takes, and each step as soon as it is made.
+        progress: called with a line on what is being done, and with an empty one before ``tell``.
         xla_flags: flags of XLA's CPU compiler.
         options: passed to ``build_step``.
 
@@ -192,28 +198,38 @@ def rehearse(
         RehearsalError: if it does not fit this machine's memory.
         CompileError: if JAX is not installed.
         RankError: if a rank failed.
-        RuntimeError: if torch_xla has started in this process with fewer CPU devices than ranks.
+        RuntimeError: if the plain model failed, or torch_xla has started in this process with fewer
+            CPU devices than ranks.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}; make at least 1")
+    _check_request(steps, options)
     slice_ = find_topology(topology)
     if mesh is not None:
         options = {"mesh": mesh_on(slice_, mesh), **options}
     check_options(build_step, options)
     check_installed()
+    from xla_fsdp.distributed.process_state import RandomState
     from xla_fsdp.distributed.xla.virtual_ranks import prepare_devices  # loads torch_xla
 
     prepare_devices(slice_.num_ranks)
-    say = tell or (lambda text: None)
+    random_state = RandomState.now()  # in which each side starts
+    show = progress or (lambda text: None)
+
+    def say(line: str) -> None:
+        show("")
+        if tell is not None:
+            tell(line)
+
     with VirtualChips(slice_.num_ranks, xla_flags) as chips:
-        needs = _needs(build_step, slice_, options, chips)
+        needs = _needs(build_step, slice_, options, chips, show)
         say(f"{topology} {options_text(describe_options(options))}".rstrip())
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")
         check_fits(topology, needs, steps)
-        plain = _plain_steps(build_step, slice_.num_ranks, options, steps)
+        random_state.restore()
+        plain = _plain_steps(build_step, slice_.num_ranks, options, steps, show)
+        random_state.restore()
         table = Table(slice_.num_ranks, plain, say)
         first = len(chips.runs)
-        run_on_chips(_make_steps, slice_.coords, chips, (build_step, options, steps, table))
+        run_on_chips(_make_steps, slice_.coords, chips, (build_step, options, steps, table, show))
     used = {number for number in chips.runs[first:] if chips.is_joint(number)}
     described = describe_options(options)
     return Rehearsal(topology, slice_.num_ranks, described, needs, tuple(table.results), len(used))
@@ -222,15 +238,29 @@ def rehearse(
 # ---------------------------------------------------------------- beforehand
 
 
+def _check_request(steps: Any, options: Mapping[str, Any]) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}; expected a whole number of steps, 1 or more")
+    if PLAIN in options:
+        raise ValueError(
+            f"{PLAIN}={options[PLAIN]!r}: a rehearsal gives build_step this keyword itself, where "
+            f"it asks for the plain model; leave it out"
+        )
+
+
 def _needs(
-    build_step: Callable[..., Any], slice_: Topology, options: dict[str, Any], chips: VirtualChips
+    build_step: Callable[..., Any],
+    slice_: Topology,
+    options: dict[str, Any],
+    chips: VirtualChips,
+    show: Callable[[str], None],
 ) -> Needs:
     """Trace a step as one rank does, which takes no memory, and compile it."""
     from xla_fsdp.preflight.tracing import trace_step
 
-    started = time.monotonic()
+    show("tracing a step as one rank")
     traced = trace_step(lambda: build_step(**options), slice_.coords)
-    tracing = (time.monotonic() - started) / TRACED_STEPS
+    show(f"compiling it for {slice_.num_ranks} virtual chips")
     started = time.monotonic()
     largest = max(chips.memory(program.hlo, slice_.num_ranks) for program in traced.programs)
     compiling = time.monotonic() - started
@@ -239,7 +269,7 @@ def _needs(
         memory=largest + _held_bytes(traced, slice_.num_ranks) + OVERHEAD,
         available=available_memory(),
         compile_seconds=compiling,
-        step_seconds=slice_.num_ranks * (tracing + flops),
+        step_seconds=slice_.num_ranks * (traced.seconds + flops),
     )
 
 
@@ -300,14 +330,21 @@ class RankStep:
 
 
 def _make_steps(
-    rank: int, build_step: Callable[..., Any], options: dict[str, Any], steps: int, table: Table
+    rank: int,
+    build_step: Callable[..., Any],
+    options: dict[str, Any],
+    steps: int,
+    table: Table,
+    show: Callable[[str], None],
 ) -> None:
     from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.preflight.tracing import fed
 
     with _watched() as seen:
-        step = build_step(**options)
+        step = fed(build_step(**options), f"for {steps} step(s)")
         for number in range(steps):
             seen.grads.clear()
+            show(f"step {number + 1} of {steps}: rank {rank} of {ops.world_size()}")
             loss = step()
             ops.sync()
             table.add(number, rank, _after_step(loss, seen))
@@ -319,49 +356,81 @@ class _Seen:
 
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    has_all_grads: bool = True  # else some never leave a loop, or a compiled step's program
     depth: int = 0  # an optimizer may call another
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients as they are now."""
+        from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF
+        from xla_fsdp.fsdp.replay.seen import is_traced
 
         if not self.depth:
-            self.optimizers[id(optimizer)] = optimizer
-            for param in _params_of(optimizer):
-                if param.grad is not None:
-                    self.grads[id(param)] = param, param.grad.detach().clone()
+            stepped = vars(optimizer).get(STEPS_SLICES_OF, optimizer)
+            self.optimizers[id(stepped)] = stepped
+            if stepped is not optimizer or is_traced():
+                self.has_all_grads = False
+            else:
+                self._keep_grads(optimizer)
         self.depth += 1
 
     def after(self) -> None:
         """Note that an optimizer has made its step."""
         self.depth -= 1
 
+    def squared_norm(self, count: Callable[[Tensor], float]) -> float | None:
+        """Sum the squares of the gradients, of each parameter times ``count``; None without all."""
+        if not self.grads or not self.has_all_grads:
+            return None
+        return sum(
+            float(grad.cpu().double().square().sum()) * count(param)
+            for param, grad in self.grads.values()
+        )
+
+    def _keep_grads(self, optimizer: torch.optim.Optimizer) -> None:
+        for param in _params_of(optimizer):
+            if param.grad is not None:
+                self.grads[id(param)] = param, param.grad.detach().clone()
+
 
 @contextmanager
 def _watched() -> Iterator[_Seen]:
-    """See what the optimizers of this thread are given inside the block."""
-    import threading
-
+    """See what the optimizers of this rank, in autograd's thread as well, are given inside the
+    block."""
     from torch.optim import optimizer as hooks
 
-    seen, thread = _Seen(), threading.get_ident()
+    from xla_fsdp.distributed.xla import ops
 
-    def before(optimizer: Any, *args: Any) -> None:
-        if threading.get_ident() == thread:
+    seen, device = _Seen(), ops.device()
+
+    def before(optimizer: Any) -> None:
+        if ops.device() == device:
             seen.before(optimizer)
 
-    def after(optimizer: Any, *args: Any) -> None:
-        if threading.get_ident() == thread:
+    def after(optimizer: Any) -> None:
+        if ops.device() == device:
             seen.after()
 
     handles = [
-        hooks.register_optimizer_step_pre_hook(before),
-        hooks.register_optimizer_step_post_hook(after),
+        hooks.register_optimizer_step_pre_hook(_Watch(before)),
+        hooks.register_optimizer_step_post_hook(_Watch(after)),
     ]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Watch:
+    """A hook that changes nothing, so that steps in backward are as without it."""
+
+    only_watches = True
+
+    def __init__(self, note: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._note = note
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._note(optimizer)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -375,25 +444,23 @@ def _after_step(loss: Any, seen: _Seen) -> RankStep:
     params = {id(p): p for each in seen.optimizers.values() for p in _params_of(each)}
     names = {key: _name(param, number) for number, (key, param) in enumerate(params.items())}
     places = {key: shared_by(param, None) for key, param in params.items()}
-    digests, not_finite, squares = {}, [], 0.0
+    found, digests = _number(loss), {}
+    not_finite = [LOSS] if found is not None and not math.isfinite(found) else []
+    for key, (_, grad) in seen.grads.items():
+        if not _is_finite(grad.cpu()):
+            not_finite.append(f"the gradient of {names[key]}")
     for key, param in params.items():
         value = param.detach().cpu()
         place = tuple(each.rank for each in places[key])
         digests[names[key], place] = _digest(value)
         if not _is_finite(value):
             not_finite.append(names[key])
-    for key, (_, grad) in seen.grads.items():
-        value = grad.cpu()
-        parts = math.prod(each.num_shards for each in places[key])
-        squares += float(value.double().square().sum()) * parts / ops.world_size()
-        if not _is_finite(value):
-            not_finite.append(f"the gradient of {names[key]}")
     for count in _step_counts(seen):
         digests["the optimizer's number of steps", ()] = str(count)
-    found = _number(loss)
-    if found is not None and not math.isfinite(found):
-        not_finite.append("the loss")
-    return RankStep(found, squares if seen.grads else None, tuple(not_finite), digests)
+    squares = seen.squared_norm(
+        lambda param: math.prod(each.num_shards for each in places[id(param)]) / ops.world_size()
+    )
+    return RankStep(found, squares, tuple(not_finite), digests)
 
 
 def _name(param: Tensor, number: int) -> str:
@@ -437,20 +504,37 @@ class _PlainStep:
 
 
 def _plain_steps(
-    build_step: Callable[..., Any], num_ranks: int, options: dict[str, Any], steps: int
+    build_step: Callable[..., Any],
+    num_ranks: int,
+    options: dict[str, Any],
+    steps: int,
+    show: Callable[[str], None],
 ) -> list[_PlainStep]:
     """Make the steps of the plain model, if there is one."""
     if PLAIN not in inspect.signature(build_step).parameters:
         return []
-    found = []
+    try:
+        return [*_made_plainly(build_step, {**options, PLAIN: num_ranks}, steps, show)]
+    except Exception as error:  # the user's code may raise anything
+        raise RuntimeError(f"the plain model raised {type(error).__name__}: {error}") from error
+
+
+def _made_plainly(
+    build_step: Callable[..., Any],
+    options: dict[str, Any],
+    steps: int,
+    show: Callable[[str], None],
+) -> Iterator[_PlainStep]:
+    from xla_fsdp.preflight.tracing import fed
+
     with _watched() as seen:
-        step = build_step(**{**options, PLAIN: num_ranks})
-        for _ in range(steps):
+        step = fed(build_step(**options), f"for {steps} step(s)")
+        for number in range(steps):
             seen.grads.clear()
+            show(f"step {number + 1} of {steps} of the plain model")
             loss = _number(step())
-            squares = [float(g.double().square().sum()) for _, g in seen.grads.values()]
-            found.append(_PlainStep(loss, math.sqrt(sum(squares)) if squares else None))
-    return found
+            squares = seen.squared_norm(lambda param: 1.0)
+            yield _PlainStep(loss, None if squares is None else math.sqrt(squares))
 
 
 # ---------------------------------------------------------------- the table
@@ -485,8 +569,8 @@ class Table:
             self._say(self._header())
         self.results.append(result)
         self._say(self._row(number + 1, result))
-        for problem in (*result.not_finite, *result.disagreements):
-            self._say(f"      {problem}")
+        for line in (*_first(result.not_finite), *_first(result.disagreements)):
+            self._say(f"      {line}")
 
     def _header(self) -> str:
         plain = [f"{'plain':>11}"] if self._plain else []
@@ -502,10 +586,22 @@ class Table:
             _figure(result.grad_norm),
             *([_figure(result.plain_grad_norm)] if plain else []),
             f"{'no' if result.not_finite else 'yes':<6}",
-            f"{'no' if result.disagreements else 'yes':<11}",
+            f"{_agreement(result):<11}",
             f"{result.seconds:>7.1f}",
         ]
         return "  ".join(columns)
+
+
+def _first(problems: Sequence[str]) -> Iterator[str]:
+    yield from problems[:SHOWN]
+    if len(problems) > SHOWN:
+        yield f"and {len(problems) - SHOWN} more"
+
+
+def _agreement(result: StepResult) -> str:
+    if not result.compared:
+        return "-"
+    return "no" if result.disagreements else "yes"
 
 
 def _figure(value: float | None) -> str:
@@ -521,6 +617,7 @@ def _joined(ranks: Sequence[RankStep], seconds: float, plain: _PlainStep) -> Ste
         not_finite=tuple(_not_finite(ranks)),
         disagreements=tuple(_disagreements(ranks)),
         seconds=seconds,
+        compared=any(each.digests for each in ranks),
         plain_loss=plain.loss,
         plain_grad_norm=plain.grad_norm,
     )
@@ -531,8 +628,8 @@ def _not_finite(ranks: Sequence[RankStep]) -> Iterator[str]:
     for rank, each in enumerate(ranks):
         for name in each.not_finite:
             where[name].append(rank)
-    for name, which in where.items():
-        yield f"{name} is not finite on ranks {which}"
+    for name in sorted(where, key=lambda name: name != LOSS):  # the likely cause first
+        yield f"{name} is not finite on ranks {where[name]}"
 
 
 def _disagreements(ranks: Sequence[RankStep]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,15 +83,12 @@ class Buffer:
 class StepTime:
     """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses."""
 
+    total: float  # blocking collectives, and the larger of compute and what overlaps it
     compute: float  # all cycles that the compiler expects, loops included
     blocking: float  # collectives under which no compute is scheduled, at full link speed
+    overlapped: float  # all others, at full link speed
     model_flops: int  # of forward and backward, without recomputation
     mfu: float  # model FLOPs utilization, from 0 to 1
-
-    @property
-    def total(self) -> float:
-        """Seconds of one step."""
-        return self.compute + self.blocking
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,7 @@ class Span:
     end: float
     times: int
     wire_bytes: int
+    unit: str = ""  # and phase, such as "blocks.3: all-gather", where it is known
 
 
 @dataclass(frozen=True)
@@ -224,9 +222,28 @@ HEADINGS = (
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Return one row per report, and all warnings below."""
+    """Return one row per report, and below, the fastest of each topology and all warnings."""
     warnings = dict.fromkeys(line for report in reports for line in _warnings(report))
-    return "\n".join((*_aligned([HEADINGS, *map(cells, reports)]), *warnings))
+    rows = _aligned([HEADINGS, *map(cells, reports)])
+    return "\n".join((*rows, *_fastest_ones(reports), *warnings))
+
+
+def fastest_of(reports: Sequence[Report]) -> Report | None:
+    """Return that which makes most of the chip by estimate, among those that fit, if any does.
+
+    Of steps on as much data that is the one that takes the least time.
+    """
+    fitting = [each for each in reports if each.fits]
+    return max(fitting, key=lambda each: each.step_time.mfu, default=None)
+
+
+def _fastest_ones(reports: Sequence[Report]) -> Iterator[str]:
+    for name in dict.fromkeys(each.topology for each in reports):
+        some = [each for each in reports if each.topology == name]
+        best = fastest_of(some)
+        if best is not None and len(some) > 1:
+            milliseconds = best.step_time.total * 1e3
+            yield f"Fastest that fits: {title(best)}, {milliseconds:,.1f} ms by estimate"
 
 
 def cells(report: Report) -> tuple[str, ...]:
@@ -294,6 +311,7 @@ def _time(report: Report) -> str:
     time = report.step_time
     return (
         f"Estimated step: {time.total * 1e3:.1f} ms (compute {time.compute * 1e3:.1f}, blocking "
-        f"collectives {time.blocking * 1e3:.1f}), estimated MFU {time.mfu:.1%}. Compiled in "
-        f"{report.compile_seconds:.0f} s with {report.host_bytes / MIB:,.0f} MiB of host memory"
+        f"collectives {time.blocking * 1e3:.1f}, overlapped {time.overlapped * 1e3:.1f}), "
+        f"estimated MFU {time.mfu:.1%}. Compiled in {report.compile_seconds:.0f} s with "
+        f"{report.host_bytes / MIB:,.0f} MiB of host memory"
     )

@@ -12,12 +12,15 @@ import enum
 import gc
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from unittest import mock
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
@@ -29,8 +32,11 @@ from xla_fsdp.distributed.xla.graph import (
     lowered_hlo,
     program_of,
     tensor_id,
+    without_metadata,
 )
+from xla_fsdp.fsdp.attention import splash
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.fsdp.init.unit_names import label_of, units_named
 from xla_fsdp.fsdp.scan import blocks_one_by_one
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.program import (
@@ -63,19 +69,22 @@ def trace_step(
 
     Raises:
         RuntimeError: if this process has started torch_xla on anything but CPU.
-        ValueError: if a step leaves nothing to run.
+        TypeError: if ``build_step`` returns no function.
+        ValueError: if a step leaves nothing to run, or finds no further inputs.
     """
     use_cpu_device()
     earlier = WeakSet(_live_states())
     recorder = Recorder()
-    with fake_rank(rank, coords, recorder.cut):
-        step = build_step()
+    with units_named(), fake_rank(rank, coords, recorder.cut):
+        step = fed(_built(build_step), "to be traced three times")
         recorder.cut()
         step()  # makes the optimizer's state
         recorder.cut()
         recorder.start_recording()
+        started = time.monotonic()
         step()
         recorder.cut()
+        seconds = time.monotonic() - started
         states = [state for state in _live_states() if state not in earlier]
         # Last, as tensors made under a dispatch mode cannot be used in further steps.
         recorder.start_discarding()
@@ -86,7 +95,32 @@ def trace_step(
             "training step on the XLA device"
         )
     parameters = tuple(each for state in states for each in _parameter_traffic(state))
-    return Traced(tuple(recorder.programs), flops, parameters)
+    return Traced(tuple(recorder.programs), flops, parameters, seconds)
+
+
+def _built(build_step: Callable[[], Step]) -> Step:
+    step = build_step()
+    if not callable(step):
+        raise TypeError(
+            f"build_step() returned a {type(step).__name__}; expected a function that makes one "
+            "training step when it is called without arguments"
+        )
+    return step
+
+
+def fed(step: Step, for_what: str) -> Step:
+    """Return a step that raises ValueError, which says ``for_what`` they are needed, if its inputs
+    end."""
+
+    def told() -> Any:
+        try:
+            return step()
+        except StopIteration as ended:
+            raise ValueError(
+                f"the step has no further input; let it have enough {for_what}"
+            ) from ended
+
+    return told
 
 
 def use_cpu_device() -> None:
@@ -125,8 +159,9 @@ class Recorder:
         self.programs: list[Program] = []
         self._phase = _Phase.BUILDING
         self._hollow = ZeroPages()
-        # Buffer and role of each tensor that exists before the present program, by id(tensor).
-        self._before: dict[int, tuple[int, str]] = {}
+        # Each tensor that exists before the present program, its buffer and role, by id(tensor).
+        # Weakly, as it may end there, and another one get its id.
+        self._before: dict[int, tuple[ref[Tensor], int, str]] = {}
 
     def start_recording(self) -> None:
         """Record the programs that are cut from now on."""
@@ -161,9 +196,14 @@ class Recorder:
         dummy = ops.upload(torch.zeros(1))
         for tensor in pending:
             ops.release(tensor, dummy)
+        in_use = {id(each) for state in _states() for each in state.in_use}
         for tensor, shape in zip(pending, shapes, strict=True):
-            # Not copy_(), which torch_xla would trace as another pending operation.
-            tensor.data = self._hollow.make(shape, tensor.dtype)
+            hollow = self._hollow.make(shape, tensor.dtype)
+            if torch._is_functional_tensor(tensor) and id(tensor) not in in_use:
+                # Not copy_(), which torch_xla would trace as another pending operation.
+                tensor.data = hollow
+            else:  # what another tensor wraps, or a unit holds against changes
+                ops.release(tensor, hollow)
         ops.forget_token()
 
     def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
@@ -177,36 +217,49 @@ class Recorder:
                 if isinstance(each, torch.nn.Parameter) and each.nbytes >= LARGE
             }
             for each, buffer in buffers:
-                if buffer in hollow:
+                if buffer in hollow and torch._is_functional_tensor(each):
                     each.data = hollow[buffer]
 
     def _note_buffers(self) -> None:
         roles = _roles()
         self._before = {
-            id(tensor): (buffer, roles.get(id(tensor), DATA))
+            id(tensor): (ref(tensor), buffer, roles.get(id(tensor), DATA))
             for tensor in _live_tensors()
             if (buffer := buffer_id(tensor)) is not None
         }
 
     def _program(self, pending: list[Tensor]) -> Program:
-        roles = dict(self._before.values())
+        roles = {buffer: role for _, buffer, role in self._before.values()}
         buffers = input_buffers(pending)
         input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
-            buffer, _ = self._before.get(id(tensor), (-1, DATA))
-            if buffer in input_of:
+            before, buffer, _ = self._before.get(id(tensor), (None, -1, DATA))
+            if buffer in input_of and before is not None and before() is tensor:
                 aliases.append((input_of[buffer], output))
         inputs = tuple(
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in buffers
         )
-        return Program(program_of(pending), inputs, tuple(aliases), _operand_sizes(pending))
+        named = Module(lowered_hlo(pending))
+        hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it
+        return Program(hlo, inputs, tuple(aliases), _operand_sizes(named), _labels(named))
 
 
-def _operand_sizes(pending: list[Tensor]) -> dict[str, int]:
+def _labels(module: Module) -> dict[str, str]:
+    """Return unit and phase of each collective that has them, by its instruction's name."""
+    found = {
+        each.name: label_of(each.origin)
+        for computation in module.computations.values()
+        for each in computation.instructions
+        if each.opcode in KINDS
+    }
+    return {name: label for name, label in found.items() if label}
+
+
+def _operand_sizes(module: Module) -> dict[str, int]:
     """Return the number of elements of each collective's operands, by its instruction's name."""
-    entry = Module(lowered_hlo(pending)).entry
+    entry = module.entry
     return {
         each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
         for each in entry.instructions
@@ -248,6 +301,11 @@ class _ForwardFlops(FlopCounterMode):
     """Counts FLOPs of forward passes only, without gradients and recomputation."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        if isinstance(out, Tensor) and not any(isinstance(each, Tensor) for each in given):
+            # Made under this mode it is of another kind than those made before, and ``.data`` of
+            # one does not take the other.
+            return torch._to_functional_tensor(out) if out.device.type == "xla" else out
         if current_pass() != -1:
             return out
         return super()._count_flops(func_packet, out, args, kwargs)
@@ -255,8 +313,9 @@ class _ForwardFlops(FlopCounterMode):
 
 def _count_flops(step: Step) -> int:
     """Return the FLOPs of a step, three times the forward: backward has two products for each."""
-    # Unrolled, as the products inside a loop are not counted.
-    with blocks_one_by_one(), _ForwardFlops(display=False) as counter:
+    # Unrolled, and attention without its kernel: products inside of both are not counted.
+    attend = mock.patch.object(splash, "SPLASH", splash.COUNTED)
+    with attend, blocks_one_by_one(), _ForwardFlops(display=False) as counter:
         step()
     return 3 * counter.get_total_flops()
 
@@ -270,6 +329,10 @@ def _count_flops(step: Step) -> int:
 
 def _live_states() -> list[FSDPState]:
     gc.collect()
+    return _states()
+
+
+def _states() -> list[FSDPState]:
     return [each for each in gc.get_objects() if type(each) is FSDPState]
 
 

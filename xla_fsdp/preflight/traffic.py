@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from xla_fsdp.preflight.hlo import Computation, Execution, Instruction, Module
 
@@ -37,6 +38,7 @@ class Collective:
     origin: str  # name of torch_xla's instruction, if the compiler has noted it
     start: int  # index of the entry's instruction in which it starts
     end: int  # index of the entry's instruction in which it ends
+    unit: str = ""  # and phase, such as "blocks.3: reduce-scatter", where it is known
 
     @property
     def total_bytes(self) -> int:
@@ -57,8 +59,9 @@ class _Split:
     overlapped: bool = False
 
 
-def collectives_of(module: Module) -> list[Collective]:
-    """Return the collectives of a module, in the order of the schedule."""
+def collectives_of(module: Module, labels: Mapping[str, str] | None = None) -> list[Collective]:
+    """Return the collectives of a module, in the order of the schedule; ``labels`` are those of
+    the traced program."""
     starts: list[tuple[Execution, int, _Split | None]] = []
     splits: dict[tuple[str, ...], _Split] = defaultdict(_Split)
     for execution in module.executions:
@@ -72,7 +75,8 @@ def collectives_of(module: Module) -> list[Collective]:
                 splits[_chain(each)].end = execution.index_in_entry(index)
             else:
                 starts.append((execution, index, splits[_chain(each)] if fragment else None))
-    return [_collective(module, *start) for start in starts]
+    found = [_collective(module, *start) for start in starts]
+    return [replace(each, unit=(labels or {}).get(each.origin, "")) for each in found]
 
 
 def _collective(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
@@ -62,7 +63,8 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
             local number of outputs of a layer with such a style as in the example.
 
     Raises:
-        ValueError: if no mesh is given, and there is no such layer.
+        ValueError: if no mesh is given, and there is no such layer; inside, for ``nll_loss``,
+            ``log_softmax`` and ``logsumexp`` of such logits, which would be those of a slice.
     """
     heads = [(head.out_features // axis.size, axis) for head, axis in _heads.axes.items()]
     if mesh is None and not heads:
@@ -76,6 +78,15 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
 
 
 _signature = inspect.signature(F.cross_entropy)
+_OF_A_SLICE = {
+    F.nll_loss,
+    F.log_softmax,
+    torch.log_softmax,
+    Tensor.log_softmax,
+    torch.logsumexp,
+    Tensor.logsumexp,
+}
+"""Functions of all classes, of which a rank would compute that of its slice."""
 
 
 class _CrossEntropyMode(TorchFunctionMode):
@@ -90,6 +101,8 @@ class _CrossEntropyMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_A_SLICE:
+            self._refuse_slice(func, *args, **kwargs)
         if func is not F.cross_entropy:
             return func(*args, **kwargs)
         bound = _signature.bind(*args, **kwargs)
@@ -103,6 +116,23 @@ class _CrossEntropyMode(TorchFunctionMode):
                 "size_average and reduce are of old torch; say reduction='mean', or sum"
             )
         return parallel_cross_entropy(axis=axis, **given)
+
+    def _refuse_slice(
+        self, func: Any, input: Tensor, target: Any = None, *more: Any, **kwargs: Any
+    ) -> None:
+        dim = min(1, input.dim() - 1) if func is F.nll_loss else kwargs.get("dim", target)
+        if isinstance(dim, int) and self._is_cut(input.shape[dim], func):
+            raise ValueError(
+                f"{func.__name__} of logits that are cut over their classes would be that of this "
+                f"rank's {input.shape[dim]} classes; loss_parallel takes F.cross_entropy. Call "
+                f"that, with reduction='none' for the loss of each row; or make whole logits by "
+                f"ColwiseParallel(output_layouts=Replicate())"
+            )
+
+    def _is_cut(self, size: int, func: Any) -> bool:
+        # With a mesh there may be no head to know the classes by, but losses are of cut logits.
+        by_mesh = self._axis is not None and func is F.nll_loss
+        return by_mesh or any(local == size for local, axis in self._heads if axis.size > 1)
 
     def _axis_of(self, logits: Tensor) -> AxisComm | None:
         classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
@@ -152,7 +182,9 @@ def parallel_cross_entropy(
     if reduction == "none":
         return losses.reshape(target.shape).to(input.dtype)
     total = losses.sum()
-    return (total / share.sum() if reduction == "mean" else total).to(input.dtype)
+    if reduction == "mean":
+        total = mean_over_context(total, share.sum())
+    return total.to(input.dtype)
 
 
 class _RowLosses(Function):

@@ -16,20 +16,30 @@ from test.common.models import FEATURES
 from test.common.ranks import cached_outcome, run_on_ranks
 
 
+class Calls:
+    """A number of calls, recomputations included, as it is no attribute of a module."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+
 class Dropping(nn.Module):
     """Dropout around its layer; counts its forwards; takes keywords, returns a container."""
 
-    calls = 0
-
     def __init__(self) -> None:
         super().__init__()
+        self.calls = Calls()
         self.lin = nn.Linear(FEATURES, FEATURES)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
-        self.calls += 1
+        count = self.calls.next()
         hidden = self.drop(torch.tanh(self.lin(self.drop(x)))) * scale
-        return {"out": hidden, "count": self.calls}
+        return {"out": hidden, "count": count}
 
 
 class HostRandom(nn.Module):
@@ -46,15 +56,20 @@ class HostRandom(nn.Module):
 class Fickle(nn.Module):
     """Does something else when it is recomputed."""
 
-    calls = 0
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(FEATURES, FEATURES)
+        self.calls = Calls()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.lin(x) if self.calls == 1 else torch.tanh(self.lin(x))
+        return self.lin(x) if self.calls.next() == 1 else torch.tanh(self.lin(x))
+
+
+class Cache:
+    """An object that is not known to be a container."""
+
+    def __init__(self) -> None:
+        self.entries: list[Tensor] = []
 
 
 class Hoarding(nn.Module):
@@ -63,16 +78,16 @@ class Hoarding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(FEATURES, FEATURES)
-        self.cache: list[Tensor] = []
+        self.cache = Cache()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.cache.append(self.lin(x))
-        (only,) = self.cache
+        self.cache.entries.append(self.lin(x))
+        (only,) = self.cache.entries
         return only
 
 
 class Counting(nn.Module):
-    """Changes its buffers in forward, and computes with them."""
+    """Changes its buffers or attributes in forward, and computes with them."""
 
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__()
@@ -80,6 +95,9 @@ class Counting(nn.Module):
         self.register_buffer("run", torch.ones(FEATURES))
         self.register_buffer("other", None)
         self.change = change
+        self.steps, self.average = 0, None
+        self.notes: list[Tensor] = []
+        self.sums: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
@@ -112,12 +130,35 @@ def _registered(module: Any) -> None:
     module.run = module.run + getattr(module, f"more{number}")
 
 
+def _attributes(module: Any) -> None:
+    before = torch.ones_like(module.run) if module.average is None else module.average
+    module.average, module.steps = before * 0.5, module.steps + 1
+    module.run = module.average / module.steps
+
+
+def _attribute_in_place(module: Any) -> None:
+    if module.average is None:
+        module.average = torch.ones_like(module.run)
+    module.average.mul_(0.5)
+    module.run = module.run * module.average
+
+
+def _containers(module: Any) -> None:
+    module.notes.append(module.run * 0.5)
+    total = module.sums.setdefault("all", torch.zeros_like(module.run))
+    total.add_(module.notes[-1] / len(module.notes))
+    module.run = total + 0.5
+
+
 CHANGES = {
     "assigned": _assigned,
     "made": _made,
     "in place": _in_place,
     "both": _both,
     "registered": _registered,
+    "attributes": _attributes,
+    "attribute in place": _attribute_in_place,
+    "containers": _containers,
 }
 
 
@@ -166,6 +207,29 @@ class _Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
+
+
+class _Computing(nn.Module):
+    """Runs what is pending, as operators do that torch_xla computes on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import torch_xla
+
+        torch_xla.sync()
+        return x
+
+
+def _computed_statistics(device: torch.device, x: Tensor) -> bool:
+    """Whether statistics that are computed before the forward ends are changed once."""
+    from xla_fsdp import checkpoint_module
+
+    found = []
+    for way in (lambda module: module, checkpoint_module):
+        norm = nn.BatchNorm1d(FEATURES)
+        module = way(nn.Sequential(norm, _Computing())).to(device)
+        module(x.reshape(-1, FEATURES)).square().sum().backward()
+        found.append(norm.running_mean.cpu())
+    return bool(torch.equal(*found)) and bool(found[0].any())
 
 
 class _SavingItsBuffer(nn.Module):
@@ -241,10 +305,10 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     }
     counted = checkpoint_module(copy.deepcopy(plain))
     train(counted, x)
-    results["forwards"] = counted.calls
+    results["forwards"] = counted.calls.number
     with torch.no_grad():
         counted(x)
-    results["forwards without grad"] = counted.calls
+    results["forwards without grad"] = counted.calls.number
 
     by_hand = copy.deepcopy(plain)
     copied = copy.deepcopy(checkpoint_module(by_hand))
@@ -295,6 +359,7 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     results["second backward"] = torch.allclose(retained.lin.weight.grad.cpu(), 2 * once)
 
     results["buffers"] = _buffers(device, x)
+    results["computed statistics"] = _computed_statistics(device, x)
     results["saved buffer"] = _saved_buffer(device, x)
     results["inputs are gone"] = _inputs_are_gone(checkpoint_module(copy.deepcopy(plain)), x)
     results["selective"] = _selective(device, x)
@@ -369,7 +434,7 @@ def _selective(device: torch.device, x: Tensor) -> dict[str, Any]:
 
     def calls(model: Any) -> list[int]:
         model(x).sum().backward()
-        return [block.calls for block in model]
+        return [block.calls.number for block in model]
 
     def in_place(model: nn.Sequential) -> nn.Sequential:
         for block in model:
@@ -395,10 +460,10 @@ class _Counting(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(FEATURES, FEATURES)
-        self.calls = 0
+        self.calls = Calls()
 
     def forward(self, input: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls.next()
         return torch.tanh(super().forward(input))
 
 
@@ -478,6 +543,7 @@ def result() -> dict[str, Any]:
         "nested in a unit",
         "host masks",
         "host state",
+        "computed statistics",
         "autocast",
         "second backward",
         "inputs are gone",
@@ -488,7 +554,7 @@ def test_same_as_without(what: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_buffers_are_changed_once_and_are_those_of_the_forward(change: str) -> None:
+def test_state_is_changed_once_and_is_that_of_the_forward(change: str) -> None:
     plain, checkpointed, nested = result()["buffers"][change]
     torch.testing.assert_close(checkpointed, plain)
     torch.testing.assert_close(nested, plain)

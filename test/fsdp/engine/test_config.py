@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.config import FSDPConfig, _warn_once
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -56,17 +56,19 @@ def test_contradictions(options: dict[str, Any], kind: type[Exception], text: st
     ],
 )
 def test_ignored_options_are_said(options: dict[str, Any], text: str) -> None:
+    _warn_once.cache_clear()
     with pytest.warns(UserWarning, match=text):
         FSDPConfig(**options).warn_about_ignored()
 
 
 def test_ignored_options_are_said_once() -> None:
+    _warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("default")
         for wrap in ("first", "second"):
-            code = "config.warn_about_ignored()"
-            config = FSDPConfig(pin_layout_in_collective_ops=True)
-            exec(compile(code, wrap, "exec"), {"config": config, "__name__": wrap})
+            warnings.simplefilter("default")  # after which Python shows everything again
+            code = "options.warn_about_ignored()"
+            options = FSDPConfig(pin_layout_in_collective_ops=True)
+            exec(compile(code, wrap, "exec"), {"options": options, "__name__": wrap})
     assert len(seen) == 1
 
 

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from test.common.in_place import in_place
@@ -59,6 +61,9 @@ class Outer(nn.Module):
         x = self.read(self, x)
         return self.blocks[1](x)
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self(x)
+
 
 def models() -> dict[str, Any]:
     """Return the model, sharded in the ways that there are."""
@@ -73,6 +78,109 @@ def models() -> dict[str, Any]:
 def inner_of(model: Any) -> Any:
     """Return the first block, without a wrapper."""
     return getattr(model.blocks[0], "module", model.blocks[0])
+
+
+# ---------------------------------------------------------------- shards outside of forwards
+
+MIXING: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda weight: weight.norm(),
+    "linalg_vector_norm": lambda weight: torch.linalg.vector_norm(weight),
+    "max": lambda weight: weight.max(),
+    "matmul": lambda weight: weight @ weight.t(),
+    "var": lambda weight: torch.var(weight),
+    "normalize": lambda weight: F.normalize(weight, dim=0),
+    "uniform_": lambda weight: nn.init.xavier_uniform_(weight),
+    "normal_": lambda weight: nn.init.normal_(weight),
+    "eye": lambda weight: nn.init.eye_(weight),
+    "__setitem__": lambda weight: weight.__setitem__(0, 1.0),
+}
+ELEMENTWISE: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda weight: weight.square().sum().backward(),
+    "max": lambda weight: torch.max(weight, weight),
+    "zeros_": lambda weight: nn.init.zeros_(weight),
+    "average": lambda weight: weight.data.lerp_(weight.data, 0.5),
+    "local": lambda weight: weight.to_local().norm(),
+    "known": lambda weight: (weight.numel(), weight.shape, weight.grad, repr(weight)),
+}
+
+
+@scenarios.add
+def outside(rank: int) -> dict[str, dict[str, str]]:
+    import torch_xla
+
+    found: dict[str, dict[str, str]] = {}
+    sharded = models()
+    for name in ("rows", "in place"):
+        weight = sharded[name].blocks[1].weight
+        uses = {**MIXING, **{f"{each} elementwise": use for each, use in ELEMENTWISE.items()}}
+        found[name] = {each: message(partial(use, weight)) for each, use in uses.items()}
+        torch_xla.sync()
+    return found
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_shard_is_not_used_as_if_it_were_the_full_parameter(name: str) -> None:
+    for found in result("outside").values():
+        assert re.match(r"RuntimeError: the shard of weight was used \(by \w+\)", found[name])
+        assert "Each rank holds another part" in found[name]
+        assert "summon_full_params" in found[name]
+
+
+def test_shards_may_be_computed_with_element_by_element() -> None:
+    for found in result("outside").values():
+        assert {found[f"{name} elementwise"] for name in ELEMENTWISE} == {"nothing was raised"}
+
+
+@scenarios.add
+def parametrized(rank: int) -> list[str]:
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    found, sharded = [], models()
+    for name in ("wrapper", "rows", "in place"):
+        block = sharded[name].blocks[1]
+        found.append(message(partial(weight_norm, getattr(block, "module", block))))
+    return found
+
+
+def test_a_parametrization_of_a_shard_is_refused() -> None:
+    for each in result("parametrized"):
+        assert each.startswith("RuntimeError: a parametrization of weight was registered")
+
+
+# ---------------------------------------------------------------- changed in a forward
+
+
+def _clamp(weight: Tensor) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def _fill_view(weight: Tensor) -> None:
+    weight.detach().view(-1)[:1].zero_()
+
+
+def _give_data(weight: Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+@scenarios.add
+def changed(rank: int) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for change in (_clamp, _fill_view, _give_data):
+        # By the unit that has it; the wrapped module is ``model``.
+        read = partial(lambda change, model, x: change(model.scale) or x, change)
+        found[change.__name__] = []
+        for model in models().values():
+            getattr(model, "module", model).read = read
+            for grads in (torch.enable_grad, torch.inference_mode):
+                with grads():
+                    found[change.__name__].append(message(partial(model, rows())))
+    return found
+
+
+def test_a_parameter_whose_data_a_forward_changes_is_refused_by_name() -> None:
+    for found in result("changed").values():
+        assert len(found) == 8
+        for each in found:
+            assert each.startswith("ValueError: scale was changed in place in the forward"), each
 
 
 # ---------------------------------------------------------------- held after reshard
@@ -281,7 +389,17 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
 def read_by_parents(rank: int) -> list[str]:
     sharded = models()
     del sharded["flat"]  # the module has no such attribute
-    return [each for model in sharded.values() for each in _read_by_parent(model)]
+    found = [each for model in sharded.values() for each in _read_by_parent(model)]
+    return [*found, _read_by_parent_that_calls_itself()]
+
+
+def _read_by_parent_that_calls_itself() -> str:
+    from xla_fsdp import register_fsdp_forward_method
+
+    model = in_place(make(Outer))
+    register_fsdp_forward_method(model, "encode")
+    model.read = lambda model, x: x + inner_of(model).lin.bias
+    return message(lambda: model.encode(rows()))
 
 
 def _read_by_parent(model: Any) -> list[str]:

@@ -583,6 +583,56 @@ def test_forwards_that_a_loop_cannot_run_are_refused(what: str, said: list[str])
     assert all(part in found for part in said), found
 
 
+# ---------------------------------------------------------------- gradients alone differ
+
+
+class Stopping(Block):
+    """Every second one lets no gradient through its layer."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        return x + (y.detach() if self.scale % 2 else y)
+
+
+def _force(create_graph: bool, lin: nn.Module, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        z = x if create_graph and x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(torch.tanh(lin(z)).sum(), z, create_graph=create_graph)[0]
+
+
+class Forcing(Block):
+    """Every second one has no graph of the gradient that it computes."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return x - 0.3 * _force(self.scale % 2 == 0, self.lin, x)
+
+
+@scenarios.add
+def graphs(rank: int) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for block in (Stopping, Forcing):
+        models = [build(set_scales, block, 4) for build in (wrapped, scanned)]
+        for model in models:
+            model(batch()).square().mean().backward()
+        found[block.__name__] = [
+            {
+                name: None if param.grad is None else param.grad.cpu()
+                for name, param in model.named_parameters()
+            }
+            for model in models
+        ]
+    return found
+
+
+@pytest.mark.parametrize("block", ["Stopping", "Forcing"])
+def test_blocks_whose_gradients_alone_differ_take_turns(block: str) -> None:
+    plain, looped = result("graphs")[block]
+    missing = [name for name, grad in plain.items() if grad is None]
+    assert missing == [name for name, grad in looped.items() if grad is None] != []
+    for name, grad in plain.items():
+        torch.testing.assert_close(looped[name], grad)
+
+
 # ---------------------------------------------------------------- random numbers
 
 

@@ -165,9 +165,9 @@ def test_what_differs_is_told() -> None:
     recipe = Recipe(_LINEAR)
     plain = random_models.train_plain(recipe)
     other = random_models.train_plain(dataclasses.replace(recipe, plan=Plan("LayerNorm")))
-    assert "body" in random_models.first_difference(recipe, other["state"], plain["state"])
+    assert "body" in random_models.first_difference(recipe, other["state"], plain["state"], {})
     off = {**plain["state"], "head.bias": plain["state"]["head.bias"] + 1e-3}
-    assert random_models.first_difference(recipe, off, plain["state"]).startswith("head.bias: ")
+    assert random_models.first_difference(recipe, off, plain["state"], {}).startswith("head.bias: ")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from test.common.model_table import PAGE, found, page, reasons_of, row
@@ -25,7 +26,7 @@ SCAN = {"scan_layers": True}
 
 # ---------------------------------------------------------------- the table
 
-QUICK_FAMILIES = ("Llama", "Mixtral")
+QUICK_FAMILIES = ("Llama",)
 
 
 def _expect_page_to_say(names: Sequence[str], results: dict[tuple[str, str], str]) -> None:
@@ -46,6 +47,9 @@ def test_table_of_all_models() -> None:
     assert PAGE.read_text() == page(results)
 
 
+@pytest.mark.skipif(
+    transformers.__version__ < "5", reason="these experts are modules of their own, each"
+)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
 def test_some_experts_have_no_tokens_on_some_ranks(name: str) -> None:
     """So that the table tells something about them."""

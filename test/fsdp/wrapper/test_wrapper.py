@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from test.common.in_place import in_place
 from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
 
@@ -758,17 +759,60 @@ def test_functional_call_replaces_buffers() -> None:
 
 
 @scenario
-def inference_mode(rank: int) -> bool:
-    model = nested(make(), disable_reshard_on_root=False)
-    with torch.inference_mode():
-        first = model(rows()).cpu()
-    model(rows()).sum().backward()
-    with torch.no_grad():
-        return torch.equal(model(rows()).cpu(), first)
+def inference_mode(rank: int) -> list[bool]:
+    import torch_xla
+
+    found = []
+    for model in (
+        nested(make(), disable_reshard_on_root=False),
+        in_place(make()),
+        in_place(make().to(torch_xla.device())),
+    ):
+        with torch.inference_mode():
+            first = model(rows()).cpu()
+        model(rows()).sum().backward()
+        with torch.inference_mode():
+            model(rows())
+        with torch.no_grad():
+            found.append(torch.equal(model(rows()).cpu(), first))
+    return found
 
 
 def test_inference_mode() -> None:
-    assert result("inference_mode")
+    assert result("inference_mode") == [True, True, True]
+
+
+class Masked(nn.Module):
+    """Adds a frozen mask, which is gathered before the layer and begins with an infinite value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.zeros(FEATURES, dtype=torch.bfloat16)
+        mask[0] = float("-inf")
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.layer = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) + self.mask).softmax(-1)
+
+
+@scenario
+def infinite_mask(rank: int) -> dict[str, Any]:
+    from xla_fsdp import full_state_dict
+
+    plain, found = make(Masked), []
+    for options in ({}, {"coalesce_all_gather_ops": False}):
+        model = fsdp(make(Masked), **options)
+        output = model(rows()).detach().cpu()
+        found.append((output, full_state_dict(model)))
+    expected = plain(rows().cpu()).detach(), plain.state_dict()
+    return {"expected": expected, "found": found}
+
+
+def test_an_infinite_value_stays_in_its_parameter() -> None:
+    results = result("infinite_mask")
+    for found in results["found"]:
+        torch.testing.assert_close(found, results["expected"])
 
 
 @scenario

@@ -61,10 +61,12 @@ def run_slot() -> RunSlot:
     slot = RunSlot()
     _CpuCollectives(slot).install()
     _replace_step_marker(slot)
+    _replace_wait(slot)
     _replace_reads(slot)
-    _replace_fallbacks(slot)
+    slot.library = fallbacks_as_reads()
     _replace_seeding(slot)
     _replace_spawn(slot)
+    _replace_process_groups(slot)
     return slot
 
 
@@ -91,8 +93,28 @@ def running(run: Run) -> Iterator[None]:
         slot.run = None
 
 
-class _CpuRanks(ops.RankRuntime):
+class PatchedRuntime(ops.RankRuntime):
+    """How ranks run where ``fallbacks_as_reads`` is in force."""
+
+    def __init__(self) -> None:
+        self._without_values: list[int] = []
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        rank = index_of(ops.device())
+        self._without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._without_values.remove(rank)
+
+    def has_values(self, rank: int) -> bool:
+        return rank not in self._without_values
+
+
+class _CpuRanks(PatchedRuntime):
     def __init__(self, run: Run) -> None:
+        super().__init__()
         self._run = run
 
     def begin_collective(self, value: Tensor) -> None:
@@ -101,8 +123,8 @@ class _CpuRanks(ops.RankRuntime):
     def exchange(self, data: bytes) -> list[bytes]:
         return self._run.exchange(index_of(ops.device()), data)
 
-    def expect_on_all_ranks(self, fact: str) -> None:
-        self._run.record(index_of(ops.device()), fact)
+    def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
+        self._run.record(index_of(ops.device()), fact())
 
     def run_together(
         self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
@@ -134,15 +156,6 @@ class _CpuRanks(ops.RankRuntime):
         if thread is not None and seeding:
             self._run.resume_seeding(thread.rank)
 
-    @contextlib.contextmanager
-    def without_values(self) -> Iterator[None]:
-        rank = index_of(ops.device())
-        self._run.without_values.append(rank)
-        try:
-            yield
-        finally:
-            self._run.without_values.remove(rank)
-
 
 # ---------------------------------------------------------------- a rank's thread
 
@@ -152,18 +165,25 @@ def prepare_cpu_ranks() -> None:
     pjrt.initialize_multiprocess(0, 1)
     # A world size asked for before this point was cached as 1.
     xr._WORLD_SIZE = None
+    ops.let_backward_reach_devices()  # starts autograd's threads while there are no others
 
 
 def enter_cpu_rank(rank: int) -> None:
     """Let the calling thread trace on device number ``rank``."""
     torch_xla._XLAC._xla_set_default_device(f"xla:{rank}")
     xr._init_world_size_ordinal()
+    ops.let_backward_reach_devices()
 
 
 def leave_cpu_rank(rank: int) -> None:
     """Wait for the device, and discard what an unfinished step left for a later sync."""
     # The C++ runtime aborts if something is still executed when the interpreter exits.
     _wait_for(rank)
+    discard_unfinished(rank)
+
+
+def discard_unfinished(rank: int) -> None:
+    """Discard what an unfinished step left on device number ``rank`` for a later sync."""
     torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
     context = vars(xm._get_device_context(f"xla:{rank}"))
     context.pop("step_closures", None)
@@ -171,8 +191,12 @@ def leave_cpu_rank(rank: int) -> None:
 
 
 def _wait_for(rank: int) -> None:
-    # The call expects the runtime's name of the device; "xla:0" raises an IndexError.
-    torch_xla._XLAC._xla_wait_device_ops(devices=[f"CPU:{rank}"])
+    torch_xla._XLAC._xla_wait_device_ops(devices=[_runtime_name(rank)])
+
+
+def _runtime_name(rank: int) -> str:
+    # What the call above expects; "xla:0" raises an IndexError.
+    return f"CPU:{rank}"
 
 
 # ---------------------------------------------------------------- what a failed run leaves behind
@@ -279,16 +303,38 @@ def _replace_step_marker(slot: RunSlot) -> None:
         # Who holds the lock waits for the previous execution on its device. That must not need a
         # rank that waits for the lock, so before: either all ranks have scheduled theirs (the
         # gate), or the execution is over.
+        last = None
         if slot.run.needs_gate(rank):
+            if rank in slot.run.in_collectives:
+                # A sync computes what is alive. The results of a collective may be so on one rank
+                # only, until the garbage collector or a thread of autograd drops them there, too.
+                last = _after_collectives(on)
             slot.run.pass_gate(rank)
         else:
             _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
+        del last
         if wait:  # not under the lock: the execution may need ranks that have yet to take it
             _wait_for(rank)
 
     torch_xla._XLAC._xla_step_marker = step_marker
+
+
+def _replace_wait(slot: RunSlot) -> None:
+    """Let ``xm.wait_device_ops()`` wait for the caller's device only.
+
+    torch_xla waits for all devices of the process, and takes the locks of all. A rank whose program
+    the awaited execution needs could not start it.
+    """
+    original = torch_xla._XLAC._xla_wait_device_ops
+
+    def wait_device_ops(devices: Sequence[str] = ()) -> None:
+        if slot.run is not None and not devices:
+            devices = [_runtime_name(index_of(ops.device()))]
+        original(devices=list(devices))
+
+    torch_xla._XLAC._xla_wait_device_ops = wait_device_ops
 
 
 def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -320,17 +366,17 @@ def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[.
     return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
 
 
-def _replace_fallbacks(slot: RunSlot) -> None:
+def fallbacks_as_reads() -> torch.library.Library:
     """Let operators that torch_xla computes on the host read their inputs as Python code does.
 
-    From then on, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which ``host_reads`` wraps.
-    C++ alone would execute the collectives that the inputs need without the other ranks, and while
-    autograd replays a view, it would wait for them with the GIL held.
+    While the result exists, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which
+    ``host_reads`` wraps. C++ alone would execute the collectives that the inputs need without the
+    other ranks, and while autograd replays a view, it would wait for them with the GIL held.
     """
 
     def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
         lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
-        if slot.run is not None and lazy and index_of(lazy[0].device) in slot.run.without_values:
+        if lazy and not ops.runtime().has_values(index_of(lazy[0].device)):
             raise ops.NoValueError(
                 "values were asked for, while the blocks of a loop are traced without any, by an "
                 "operator that torch_xla computes on the host, or by the gradient of one"
@@ -338,10 +384,20 @@ def _replace_fallbacks(slot: RunSlot) -> None:
         copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
         return [next(copies) if each.device.type == "xla" else each for each in tensors]
 
-    slot.library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it replaces torch_xla's
-        slot.library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+    return library
+
+
+def rendezvous(
+    payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
+) -> list[bytes]:
+    """``xm.xla_rendezvous``, which ``xm.rendezvous`` and ``xm.mesh_reduce`` call, without programs
+    of its own: they would hold one rank's payload as a constant."""
+    torch_xla.sync()
+    return ops.runtime().exchange(payload)
 
 
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:
@@ -376,7 +432,7 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
         on = str(lazy[0].device)
         random_state = xm.get_rng_state(on)
-        torch_xla._XLAC._xla_step_marker(on, [], wait=True)
+        torch_xla._XLAC._xla_step_marker(on, [], wait=True, reset_scope=False)
         xm.set_rng_state(random_state, on)  # which a sync changes, and a read does not
         # As torch_xla.sync() does: the old token depends on parameters whose buffers the program
         # has reused, so the next program would fail. Step closures still wait for the sync.
@@ -410,6 +466,24 @@ def _replace_spawn(slot: RunSlot) -> None:
     pjrt.spawn = spawn
 
 
+def _replace_process_groups(slot: RunSlot) -> None:
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if slot.run is not None and slot.run.num_ranks > 1:
+            raise RuntimeError(
+                "torch.distributed.init_process_group was called on one of several CPU ranks. They "
+                "are threads of one process, which has one process group and would be rank 0 of "
+                "it on all of them. Leave the call out here (if "
+                "torch.distributed.is_torchelastic_launched() is false, say), and ask "
+                "torch_xla.runtime for global_ordinal() and world_size()."
+            )
+        original(*args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
 # ---------------------------------------------------------------- collectives
 
 
@@ -423,14 +497,32 @@ class _CpuCollectives:
             "channel_id": CHANNEL,
             "use_global_device_ids": True,
         }
-        self._gather: Callable[..., Tensor] = functools.partial(xm.all_gather, **how)
-        self._scatter: Callable[..., Tensor] = functools.partial(xm.reduce_scatter, **how)
+        self._gather = self._ordered(functools.partial(xm.all_gather, **how))
+        self._scatter = self._ordered(functools.partial(xm.reduce_scatter, **how))
 
     def install(self) -> None:
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "collective_permute"):
             setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
-        for name in ("all_to_all", "collective_permute"):
-            setattr(xm, name, self._recorded(name, getattr(xm, name)))
+        xm.all_to_all = self._recorded("all_to_all", self._ordered(xm.all_to_all))
+
+    def _ordered(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap ``collective``: in a run, the next one waits for it, whatever its result holds.
+
+        torch_xla multiplies its token, a zero that it adds to the input of each collective, by the
+        first element of the result: from the first NaN or infinity on, all inputs would be NaN.
+        """
+
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            on = torch_xla._XLAC._xla_get_default_device()
+            token = torch_xla._XLAC._get_all_reduce_token(on)
+            result = collective(*args, **kwargs)
+            if self._slot.run is not None and result.is_floating_point() and result.numel():
+                torch_xla._XLAC._set_all_reduce_token(on, token)
+                _make_token(result)
+            return result
+
+        return call
 
     def _replaced(
         self, original: Callable[..., Any], collective: Callable[[SimpleNamespace], Any]
@@ -466,6 +558,7 @@ class _CpuCollectives:
             dtype = str(value.dtype).removeprefix("torch.")
             what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
             run.record(index_of(value.device), what)
+            run.in_collectives.add(index_of(value.device))
 
     def all_gather(self, given: SimpleNamespace) -> Any:
         if given.pin_layout and not isinstance(given.value, Tensor):
@@ -513,6 +606,37 @@ class _CpuCollectives:
             return reduce(given.inputs)
         _each(reduce, list(given.inputs), list(given.inputs))
         return given.inputs
+
+    def collective_permute(self, given: SimpleNamespace) -> Any:
+        """Send by an all-gather; torch_xla's collective-permute takes no channel id."""
+        groups, value = _all_groups(None), given.value
+        self._record("collective_permute", value, f"pairs {given.pairs}", groups)
+        senders = [source for source, target in given.pairs if target == xr.global_ordinal()]
+        gathered = self._gather(value.unsqueeze(0), 0, groups)
+        if not senders:
+            return torch.zeros_like(value)
+        # An input of the program, so that every rank has the same one.
+        return gathered.index_select(0, ops.upload(torch.tensor(senders)))[0]
+
+
+@torch.no_grad()
+def _make_token(result: Tensor) -> None:
+    """Make the next token from the present one and ``result``, as torch_xla does after a collective
+    with this result, but always zero."""
+    first = torch.slice_copy(ops.shaped(result, [result.numel()]), 0, 0, 1).float()
+    # Not isfinite(): its constant would be an input of the program. XLA does not see that the
+    # result, multiplied by the token, is zero.
+    finite = torch.where(first.abs() <= 1, first, 1.0)
+    # Only collectives make tokens. In this one every rank is alone: it moves nothing.
+    alone = [[rank] for rank in range(xr.world_size())]
+    torch_xla._XLAC._xla_all_reduce("sum", finite, 1.0, alone, False)
+
+
+def _after_collectives(on: str) -> Tensor:
+    """Return a tensor on device ``on`` that depends on all collectives since the last sync."""
+    alone = [[rank] for rank in range(xr.world_size())]
+    zero = torch.zeros(1, device=on)  # which the token is added to
+    return torch_xla._XLAC._xla_all_reduce("sum", zero, 1.0, alone, False)
 
 
 def _all_groups(groups: Groups) -> list[list[int]]:

@@ -11,12 +11,20 @@ from unittest import mock
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.utils.dlpack import from_dlpack
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
+from xla_fsdp.distributed.xla.cpu_rank_patches import (
+    PatchedRuntime,
+    discard_unfinished,
+    fallbacks_as_reads,
+    host_reads,
+    rendezvous,
+)
+from xla_fsdp.distributed.xla.kernels import for_tpu
 
 PAGE = 4096
 
@@ -35,24 +43,33 @@ def fake_rank(
     """
 
     def before_read(value: Any) -> None:
-        if not isinstance(value, Tensor) or ops.is_pending(value):
-            before_running()
+        given = [value] if isinstance(value, Tensor) else value
+        if any(ops.is_pending(each) for each in given):
+            # Where an operator reads that the host computes, tensors are made without it.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+                before_running()
 
     def step_marker(*args: Any, **kwargs: Any) -> None:
         before_running()
 
+    ops.let_backward_reach_devices()
     with contextlib.ExitStack() as stack:
         replace = stack.enter_context
         replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
         replace(ops.using_runtime(_FakeTpu(coords)))
+        replace(for_tpu())
         replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
+        replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
         for owner, name, read in host_reads(before_read):
             replace(mock.patch.object(owner, name, read))
+        stack.callback(fallbacks_as_reads()._destroy)
+        stack.callback(discard_unfinished, ops.index_of(ops.device()))
         yield
 
 
-class _FakeTpu(ops.RankRuntime):
+class _FakeTpu(PatchedRuntime):
     def __init__(self, coords: Sequence[Sequence[int]]) -> None:
+        super().__init__()
         self._coords = [list(each) for each in coords]
 
     def device_type(self) -> str:
@@ -60,6 +77,9 @@ class _FakeTpu(ops.RankRuntime):
 
     def torus_coords(self) -> list[list[int]]:
         return self._coords
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return [data] * len(self._coords)
 
     def executes(self) -> bool:
         return False

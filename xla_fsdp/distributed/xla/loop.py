@@ -22,6 +22,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.graph import has_metadata, without_metadata
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Body:
     """
 
     computation: Any
-    text: bytes  # serialized; equal for functions that compute the same
+    text: bytes  # serialized, without metadata; equal for functions that compute the same
     numbers: tuple[int, ...]  # parameter number of each input; -1 if it is not used
     seeds: dict[int, int]  # parameter number of each seed that it uses, by number of the seed
     captured: dict[int, Tensor]  # other device tensors that the function uses, by parameter number
@@ -81,14 +82,16 @@ def trace_body(
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
-    with _separate_graph() as seeds, torch.no_grad(), _without_values():
+    # A caller's hooks, such as those of a checkpointed forward around, see no tensors of a trace.
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged)
+    with _separate_graph() as seeds, torch.no_grad(), _without_values(), own_hooks:
         results = list(function(list(given)))
         if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)
         context = torch_xla._XLAC.lowering.LoweringContext(name)
         context.set_name_string(name)
         context.build(results)
-        module = context.hlo()
+        module = bytes(context.hlo())
         captured = dict(context.device_parameter_id_tensor_mapping())
         numbers = tuple(context.tensor_parameter_id(each) for each in given)
         found = {at: context.tensor_parameter_id(seed) for at, seed in seeds.items()}
@@ -97,12 +100,16 @@ def trace_body(
             captured.pop(number, None)
         return Body(
             xb.computation_from_module_proto(name, module),
-            bytes(module),
+            without_metadata(module) if has_metadata() else module,
             numbers,
             used,
             captured,
             tuple(TensorSpec.of(each) for each in results),
         )
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,8 +132,10 @@ def depends_on(tensor: Tensor, given: Tensor) -> bool:
 
 
 def graph_hash(tensor: Tensor) -> bytes:
-    """Return a hash of the graph that computes ``tensor``."""
-    return bytes(torch_xla._XLAC._get_graph_hash([tensor]))
+    """Return a hash of the graph that computes ``tensor``, and of the inputs that it has."""
+    # torch_xla's own hash has the shapes of inputs only: two layers of one input have the same.
+    inputs, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
+    return bytes(torch_xla._XLAC._get_graph_hash([tensor])) + repr(list(inputs)).encode()
 
 
 def new_seeds(length: int, device: torch.device) -> Tensor:

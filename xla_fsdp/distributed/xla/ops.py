@@ -73,12 +73,16 @@ class RankRuntime:
         found = xm.rendezvous("xla_fsdp.exchange", length + data + padding)
         return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in found]
 
-    def expect_on_all_ranks(self, fact: str) -> None:
-        """Fail the run unless all ranks pass the same ``fact``; only CPU ranks check it."""
+    def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
+        """Fail the run unless ``fact`` returns the same on all ranks; only CPU ranks check it."""
 
     def executes(self) -> bool:
         """Return whether programs are executed; those of fake ranks are not."""
         return True
+
+    def has_kernels(self) -> bool:
+        """Return whether programs may call Pallas kernels, which only a TPU runs."""
+        return self.device_type() == "TPU"
 
     def run_together(
         self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
@@ -106,8 +110,13 @@ class RankRuntime:
 
     def without_values(self) -> contextlib.AbstractContextManager[None]:
         """Raise NoValueError during the block where the host would compute from values of the
-        caller's device. Only CPU ranks do; elsewhere reading a placeholder ends the process."""
+        caller's device. Only ranks of ``cpu_rank_patches.PatchedRuntime`` do; elsewhere reading a
+        placeholder ends the process."""
         return contextlib.nullcontext()
+
+    def has_values(self, rank: int) -> bool:
+        """Return whether ``rank`` is outside of the blocks of ``without_values``."""
+        return True
 
 
 # All ranks of a process run in the same way, so there is one for all threads.
@@ -153,6 +162,28 @@ def runtime_started() -> bool:
 def local_device_count() -> int:
     """Return the number of XLA devices of this process; create them if need be."""
     return len(xm.get_xla_supported_devices())
+
+
+def let_backward_reach_devices() -> None:
+    """Let backward passes that the calling thread begins compute on all XLA devices.
+
+    Autograd starts its threads in the first backward pass of the process: one for each device that
+    exists by then. If that was on CPU, before torch_xla had made its devices, none would take their
+    gradients; then the calling thread computes them itself, from here on.
+    """
+    if not _autograd_has_threads():
+        torch.autograd.set_multithreading_enabled(False)
+
+
+@functools.cache
+def _autograd_has_threads() -> bool:
+    """Return whether autograd has a thread for each XLA device; start them if it has none yet."""
+    last = torch.ones((), device=f"xla:{local_device_count() - 1}", requires_grad=True)
+    try:
+        torch.autograd.grad(last.clone(), last)
+    except RuntimeError:  # an internal assertion of torch's
+        return False
+    return True
 
 
 def expected_device_count() -> int:
@@ -240,6 +271,13 @@ def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor if tensor.shape == tuple(shape) else tensor.reshape(shape)
 
 
+def viewable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``; in inference mode, where torch_xla makes no views of tensors from outside
+    of it, an alias that was made there."""
+    outside = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return tensor.detach() if outside else tensor
+
+
 def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a copy of ``tensor`` in ``shape``."""
     if tensor.shape == tuple(shape):
@@ -310,6 +348,13 @@ def num_changes(tensors: Sequence[Tensor]) -> list[int]:
         else _version(tensor)
         for tensor in tensors
     ]
+
+
+def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the tensors that were changed in place since ``num_changes`` of them
+    returned ``before``."""
+    pairs = zip(before, num_changes(tensors), strict=True)
+    return [at for at, (old, new) in enumerate(pairs) if new > old]
 
 
 def _version(tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ in every step; here the caller names them once.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +29,11 @@ STEP_FACTOR, STEP_ADDED = 7012063, 1012031
 DRAW_FACTOR, DRAW_ADDED = 214013, 2531011
 MOST_DRAWS = 1 << 16
 
+CACHE_SIZE = 2048  # of torch_xla, unless XLA_COMPILATION_CACHE_SIZE says another
+
 
 class ProgramGoneError(Exception):
-    """torch_xla no longer has a program: its cache holds 2048."""
+    """torch_xla no longer has a program."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,22 @@ def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
     return ops.runtime().run_together(run)
 
 
+def compiled() -> int:
+    """Return how many programs this process has compiled, or read from a persistent cache."""
+    names = ("UncachedCompile", "PersistentCacheHit")
+    return sum(torch_xla._XLAC._xla_counter_value(name) or 0 for name in names)
+
+
+def may_be_gone(since: int) -> bool:
+    """Return whether torch_xla may have dropped a program that ran when ``compiled()`` was
+    ``since``.
+
+    A rank must know before it meets the others, who would wait in the program's collectives.
+    """
+    size = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", CACHE_SIZE))
+    return torch_xla._XLAC._xla_get_num_cached_compilation_graph() >= size and compiled() > since
+
+
 @contextmanager
 def _donating() -> Iterator[None]:
     before = torch_xla._XLAC._xla_get_enable_alias_with_buffer_donor_config()
@@ -154,7 +173,25 @@ def unshare(tensors: Sequence[Tensor]) -> None:
 def run_pending() -> None:
     """Execute what is pending on the caller's device, without collectives; the random number state
     stays."""
-    torch_xla._XLAC._xla_sync_live_tensors(str(ops.device()), [], False)
+    on = str(ops.device())
+    # Most often nothing is, which is found in a quarter of the time.
+    if any(torch_xla._XLAC._check_device_tensor_need_materialization(on)):
+        torch_xla._XLAC._xla_sync_live_tensors(on, [], False)
+        ops.forget_token()  # as torch_xla.sync() does
+
+
+def separate(tensors: Sequence[Tensor]) -> None:
+    """Give computed tensors buffers of their own, if others may have them, and execute what is
+    pending, without collectives; the random number state stays.
+
+    A clone has the buffer of its tensor until the next sync, the target of ``copy_`` for longer.
+    """
+    # "node, 0" of a tensor that a traced operation has read, else the number of its buffer.
+    numbers = map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors)
+    read = [tensor for tensor, number in zip(tensors, numbers, strict=True) if "," in number]
+    own = ops.barrier([tensor.detach() for tensor in read]) if read else []
+    run_pending()  # not with the other ranks, who may have read nothing
+    put(read, own)
 
 
 def drop_pending() -> None:
@@ -168,9 +205,10 @@ def drop_pending() -> None:
 
 def count_change(tensors: Sequence[Tensor]) -> None:
     """Raise the versions of tensors, which ``put`` leaves alone."""
-    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    versions = tuple(tensor._version + 1 for tensor in counted)
-    torch._C._autograd._unsafe_set_version_counter(counted, versions)
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # inference tensors have none
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 # ---------------------------------------------------------------- random numbers
@@ -224,7 +262,7 @@ class _Readers:
 
     by_device: dict[str, Reader] = field(default_factory=dict)
     installing: Lock = field(default_factory=Lock)
-    installed: bool = False
+    installed: Any = None  # in place of torch_xla's step marker
 
     @property
     def current(self) -> Reader | None:
@@ -235,12 +273,12 @@ class _Readers:
 
     def install(self) -> None:
         with self.installing:
-            if not self.installed:
-                self.installed = True
+            # Virtual ranks replace the functions, and put back at the end those that were there.
+            if torch_xla._XLAC._xla_step_marker is not self.installed:
                 for owner, name, read in host_reads(self._before):
                     setattr(owner, name, self._item(read) if name == "item" else read)
-                original = torch_xla._XLAC._xla_step_marker
-                torch_xla._XLAC._xla_step_marker = self._step_marker(original)
+                self.installed = self._step_marker(torch_xla._XLAC._xla_step_marker)
+                torch_xla._XLAC._xla_step_marker = self.installed
 
     def _before(self, value: Any) -> None:
         if (reader := self.current) is not None:
@@ -277,3 +315,8 @@ def reading_by(reader: Reader) -> Iterator[None]:
         yield
     finally:
         del _readers.by_device[on]
+
+
+def are_reads_watched() -> bool:
+    """Return whether the caller traces inside a ``reading_by``."""
+    return _readers.current is not None

@@ -25,7 +25,13 @@ from torch import Tensor
 
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
+from xla_fsdp.distributed.xla.cpu_rank_patches import (
+    PatchedRuntime,
+    discard_unfinished,
+    fallbacks_as_reads,
+    host_reads,
+    rendezvous,
+)
 from xla_fsdp.distributed.xla.graph import input_buffers, program_key, program_of, tensor_id
 
 FIRST_SEED = 101
@@ -71,6 +77,8 @@ class VirtualRanks:
         self._set_seed = torch_xla._XLAC._xla_set_rng_seed
         self._to_host = torch_xla._XLAC._xla_get_cpu_tensors
         world: dict[str, Any] = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": None}
+        ops.let_backward_reach_devices()
+        level_node_counts(len(self._coords))
         gc.collect()
         gc.freeze()  # lists of live tensors are then short, and made in little time
         try:
@@ -81,10 +89,15 @@ class VirtualRanks:
                 internals: dict[str, Any] = {
                     "_xla_step_marker": self._step_marker,
                     "_xla_set_rng_seed": self._seed,
+                    "_xla_sync_live_tensors": self._sync_live_tensors,
+                    "_xla_warm_up_cache": self._compile,
+                    "_run_cached_graph": self._run_compiled,
                 }
                 replace(mock.patch.multiple(torch_xla._XLAC, **internals))
+                replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
                 for owner, name, read in host_reads(self._before_read):
                     replace(mock.patch.object(owner, name, read))
+                stack.callback(fallbacks_as_reads()._destroy)
                 yield
         finally:
             gc.unfreeze()
@@ -92,16 +105,13 @@ class VirtualRanks:
     def enter(self, rank: int) -> None:
         """Let the calling thread be ``rank``, when it has its first turn."""
         torch_xla._XLAC._xla_set_default_device(f"xla:{rank}")
+        ops.let_backward_reach_devices()
         self._run.begin(rank)
         self._seed(FIRST_SEED, f"xla:{rank}")
 
     def leave(self, rank: int) -> None:
         """Discard what an unfinished step left."""
-        on = f"xla:{rank}"
-        torch_xla._XLAC._set_all_reduce_token(on, None)
-        context = vars(xm._get_device_context(on))
-        context.pop("step_closures", None)
-        context.pop("async_step_closures", None)
+        discard_unfinished(rank)
 
     # ------------------------------------------------------------ in place of torch_xla's
 
@@ -114,9 +124,24 @@ class VirtualRanks:
     ) -> None:
         on = device or torch_xla._XLAC._xla_get_default_device()
         rank = ops.index_of(on)
-        self._compute(rank, [each for each in _live_tensors(on) if ops.is_pending(each)])
+        self._sync_live_tensors(on)
         # As torch_xla does at the end of a step.
         self._seed((1012031 + self._root_seeds[rank] * 7012063) % 2**64, on)
+
+    def _sync_live_tensors(
+        self, device: str = "", devices: Sequence[str] = (), wait: bool = True
+    ) -> None:
+        on = device or torch_xla._XLAC._xla_get_default_device()
+        pending = [each for each in _live_tensors(on) if ops.is_pending(each)]
+        self._compute(ops.index_of(on), pending)
+
+    def _compile(self, tensors: Sequence[Tensor], devices: Sequence[str]) -> None:
+        on = torch_xla._XLAC._xla_get_default_device()
+        self._program(ops.index_of(on), list(tensors))
+
+    def _run_compiled(self, key: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
+        rank = ops.index_of(torch_xla._XLAC._xla_get_default_device())
+        return self._execute_on(rank, self._programs[rank, bytes(key)], inputs)
 
     def _seed(self, seed: int, device: str = "") -> None:
         on = device or torch_xla._XLAC._xla_get_default_device()
@@ -138,14 +163,9 @@ class VirtualRanks:
         numbers = [tensor_id(each) for each in tensors]  # before some are replaced
         pending = dict(zip(numbers, tensors, strict=True))
         results = [pending[each] for each in sorted(pending)]  # in the order of their making
-        request = Request(self._program(rank, results), self._values(results))
-        if any(opcode in request.hlo for opcode in COLLECTIVES):
-            outputs = self._run.meet(rank, "a program with collectives", request, self._execute)
-        else:
-            [outputs] = self._execute([request])
-        on = str(results[0].device)
-        uploaded = torch_xla._XLAC._xla_tensors_from_aten(outputs, [on] * len(outputs), None)
-        computed = dict(zip(sorted(pending), uploaded, strict=True))
+        inputs = [value for _, value in input_buffers(results)]
+        outputs = self._execute_on(rank, self._program(rank, results), inputs)
+        computed = dict(zip(sorted(pending), outputs, strict=True))
         for number, each in zip(numbers, tensors, strict=True):
             ops.release(each, computed[number])  # of tensors that autograd has saved, too
             # Only this forgets what views and changes in place were traced, for later programs.
@@ -159,13 +179,20 @@ class VirtualRanks:
             self._programs[key] = program_of(results)
         return self._programs[key]
 
-    def _values(self, results: list[Tensor]) -> list[Tensor]:
-        inputs = [value for _, value in input_buffers(results)]
-        return list(self._to_host(inputs)) if inputs else []
+    def _execute_on(self, rank: int, hlo: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run a program of this rank, together with the others if it has collectives."""
+        request = Request(hlo, list(self._to_host(list(inputs))) if inputs else [])
+        if any(opcode in hlo for opcode in COLLECTIVES):
+            outputs = self._run.meet(rank, "a program with collectives", request, self._execute)
+        else:
+            [outputs] = self._execute([request])
+        on = f"xla:{rank}"
+        return list(torch_xla._XLAC._xla_tensors_from_aten(outputs, [on] * len(outputs), None))
 
 
-class _VirtualTpu(ops.RankRuntime):
+class _VirtualTpu(PatchedRuntime):
     def __init__(self, run: TurnRun, coords: Sequence[Sequence[int]]) -> None:
+        super().__init__()
         self._run = run
         self._coords = [list(each) for each in coords]
 
@@ -174,6 +201,9 @@ class _VirtualTpu(ops.RankRuntime):
 
     def torus_coords(self) -> list[list[int]]:
         return self._coords
+
+    def has_kernels(self) -> bool:
+        return False  # its programs run on CPU
 
     def exchange(self, data: bytes) -> list[bytes]:
         return self._run.exchange(ops.index_of(ops.device()), data)
@@ -196,6 +226,44 @@ def prepare_devices(num_ranks: int) -> None:
             f"PJRT_DEVICE={kind} with {count} device(s). Run it in a process of its own, or start "
             f"Python with PJRT_DEVICE=CPU and CPU_NUM_DEVICES={num_ranks}"
         )
+
+
+def level_node_counts(num_ranks: int) -> None:
+    """Let the autograd threads of the ranks' devices have made the same number of nodes.
+
+    They count for as long as the process lives, and autograd orders by these numbers what is
+    independent in a second backward: the ranks' programs would otherwise be in different orders.
+    """
+    most = max(count_nodes(rank, 0) for rank in range(num_ranks))
+    for rank in range(num_ranks):
+        count_nodes(rank, most)
+
+
+def count_nodes(rank: int, least: int) -> int:
+    """Let the autograd thread of a rank's device make nodes until there have been ``least``; return
+    how many there have been."""
+    found: list[int] = []
+    with torch.enable_grad():
+        start = torch.zeros((), device=f"xla:{rank}", requires_grad=True)
+        end = _Counting.apply(start, least, found)
+    torch.autograd.grad(end, start, torch.zeros_like(end))
+    return found[0]
+
+
+class _Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, least: int, found: list[int]) -> Tensor:
+        ctx.least, ctx.found = least, found
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        with torch.enable_grad():
+            leaf = torch.zeros((), requires_grad=True)
+            while torch.autograd._get_sequence_nr() < ctx.least:
+                leaf.view(())
+        ctx.found.append(torch.autograd._get_sequence_nr())
+        return grad, None, None
 
 
 def _live_tensors(on: str) -> list[Tensor]:

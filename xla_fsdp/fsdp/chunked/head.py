@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
@@ -183,7 +184,9 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
         if self.reduction == "none":
             return losses.reshape(shape)
         total = losses.sum()
-        return total if self.reduction == "sum" else total / counts.float().sum()
+        if self.reduction == "sum":
+            return total
+        return mean_over_context(total, counts.float().sum())
 
     def _check(self, input: Tensor, target: Tensor) -> None:
         name = type(self).__name__

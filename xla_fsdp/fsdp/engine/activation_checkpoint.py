@@ -6,19 +6,21 @@ gradient, keyword arguments and nested containers work, and checkpoints nest. Wh
 it has what it saved, for calls of ``torch.autograd.grad`` in it. (Saved-tensor hooks as in
 ``torch.utils.checkpoint``, which does not support XLA devices.)
 
-Invariants: the recomputation has the inputs, random numbers, autocast state and buffers of the
-original forward, and does not change buffers or random state. It waits at a barrier for the
+Invariants: the recomputation has the inputs, random numbers, autocast state, buffers and attributes
+of the modules of the original forward, and changes none of them. It waits at a barrier for the
 incoming gradients; else XLA would merge it with the original forward or run it early.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,8 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.graph import buffer_id
 from xla_fsdp.fsdp.engine.autograd import (
     mark_constants,
     on_device,
@@ -38,7 +42,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
-from xla_fsdp.fsdp.engine.state import current_pass, running_units
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
 from xla_fsdp.wrap import has_forward
 
 _SAME_TWICE = (
@@ -71,7 +75,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         # Transforms of torch.func allow no hooks on what autograd saves.
         if not torch.is_grad_enabled() or _mode.saves_activations or in_transform():
             return original(self, *args, **kwargs)
-        return _Region(self, partial(original, self)).run(args, kwargs)
+        return Region(self, partial(original, self)).run(args, kwargs)
 
     forward.is_checkpointed = True  # type: ignore[attr-defined]
     # A method, not a closure over the module: a deep copy must run its own weights.
@@ -150,7 +154,7 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class _Environment:
-    """Random state, autocast state and buffers at the beginning of a forward.
+    """Random state, autocast state, context and what modules keep, at the beginning of a forward.
 
     Create it before the forward and call ``settle`` after it.
     """
@@ -163,14 +167,15 @@ class _Environment:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in ("xla", "cpu")
         ]
-        self._buffers = _Buffers(module)
+        self._context = current_context()
+        self._modules = _ModuleState(module)
 
     def settle(self) -> None:
         """Drop the state that the forward has not changed."""
         # CPU ranks share the CPU's random state, so it is restored only if the forward used it.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        self._buffers.settle()
+        self._modules.settle()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -181,7 +186,8 @@ class _Environment:
             with contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-                stack.enter_context(self._buffers.restored())
+                stack.enter_context(in_context(self._context))
+                stack.enter_context(self._modules.restored())
                 yield
         finally:
             self._set(xla_rng, None if self._cpu_rng is None else cpu_rng)
@@ -189,7 +195,7 @@ class _Environment:
     def own(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, saved inside ``restored``, without its graph and with a value that
         stays after it."""
-        return self._buffers.own(tensor)
+        return self._modules.own(tensor)
 
     def _set(self, xla_rng: int, cpu_rng: Tensor | None) -> None:
         ops.set_rng_state(xla_rng, self._device)
@@ -197,35 +203,45 @@ class _Environment:
             torch.set_rng_state(cpu_rng)
 
 
-class _Buffers:
-    """The buffers of a module at the beginning of a forward: the tensors that its slots held, and
-    their values. A forward may change the tensors, and put others into the slots."""
+class _ModuleState:
+    """What modules keep between forwards, at the beginning of one: buffers, and attributes that
+    their classes have given them. A forward may assign others, change tensors in place, and put
+    something into containers."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots = [
-            (inner._buffers, dict(inner._buffers))
-            for inner in module.modules()
-            if not is_wrapper(inner)  # which shows the buffers of the module inside
-        ]
-        held = [tensor for _, slots in self._slots for tensor in slots.values()]
-        self._tensors = list({id(tensor): tensor for tensor in held if tensor is not None}.values())
-        self._values = [tensor.detach().clone() for tensor in self._tensors]
+        # Not of a wrapper, which shows the buffers of the module inside.
+        modules = [inner for inner in module.modules() if not is_wrapper(inner)]
+        own = [value for inner in modules for value in _own_attributes(inner)]
+        containers = [value for value in own if type(value) in _CONTAINERS]
+        registries = [slots for inner in modules for slots in (inner._buffers, vars(inner))]
+        self._contents = _contents(_each_once([*registries, *containers]))
+        held = [*own, *(value for each in containers for value in _values(each))]
+        buffers = [tensor for inner in modules for tensor in inner._buffers.values()]
+        # Parameters of units, also those that have been resharded, are of other classes.
+        self._tensors = _each_once([each for each in (*buffers, *held) if type(each) is Tensor])
+        self._copies = [tensor.detach().clone() for tensor in self._tensors]
         self._changes = ops.num_changes(self._tensors)
+        self._before = list(map(_buffer_of, self._tensors))
         self._pending = [True] * len(self._tensors)
-        self._memory: set[int] = set()  # inside ``restored``, of the buffers that it sets
+        self._memory: set[int] = set()  # inside ``restored``, of the tensors that it sets
 
     def settle(self) -> None:
-        """Note which buffers the forward may have changed without a trace."""
-        self._pending = list(map(ops.is_pending, self._tensors))
+        """Note which tensors the forward may have changed without a trace."""
+        now = map(_buffer_of, self._tensors)
+        # Operators that torch_xla computes on the host may have computed them by now.
+        self._pending = [
+            ops.is_pending(tensor) or after != before
+            for tensor, before, after in zip(self._tensors, self._before, now, strict=True)
+        ]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the buffers inside the block, and the present ones after it."""
-        present = [(slots, dict(slots)) for slots, _ in self._slots]
+        """Restore the state inside the block, and the present one after it."""
+        present = _contents([container for container, _ in self._contents])
         changed = self._changed()
         tensors, values = [tensor for tensor, _ in changed], [value for _, value in changed]
         now = [tensor.detach().clone() for tensor in tensors]
-        _fill(self._slots)
+        _fill(self._contents)
         # To others, who saved these tensors for their backward, nothing happens.
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
             _copy(values, tensors)
@@ -238,30 +254,60 @@ class _Buffers:
                 _fill(present)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` without its graph; a copy if it shares memory with a buffer that
+        """Return ``tensor`` without its graph; a copy if it shares memory with a tensor that
         ``restored`` sets."""
         shares = bool(self._memory) and ops.memory_of(tensor) in self._memory
         return tensor.detach().clone() if shares else tensor.detach()
 
     def _changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that may have other values now, and the values to restore."""
+        """Return the tensors that may have other values now, and the values to restore."""
         changes = ops.num_changes(self._tensors)
-        found = zip(self._tensors, self._values, self._pending, self._changes, changes, strict=True)
+        found = zip(self._tensors, self._copies, self._pending, self._changes, changes, strict=True)
         # Not only by number of changes: torch_xla's BatchNorm changes its statistics without one.
         return [
             (tensor, value)
             for tensor, value, pending, before, after in found
-            if (pending or before != after or ops.is_pending(tensor)) and not tensor.is_inference()
+            if type(tensor) is Tensor
+            and (pending or before != after or ops.is_pending(tensor))
+            and not tensor.is_inference()
         ]
 
 
-def _fill(registries: Sequence[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]) -> None:
-    """Put tensors into the slots of modules: (registry, what it is to hold)."""
-    for slots, wanted in registries:
-        same = slots.keys() == wanted.keys() and all(slots[n] is wanted[n] for n in wanted)
-        if not same:
-            slots.clear()
-            slots.update(wanted)
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+
+_Contents = Sequence[tuple[Any, Any]]
+"""Containers, each with a copy that has what it held."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}  # of recurrent layers
+
+
+def _buffer_of(tensor: Tensor) -> int | None:
+    return buffer_id(tensor) if on_device(tensor) else None
+
+
+def _own_attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+
+
+def _each_once(objects: Sequence[Any]) -> list[Any]:
+    return list({id(each): each for each in objects}.values())
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _contents(containers: Sequence[Any]) -> _Contents:
+    return [(container, copy.copy(container)) for container in containers]
+
+
+def _fill(contents: _Contents) -> None:
+    for container, wanted in contents:
+        container.clear()
+        if isinstance(container, list | deque):
+            container.extend(wanted)
+        else:
+            container.update(wanted)
 
 
 def _copy(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -307,7 +353,7 @@ class _Saved:
         return [tensor for tensor, _ in tensors]
 
 
-class _Region:
+class Region:
     """One call of a checkpointed forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -320,6 +366,11 @@ class _Region:
         self._recomputed: list[Tensor] = []
         self._changed: list[int] = []  # inputs that the forward changed in place
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
+
+    @property
+    def unit(self) -> FSDPState | None:
+        """The innermost unit around the region, if any."""
+        return self._units[-1] if self._units else None
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the original forward."""
@@ -425,7 +476,7 @@ def _add_note(error: Exception, note: str) -> None:
         error.args = (*error.args[:-1], "\n".join(map(str, (*error.args[-1:], note))))
 
 
-def _forget(region: weakref.ref[_Region]) -> None:
+def _forget(region: weakref.ref[Region]) -> None:
     if (alive := region()) is not None:
         alive._recomputed = []
 

@@ -64,7 +64,7 @@ class AllGather:
                 XLA from reusing the packed copies, which take as much memory as all shards.
         """
         with torch.no_grad():
-            shards = [param.shard for param in self._params]
+            shards = [ops.viewable(param.shard) for param in self._params]
             buckets = self._buckets_of(shards)
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
@@ -94,6 +94,8 @@ class AllGather:
         self, packed: Mapping[Bucket, Tensor], gather: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         num_shards = self._collectives.num_shards
+        for param in self._params:
+            param.expect_on_all_ranks("all-gather")
         gathered = by_number(
             packed, lambda each: each.unpack(gather(packed[each].to(each.dtype)), num_shards)
         )
@@ -135,7 +137,7 @@ class AllGather:
         """
         return [
             ops.shaped(
-                param.packing.in_rows(shard.to(param.compute_dtype or shard.dtype)),
+                param.packing.in_rows(ops.viewable(shard).to(param.compute_dtype or shard.dtype)),
                 (*shard.shape[: int(stacked)], *param.packing.sent_shape),
             )
             for param, shard in zip(params, shards, strict=True)
@@ -145,6 +147,8 @@ class AllGather:
         """Return the unsharded tensors of some of the unit's parameters from results of
         ``sent``."""
         buckets = self._plan(params, [each.dtype for each in sent])
+        for param in params:
+            param.expect_on_all_ranks("all-gather")
         return _unpack(params, self._gather(buckets, sent))
 
     def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
@@ -152,7 +156,7 @@ class AllGather:
         parameters, or of their gradients or optimizer states."""
         with torch.no_grad():
             pairs = zip(params, shards, strict=True)
-            rows = [param.packing.in_rows(shard) for param, shard in pairs]
+            rows = [param.packing.in_rows(ops.viewable(shard)) for param, shard in pairs]
             return self.unshard_sent(params, rows)
 
     def gather_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -248,21 +248,29 @@ class SavedParams:
     ) -> None:
         self._unsharded = list(unsharded)
         self._versions = [version_of(tensor) for tensor in unsharded]
+        self._changes = ops.num_changes(unsharded)
+        self._memory = list(map(ops.memory_of, unsharded))
         self._index = {id(tensor): index for index, tensor in enumerate(unsharded)}
         self._views: list[tuple[int, Tensor]] = []
         self._regathered = regathered
         self._outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    @property
+    def unsharded(self) -> Sequence[Tensor]:
+        """The parameters that the forward computes with, until ``reshard``."""
+        return self._unsharded
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager to run the forward in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def changed_in_place(self) -> list[int]:
-        """Return the indices of parameters that the forward modified."""
-        pairs = zip(self._unsharded, self._versions, strict=True)
-        return [
-            index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) > before
-        ]
+        """Return the indices of parameters that the forward modified, also through their ``data``,
+        or by giving them other ``data``."""
+        changed = set(ops.changed_since(self._changes, self._unsharded))
+        now = map(ops.memory_of, self._unsharded)
+        pairs = enumerate(zip(self._memory, now, strict=True))
+        return sorted(changed | {index for index, (old, new) in pairs if old != new})
 
     def reshard(self, reshard: Reshard, dummies: Dummies | None) -> None:
         """Hand the parameters of this forward, and their saved views, to ``reshard``, and drop this

@@ -26,6 +26,7 @@ from xla_fsdp.fsdp.engine.param import (
     owners_of_grads,
     refuse_shown,
 )
+from xla_fsdp.fsdp.engine.param_guards import with_shards
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def clip_grad_norm_(
     return norm
 
 
+@with_shards()
 @torch.no_grad()
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any
@@ -74,21 +75,16 @@ class FSDPConfig(UpstreamOptions):
         return {each.name: getattr(self, each.name) for each in fields(UpstreamOptions)}
 
     def warn_about_ignored(self) -> None:
-        """Warn about options that have no effect; a program that wraps in many places is told once.
-
-        Python shows a warning once for each line, and this one is the line for all of them.
-        """
+        """Warn about options that have no effect; once in a process that wraps in many places."""
         if self.pin_layout_in_collective_ops:
-            warnings.warn(
+            _warn_once(
                 "pin_layout_in_collective_ops=True is ignored: pinned, torch_xla turns every "
-                "all-gather into an all-reduce with twice the traffic",
-                stacklevel=1,
+                "all-gather into an all-reduce with twice the traffic"
             )
         if self.shard_param_on_dim_0 and self.flatten_parameters:
-            warnings.warn(
+            _warn_once(
                 "shard_param_on_dim_0=True is ignored because flatten_parameters=True joins the "
-                "parameters into one vector",
-                stacklevel=1,
+                "parameters into one vector"
             )
 
     @property
@@ -100,6 +96,12 @@ class FSDPConfig(UpstreamOptions):
         """Return the dtype to which floating-point inputs of a unit are cast; None for no cast."""
         casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
         return self.compute_dtype if casts else None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    # Python itself forgets what it has shown wherever filters change, as in torch's own functions.
+    warnings.warn(text, stacklevel=1)
 
 
 def _check_reshard(reshard: object) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad as torch_clip_grad
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -94,6 +95,9 @@ def install() -> None:
             _replace("clip_grad_norm_", _refuse_shards)
             _replace("get_total_norm", _count_all_ranks)
             _replace("clip_grads_with_norm_", _need_gradients_of_shards)
+            parametrize.register_parametrization = _of_full_parameters(
+                parametrize.register_parametrization
+            )
 
 
 def is_guard(hook: Any) -> bool:
@@ -145,6 +149,21 @@ def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 "model.clip_grad_norm_(max_norm) on the outermost sharded module"
             )
         return original(given, *args, **kwargs)
+
+    return guarded
+
+
+def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        given = getattr(module, tensor_name, None)
+        if isinstance(given, Tensor) and is_sharded(given):
+            raise RuntimeError(
+                f"a parametrization of {tensor_name} was registered, which is a shard by now. It "
+                f"would compute with this rank's part. Register parametrizations before sharding: "
+                f"the unit then shards what they compute from"
+            )
+        return original(module, tensor_name, *args, **kwargs)
 
     return guarded
 

@@ -342,8 +342,7 @@ class Changes:
 
     def changed(self) -> list[int]:
         """Return the numbers of the changed tensors."""
-        now = ops.num_changes(self._copies)
-        return [at for at, before in enumerate(self._counts) if now[at] > before]
+        return ops.changed_since(self._counts, self._copies)
 
     def write_all(self) -> None:
         """Make the same changes to the caller's tensors."""

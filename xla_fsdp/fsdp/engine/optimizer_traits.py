@@ -31,6 +31,9 @@ ELEMENTWISE = (
 
 SYNCFREE = "torch_xla.amp.syncfree"
 
+STEPS_SLICES_OF = "steps_slices_of"
+"""Attribute of a copy of an optimizer, which steps slices of parameters: the optimizer."""
+
 
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
     """Return options with which an optimizer's step is traced as one program."""

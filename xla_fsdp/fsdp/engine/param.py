@@ -38,9 +38,10 @@ from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_guards import (
-    GuardedInForward,
+    GuardedShard,
     Reads,
     in_forward,
+    mixes_elements,
     name_of,
     read_by,
     without_values,
@@ -130,7 +131,9 @@ class OriginalParam:
 def _refresh_rnn_weights(module: nn.Module) -> None:
     """Update the list of parameters that recurrent layers compute with."""
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
+        # In place: a checkpoint restores the attributes that modules had before a forward.
+        names = module._flat_weights_names
+        module._flat_weights[:] = [module._parameters.get(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,13 @@ class ParamState(Enum):
     UNSHARDED = auto()
 
 
+class _Made(threading.local):  # thread-local, as ranks on CPU are threads of one process
+    count = 0
+
+
+_made = _Made()
+
+
 class FSDPParam:
     """This rank's shard of one parameter, or of several that were flattened together.
 
@@ -325,6 +335,7 @@ class FSDPParam:
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         slots: of another unit's parameter that has the same shard.
         dim: along which a single original is sharded.
+        everywhere: whether every rank of the job has this parameter.
     """
 
     def __init__(
@@ -337,8 +348,12 @@ class FSDPParam:
         home: nn.Module | None = None,
         slots: ParamSlots | None = None,
         dim: int = 0,
+        *,
+        everywhere: bool = False,
     ) -> None:
         self.key = key
+        _made.count += 1
+        self._fact = f"{key} (sharded parameter {_made.count})" if everywhere else ""
         self.originals = tuple(originals)
         self.packing = ShardPacking([original.shape for original in originals], layout, dim)
         self.compute_dtype = compute_dtype
@@ -352,6 +367,15 @@ class FSDPParam:
             home.register_parameter(key, shard)
         for owner in self._owners:
             self.slots.refresh(owner)
+
+    def expect_on_all_ranks(self, what: str) -> None:
+        """Tell CPU ranks that every one of them traces ``what`` of this parameter now.
+
+        Buckets of other parameters may have the same size, so that the sizes of collectives do not
+        show that one rank runs another layer, or has a gradient of another parameter.
+        """
+        if self._fact:
+            ops.runtime().expect_on_all_ranks(lambda: f"{what} of {self._fact}")
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -369,7 +393,7 @@ class FSDPParam:
     def shard(self) -> Tensor:
         """This rank's shard: the leaf, or a view of a slice of it."""
         part = self.slots.part
-        return self.leaf if part is None else self.leaf[part.number]
+        return self.leaf if part is None else ops.viewable(self.leaf).select(0, part.number)
 
     @property
     def shard_shape(self) -> torch.Size:
@@ -702,7 +726,8 @@ def make_shard(
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
-        rows if rows.is_meta else rows.to(device),
+        # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
+        rows if rows.is_meta else rows.to(device, copy=True),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     shard.shard_rank = rank
@@ -743,10 +768,10 @@ class ShardView:
     """Attributes of torch's DTensor, for shards.
 
     In a forward, torch functions raise that would compute with a shard where the model means the
-    full parameter; a shape is that of the full one.
+    full parameter; a shape is that of the full one. Outside, those raise that mix elements.
     """
 
-    __torch_function__ = GuardedInForward()
+    __torch_function__ = GuardedShard()
 
     @classmethod
     def _fsdp_in_forward(
@@ -760,6 +785,16 @@ class ShardView:
             elif reads is Reads.VALUES:
                 return _computed_in_forward(func, args, kwargs)
             return func(*args, **kwargs)
+
+    @classmethod
+    def _fsdp_outside(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function that was called with shards outside of forwards, unless its result
+        on several shards is not that on the full parameter."""
+        if name := mixes_elements(func, args):
+            _refuse_mixed(name, tensors_in((args, kwargs)))
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @property
     def device_mesh(self) -> Mesh:
@@ -908,6 +943,22 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
     return result if isinstance(result, ShardView) else _view_of(shards[0], result)
 
 
+def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if one of ``tensors`` is a parameter of which ranks hold different
+    parts."""
+    for tensor in tensors:
+        param = _param_behind(tensor) if isinstance(tensor, ShardParameter) else None
+        if param is not None and param.packing.layout.num_shards > 1:
+            raise RuntimeError(
+                f"the shard of {_names_of(param)} was used (by {name}) as if it were the full "
+                f"parameter. Each rank holds another part of it, and would compute something else. "
+                f"Read or change full parameters inside summon_full_params; where a gradient is "
+                f"needed, compute with them in the forward of the FSDP unit that has them, or in a "
+                f"method registered by register_fsdp_forward_method. Initialize parameters before "
+                f"sharding, or on the meta device. This rank's part is to_local() of the shard"
+            )
+
+
 def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
     """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard;
     ``use`` says what was done with it."""
@@ -922,15 +973,18 @@ def _param_behind(shard: Any) -> FSDPParam | None:
 
 
 def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
-    names = ", ".join(original.names[0] for original in param.originals)
     return RuntimeError(
-        f"the shard of {names} was used (by {name}) in a forward. Each rank holds another part of "
-        f"the parameter; it is full only in the forward of the FSDP unit that has it. Let that "
-        f"unit compute with it, in its forward or in a method registered by "
+        f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
+        f"another part of the parameter; it is full only in the forward of the FSDP unit that has "
+        f"it. Let that unit compute with it, in its forward or in a method registered by "
         f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
         f"making its module a unit; or, where no gradient is needed, read it inside "
         f"summon_full_params"
     )
+
+
+def _names_of(param: FSDPParam) -> str:
+    return ", ".join(original.names[0] for original in param.originals)
 
 
 def _view_of(shard: Any, value: Tensor) -> ShardTensor:

@@ -1,18 +1,21 @@
 """Torch functions called with a parameter whose full value is not there.
 
-Such a tensor is a shard while a unit's forward runs, where code of the model means the full
-parameter; or a ``ReshardedParam``, an unsharded parameter that somebody still holds (an autograd
-function in its ``ctx``, a hook, an object of the user) after the modules hold shards again. A
-function that computes with a shard's values raises. With a ``ReshardedParam`` it computes with the
-parameter that the modules hold by then, such as the one gathered for backward, or raises.
+Such a tensor is a shard in code of the user, which means the full parameter; or a
+``ReshardedParam``, an unsharded parameter that somebody still holds (an autograd function in its
+``ctx``, a hook, an object of the user) after the modules hold shards again. A function that
+computes with a shard's values raises; outside of forwards only one that mixes elements, as shards
+may be stepped and averaged. With a ``ReshardedParam`` it computes with the parameter that the
+modules hold by then, such as the one gathered for backward, or raises.
 
 Invariants: nothing here references an unsharded parameter strongly, so that its memory is freed,
 unless the user holds its ``data`` or ``detach()``, which keep the value.
-Outside of forwards, torch functions called with shards run no code of this file but one look-up.
+In optimizers and backward passes, torch functions called with shards run no code of this file but
+one look-up.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
@@ -86,13 +89,62 @@ def without_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-# ---------------------------------------------------------------- shards in a forward
+# ---------------------------------------------------------------- functions that mix elements
+
+_MIXING = frozenset(
+    {
+        # norms and statistics
+        "norm", "renorm", "norm_except_dim", "dist", "cdist", "normalize", "cosine_similarity",
+        "mean", "nanmean", "var", "std", "var_mean", "std_mean", "amax", "amin", "aminmax",
+        "median", "nanmedian", "mode", "quantile", "nanquantile", "kthvalue", "topk", "sort",
+        "argsort", "argmax", "argmin", "prod", "logsumexp", "softmax", "log_softmax", "cumsum",
+        "cumprod", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+        # products
+        "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum",
+        "tensordot", "kron", "addmm", "addmv", "addbmm", "baddbmm", "linear", "bilinear", "conv1d",
+        "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
+        "embedding_bag", "trace", "det", "logdet", "slogdet", "inverse", "pinverse", "svd", "qr",
+        "cholesky", "matrix_exp", "matrix_power",
+        # initialization and writes by index
+        "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_",
+        "log_normal_", "kaiming_uniform_", "eye", "view_as", "__setitem__", "fill_diagonal_",
+        "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_", "scatter_",
+    }
+)  # fmt: skip
+
+_MIXING_ALONE = frozenset({"max", "min"})  # of two tensors they are elementwise
+
+
+def mixes_elements(func: Any, args: Sequence[Any]) -> str:
+    """Return the name of ``func`` if ``func(*args)`` computes an element from several elements of a
+    parameter, or depends on where they are; else ""."""
+    name = _mixing_name(func)
+    elementwise = name in _MIXING_ALONE and any(isinstance(each, Tensor) for each in args[1:])
+    return "" if elementwise else name
+
+
+@functools.cache
+def _mixing_name(func: Any) -> str:
+    name = name_of(func)
+    mixes = name in _MIXING or name in _MIXING_ALONE or name.startswith("linalg_")
+    return name if mixes else ""
+
+
+# ---------------------------------------------------------------- shards in the user's code
+
+
+class Code(Enum):
+    """What code a thread runs."""
+
+    OUTSIDE = auto()  # of forwards: the user's, or backward
+    FORWARD = auto()  # of a user's module
+    PACKAGE = auto()  # this package's, or an optimizer's step
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.runs_forward = False
-        self.before_steps: list[bool] = []  # ``runs_forward`` before each optimizer step
+        self.runs = Code.OUTSIDE
+        self.before_steps: list[Code] = []  # ``runs`` before each optimizer step
 
 
 _thread = _Thread()
@@ -102,32 +154,41 @@ _thread = _Thread()
 def in_forward(runs: bool) -> Iterator[None]:
     """Say whether the block runs the forward of a user's module, or code of this package, which may
     compute with shards."""
-    before, _thread.runs_forward = _thread.runs_forward, runs
+    before, _thread.runs = _thread.runs, Code.FORWARD if runs else Code.PACKAGE
     try:
         yield
     finally:
-        _thread.runs_forward = before
+        _thread.runs = before
+
+
+@contextmanager
+def with_shards() -> Iterator[None]:
+    """Let the block compute with shards, except in the forward of a user's module."""
+    with in_forward(_thread.runs is Code.FORWARD):
+        yield
 
 
 def begin_step() -> None:
     """Let an optimizer compute with shards, also one that steps in a forward (of a module whose
     forward is a training step)."""
-    _thread.before_steps.append(_thread.runs_forward)
-    _thread.runs_forward = False
+    _thread.before_steps.append(_thread.runs)
+    _thread.runs = Code.PACKAGE
 
 
 def end_step() -> None:
     """Undo the latest ``begin_step``. After a step that raised, leaving the forward does so."""
-    _thread.runs_forward = _thread.before_steps.pop()
+    _thread.runs = _thread.before_steps.pop()
 
 
-class GuardedInForward:
+class GuardedShard:
     """The ``__torch_function__`` of a class of shards: in the forward of a user's module its
-    ``_fsdp_in_forward``, elsewhere torch's own."""
+    ``_fsdp_in_forward``, outside its ``_fsdp_outside``, and elsewhere torch's own."""
 
     def __get__(self, shard: Any, kind: Any) -> Any:
-        if _thread.runs_forward:
+        if _thread.runs is Code.FORWARD:
             return kind._fsdp_in_forward
+        if _thread.runs is Code.OUTSIDE and torch._C._current_graph_task_id() == -1:
+            return kind._fsdp_outside
         return torch._C._disabled_torch_function_impl
 
 

@@ -111,6 +111,8 @@ class ReduceScatter:
             for at in (self._originals if numbers is None else numbers)
             if any(each in grads for each in self._originals[at])
         }
+        for at in packed:
+            self._params[at].expect_on_all_ranks("reduce-scatter of the gradient")
         return {each: self._scatter(each, packed, by) for each in self._buckets_of(packed)}
 
     def scatter_alone(self, number: int, grad: Tensor) -> ReducedBuckets | None:

@@ -351,6 +351,11 @@ class FSDPState:
         """What the modules hold."""
         return self.group.sharded_state
 
+    @property
+    def in_use(self) -> Sequence[Tensor]:
+        """The unsharded parameters with which a forward now computes, which must not change."""
+        return () if self._forward is None else self._forward.saved.unsharded
+
     # ------------------------------------------------------------ at the user's request
 
     @in_forward(False)
@@ -416,7 +421,8 @@ class FSDPState:
             RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
         """
         if self._is_running(part):  # the module calls itself
-            return forward(*args, **kwargs)
+            with in_forward(True):
+                return forward(*args, **kwargs)
         self.refuse_run()
         if in_transform():
             return self._run_in_transform(forward, args, kwargs)

@@ -43,6 +43,7 @@ from xla_fsdp.fsdp.engine.param import (
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
+from xla_fsdp.fsdp.init.unit_names import turn_on_if_asked
 
 
 def communicate(
@@ -113,6 +114,7 @@ def build_unit(
     )
     cast_buffers = move_buffers(managed, config, device)
     guards.install()
+    turn_on_if_asked()
     shards = communication.shards
     size = _smaller_group_size(config, shards.num_shards)
     smaller = shards.split(size) if size else None
@@ -272,7 +274,16 @@ class _Sharder:
         shard = make_shard(tensors, layout, rank, self.device, row_shape, dim)
         home = self.home if self.config.flatten_parameters else None
         dtype = self._compute_dtype(originals[0])
-        param = FSDPParam(key, originals, shard, layout, dtype, home, dim=dim)
+        param = FSDPParam(
+            key,
+            originals,
+            shard,
+            layout,
+            dtype,
+            home,
+            dim=dim,
+            everywhere=self.communication.covers_all,
+        )
         origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
         remember(param, [*tensors, shard, *origins])
         return param
@@ -300,7 +311,16 @@ class _Sharder:
                 f"options"
             )
         dtype, dim = self._compute_dtype(original), theirs.packing.dim
-        return FSDPParam(name, [original], theirs.leaf, layout, dtype, slots=theirs.slots, dim=dim)
+        return FSDPParam(
+            name,
+            [original],
+            theirs.leaf,
+            layout,
+            dtype,
+            slots=theirs.slots,
+            dim=dim,
+            everywhere=self.communication.covers_all,
+        )
 
     def flat_groups(
         self, parts: Sequence[tuple[Tensor, OriginalParam]]
@@ -323,10 +343,7 @@ class _Sharder:
             return  # groups may hold different parts of a model
         for tensor, original in zip(tensors, originals, strict=True):
             if tensor.device.type == "cpu":
-                fact = (
-                    f"sharding of {original.names[0]} with checksum {_checksum(tensor):08x} (equal "
-                    f"on all ranks if they seed and build under one_rank_at_a_time())"
-                )
+                fact = partial(_sharding_of, original.names[0], tensor)
                 ops.runtime().expect_on_all_ranks(fact)
 
     def _compute_dtype(self, original: OriginalParam) -> torch.dtype | None:
@@ -345,6 +362,13 @@ class _Sharder:
             return ShardLayout(size, num_shards, row_shape.numel()), row_shape
         multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
         return ShardLayout(size, num_shards, multiple), ()
+
+
+def _sharding_of(name: str, tensor: Tensor) -> str:
+    return (
+        f"sharding of {name} with checksum {_checksum(tensor):08x} (equal on all ranks if they "
+        f"seed and build under one_rank_at_a_time())"
+    )
 
 
 def _checksum(tensor: Tensor) -> int:

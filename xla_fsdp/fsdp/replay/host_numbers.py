@@ -2,12 +2,13 @@
 
 While a step is traced, the numbers of optimizers (learning rates, counts of steps) are replaced by
 ``TracedFloat`` and ``TracedInt``. Their arithmetic records expressions, so that a later step can
-compute the numbers that its program needs from new ones. A comparison records its outcome, as the
-program may depend on it.
+compute the numbers that its program needs from new ones. A comparison or conversion records its
+outcome, as the program may depend on it.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,14 @@ UNARY: dict[str, Callable[..., Any]] = {
     "pos": operator.pos,
     "abs": operator.abs,
 }
+CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "float": float,
+    "int": int,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
+}
 COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
@@ -41,11 +50,11 @@ class HostNumbers:
 
     Attributes:
         found: every expression that was computed, with its number.
-        outcomes: of the comparisons.
+        outcomes: of comparisons, and of conversions that lose the expression.
     """
 
     found: dict[Expression, float] = field(default_factory=dict)
-    outcomes: dict[Expression, bool] = field(default_factory=dict)
+    outcomes: dict[Expression, Any] = field(default_factory=dict)
 
     def source(self, key: Hashable, number: float) -> Any:
         """Return ``number`` as a traced number whose later values are known by ``key``."""
@@ -78,7 +87,7 @@ class _Traced:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self.plain), (self.plain,)
 
-    def _compared(self, function: Callable[..., Any], outcome: bool, *others: Any) -> bool:
+    def _compared(self, function: Callable[..., Any], outcome: Any, *others: Any) -> Any:
         compared = (function, self.expression, *map(expression_of, others))
         self.numbers.outcomes[compared] = outcome
         return outcome
@@ -152,10 +161,19 @@ def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _conversion(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Traced, *digits: int) -> Any:
+        return self._compared(function, function(self.plain, *digits), *digits)
+
+    return method
+
+
 for _name, _function in ARITHMETIC.items():
     setattr(_Traced, f"__{_name}__", _binary(_function, reflected=False))
     setattr(_Traced, f"__r{_name}__", _binary(_function, reflected=True))
 for _name, _function in UNARY.items():
     setattr(_Traced, f"__{_name}__", _unary(_function))
+for _name, _function in CONVERSIONS.items():
+    setattr(_Traced, f"__{_name}__", _conversion(_function))
 for _name, _function in COMPARISONS.items():
     setattr(_Traced, f"__{_name}__", _comparison(_function))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,16 @@ from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
-from xla_fsdp.fsdp.replay.optimizer_numbers import Count, Key, OptimizerNumbers, add_to_all
-from xla_fsdp.fsdp.replay.watch import Slot
+from xla_fsdp.fsdp.replay.optimizer_numbers import Counts, Key, OptimizerNumbers
+from xla_fsdp.fsdp.replay.watch import Slot, SlotReader, kind
 
 Reference = tuple[Any, ...]
 """Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("object", n),
 ("host", n), ("result", n); ("seed", n) is the random number state after n drawings."""
+
+# In C, as there are a thousand tensors in each step.
+_REFERENT: Callable[[Any], Any] = weakref.ref.__call__
+_SIZE = operator.attrgetter("shape")
 
 
 @dataclass
@@ -48,7 +53,10 @@ class HostInput:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and torch.equal(first, second)
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    # By their bytes: NaN is a constant, too.
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,15 @@ class Numbers:
         begins: these numbers.
         deltas: what the step added to each count.
         outcomes: of comparisons between them.
+        updates: of options that the step computes from numbers.
     """
 
     options: dict[Key, float]
     members: list[list[int]]
     begins: list[float]
     deltas: list[float]
-    outcomes: dict[Expression, bool]
+    outcomes: dict[Expression, Any]
+    updates: dict[Key, Expression]
 
 
 @dataclass
@@ -95,6 +105,10 @@ class Program:
         last_seed: the random number state from which the next step's is computed: ("draws", n)
             after n drawings, or ("constant", state).
         unreduced: units of each context with unreduced gradients after the step.
+        compiled: ``programs.compiled()`` when it last ran.
+        arguments: the tensors among the step's arguments, None for others.
+        varied_arguments: those that were other tensors in another trace. Before that, the step may
+            as well have got the tensor from somewhere else.
     """
 
     code: bytes
@@ -112,17 +126,23 @@ class Program:
     collectives: tuple[str, ...]
     last_seed: tuple[str, int]
     unreduced: list[tuple[FSDPContext, list[FSDPState]]]
+    compiled: int
+    arguments: list[weakref.ref[Tensor] | None]
+    varied_arguments: set[int] = field(default_factory=set)
     confirmed: bool = False
     varied: set[Key] = field(default_factory=set)
-    _ids: list[int] = field(default_factory=list)
-    _counts: list[Count] = field(default_factory=list)
+    _tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    _held: list[Any] = field(default_factory=list)
+    _counts: Counts | None = None
+    _counted: list[float] = field(default_factory=list)
+    _known: dict[Key, float] = field(default_factory=dict)
 
     def compact(self) -> Program:
         """Return the program without slots that it does not use."""
         leaves = self.returned.leaves
         references = [*self.inputs, *(goal for goals in self.outputs for goal in goals), *leaves]
         used = {reference[1] for reference in references if reference[0] == "slot"}
-        order = sorted(used.union(self.emptied, self.new))
+        order = sorted(used.union(self.emptied, self.new), key=lambda n: (kind(self.slots[n]), n))
         number = {old: new for new, old in enumerate(order)}
 
         def renumbered(reference: Reference) -> Reference:
@@ -149,9 +169,21 @@ class Program:
             and self.last_seed == other.last_seed
             and self.inputs == other.inputs
             and self.outputs == other.outputs
+            and self.numbers.updates == other.numbers.updates
             and [slot.where for slot in self.slots] == [slot.where for slot in other.slots]
             and (self.shapes, self.new, self.emptied) == (other.shapes, other.new, other.emptied)
         )
+
+    def counts_otherwise(self, other: Program) -> str:
+        """Return what is wrong if another trace of the same program counted by other amounts."""
+        pairs = zip(self.numbers.deltas, other.numbers.deltas, strict=False)
+        for first, second in pairs:
+            if first != second:
+                return (
+                    f"a number in the state of an optimizer grew by {first:g}, and then by "
+                    f"{second:g}; the optimizer's option capturable=True keeps it on the device"
+                )
+        return ""
 
     def confirm(self, other: Program) -> list[int]:
         """Take what another trace of the same program shows; it is confirmed unless this returns
@@ -167,29 +199,81 @@ class Program:
             mine.value, mine.device_value = new.value, new.device_value
         old = self.numbers.options
         self.varied |= {key for key, value in other.numbers.options.items() if old[key] != value}
+        pairs = enumerate(zip(self.arguments, other.arguments, strict=True))
+        self.varied_arguments |= {n for n, (a, b) in pairs if a and b and a() is not b()}
+        self.arguments = other.arguments
         self.numbers, self.objects = other.numbers, other.objects
-        self.collectives, self._ids = other.collectives, []
+        self.collectives, self.compiled = other.collectives, other.compiled
+        self._tensors, self._counts = [], None
         self.confirmed = not unknown
         return unknown
 
     # ------------------------------------------------------------ before a replay
 
-    def why_not(self, numbers: OptimizerNumbers) -> str:
+    def why_not(self, arguments: Sequence[Any], numbers: OptimizerNumbers) -> str:
         """Return why the program cannot be replayed now, "" if it can; facts are the same."""
         if not self.confirmed:
             return "a second trace shows what changes from step to step"
-        return self._slots_differ() or self._numbers_differ(numbers)
+        if programs.may_be_gone(self.compiled):
+            return "torch_xla may have dropped the program"
+        reason = (
+            self._slots_differ()
+            or self._arguments_differ(arguments)
+            or self._numbers_differ(numbers)
+        )
+        if reason:
+            self._held = []  # or it would keep them alive
+        return reason
+
+    @functools.cached_property
+    def _reader(self) -> SlotReader:
+        return SlotReader(self.slots)
 
     def _slots_differ(self) -> str:
-        held = [slot.get() for slot in self.slots]
-        ids = [*map(id, held)]
-        if ids == self._ids:
-            return "an object that a tensor was in is gone" if self._lost() else ""
-        for slot, shape, value in zip(self.slots, self.shapes, held, strict=True):
-            if _shape(value) != shape:
-                return f"a tensor {shape} ({type(slot).__name__}) is now {_shape(value)}"
-        self._ids = ids
+        held = self._reader.read()
+        if not self._are_known(held):
+            for value, shape, slot in zip(held, self.shapes, self.slots, strict=True):
+                if _shape(value) != shape:
+                    return f"a tensor {shape} ({type(slot).__name__}) is now {_shape(value)}"
+            self._tensors = [weakref.ref(held[number]) for number in self._kept]
+        self._held = held
         return "an object that a tensor was in is gone" if self._lost() else ""
+
+    def _are_known(self, held: Sequence[Any]) -> bool:
+        """Return whether these are the tensors of the last time, or of their shapes."""
+        kept = [held[number] for number in self._kept]
+        # Only its size can change in a tensor that is known (``tensor.data = other``).
+        return (
+            len(self._tensors) == len(kept)
+            and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
+            and all(map(operator.eq, map(_SIZE, kept), self._sizes))
+            and all(_shape(held[number]) == self.shapes[number] for number in self._replaced)
+        )
+
+    @functools.cached_property
+    def _kept(self) -> list[int]:
+        """The slots whose tensors the program does not replace."""
+        return [n for n, shape in enumerate(self.shapes) if shape and n not in self.new]
+
+    @functools.cached_property
+    def _sizes(self) -> list[torch.Size]:
+        return [shape[0] for shape in map(self.shapes.__getitem__, self._kept) if shape]
+
+    @functools.cached_property
+    def _replaced(self) -> list[int]:
+        """The other slots."""
+        return sorted({*range(len(self.slots))}.difference(self._kept))
+
+    def _arguments_differ(self, arguments: Sequence[Any]) -> str:
+        for number, reference in enumerate(self.arguments):
+            if reference is None:
+                continue
+            if number not in self.varied_arguments:
+                if arguments[number] is not reference():
+                    return f"argument {number} is another tensor for the first time"
+            elif any(arguments[number] is each for each in self._held):
+                return f"argument {number} is a tensor of the model"
+        return ""
 
     def _lost(self) -> bool:
         return any(reference() is None for reference in self.objects)
@@ -199,22 +283,22 @@ class Program:
         for key, value in options.items():
             if old.options.get(key) != value and key not in self.varied:
                 return f"{key[2]} of group {key[1]} changed for the first time"
-        counts = numbers.counts()
-        if len(counts) != len(old.deltas):
-            return "the number of counts in optimizer states"
-        read = [count.read() for count in counts]
-        known: dict[Key, float] = dict(options)
-        for number, members in enumerate(old.members):
-            found = {read[at] for at in members}
-            if len(found) != 1:
-                return "counts of steps that were equal differ"
-            known["count", number] = found.pop()
-        self._counts = counts
-        return self._host_inputs_differ(known)
+        if self._counts is None or not self._counts.are_held():
+            counts = numbers.counts()
+            if not len(counts) == len(old.deltas) == sum(map(len, old.members)):
+                return "the number of counts in optimizer states"
+            self._counts = Counts(counts, old.members, old.deltas)
+        read = self._counts.read()
+        if any(len(found) != 1 for found in read):
+            return "counts of steps that were equal differ"
+        self._counted = [found.pop() for found in read]
+        counted: dict[Key, float] = {("count", n): each for n, each in enumerate(self._counted)}
+        self._known = options | counted
+        return self._host_inputs_differ(self._known)
 
     def _host_inputs_differ(self, known: Mapping[Any, float]) -> str:
         for compared, outcome in self.numbers.outcomes.items():
-            if bool(evaluate(compared, known)) != outcome:
+            if evaluate(compared, known) != outcome:
                 return "a comparison of numbers of the optimizer has another outcome"
         for host in self.hosts:
             if host.candidates == {None}:
@@ -235,23 +319,25 @@ class Program:
 
     # ------------------------------------------------------------ a replay
 
-    def replay(self, arguments: Sequence[Any]) -> list[Any]:
-        """Run the program; return the leaves of what the step returns.
+    def replay(self, arguments: Sequence[Any], numbers: OptimizerNumbers) -> list[Any]:
+        """Run the program after ``why_not``; return the leaves of what the step returns.
 
         Raises:
             programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
         """
+        pool = self._pool(self._held, arguments)
+        changed = [pool[at] for at, _ in self._changed_at]
         # What the caller has traced between steps may read buffers that the program donates.
         if ops.runtime().traced_collectives():
             settle()
-        else:
-            programs.run_pending()
-        inputs = [self._input(reference, arguments) for reference in self.inputs]
+        programs.separate(changed)
+        seeds = self._seeds()
+        inputs = [pool[at] if at >= 0 else seeds[at] for at in self._read_at]
+        self._held = pool = []
         ops.runtime().repeat_collectives(self.collectives)
         replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
         for number in (*self.emptied, *self.new):  # old gradients are freed before the step
             self.slots[number].set(None)
-        self._ids = []
         try:
             results = programs.run_again(self.code, inputs)
         except programs.ProgramGoneError:
@@ -259,12 +345,27 @@ class Program:
                 slot.set(value)
             raise
         del inputs, replaced
-        programs.count_change(self.place(results, arguments))
+        self._put(results, changed)
+        programs.count_change(changed)
+        self.compiled = programs.compiled()
         self._advance_seed()
-        add_to_all(self._counts, self.numbers.deltas)
+        self._advance_numbers(numbers)
         for context, units in self.unreduced:
             context.unreduced[:] = units
         return self.leaves(results, arguments)
+
+    def separate(self) -> None:
+        """Let nothing else have the buffers that the program, or a new trace of it, donates."""
+        numbers = {goal[1] for goals in self.outputs for goal in goals if goal[0] == "slot"}
+        held = (self.slots[number].get() for number in numbers - self.new)
+        own = ops.device()
+        programs.separate([t for t in held if isinstance(t, Tensor) and t.device == own])
+
+    def _advance_numbers(self, numbers: OptimizerNumbers) -> None:
+        if self._counts is not None:
+            self._counts.advance(self._counted)
+        updates = self.numbers.updates.items()
+        numbers.write_options({key: evaluate(each, self._known) for key, each in updates})
 
     def _advance_seed(self) -> None:
         on = ops.device()
@@ -274,19 +375,72 @@ class Program:
             last = programs.seed_after(ops.get_rng_state(on), number)
         ops.set_rng_state(programs.next_seed(last), on)
 
-    def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
-        """Put the results of the program where they belong; return what has changed in place."""
-        changed: list[Tensor] = []
-        values: list[Tensor] = []
-        for result, goals in zip(results, self.outputs, strict=True):
-            for goal in goals:
-                if goal[0] == "slot" and goal[1] in self.new:
-                    self.slots[goal[1]].set(result)
-                elif goal[0] != "result":
-                    changed.append(self._input(goal, arguments))
-                    values.append(result)
-        programs.put(changed, values)
-        return changed
+    def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> None:
+        """Put the results of the program where they belong."""
+        pool = self._pool(self._reader.read(), arguments)
+        self._put(results, [pool[at] for at, _ in self._changed_at])
+
+    def _put(self, results: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        for slot, number in self._new_at:
+            slot.set(results[number])
+        programs.put(changed, [results[number] for _, number in self._changed_at])
+
+    # Positions are those in the pool: what slots hold, arguments, host inputs, objects.
+
+    def _pool(self, held: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        hosts = [host.device_value for host in self.hosts]
+        return [*held, *arguments, *hosts, *(reference() for reference in self.objects)]
+
+    def _at(self, reference: Reference) -> int:
+        kind, number = reference
+        before = {"slot": 0, "argument": len(self.slots)}
+        before["host"] = before["argument"] + len(self.arguments)
+        before["object"] = before["host"] + len(self.hosts)
+        return before[kind] + int(number)
+
+    @functools.cached_property
+    def _changed_at(self) -> list[tuple[int, int]]:
+        """Where the tensors are that change in place, each with the number of its result."""
+        return [
+            (self._at(goal), number)
+            for number, goals in enumerate(self.outputs)
+            for goal in goals
+            if goal[0] != "result" and not self._is_new(goal)
+        ]
+
+    @functools.cached_property
+    def _new_at(self) -> list[tuple[Slot, int]]:
+        """Slots that get a new tensor, each with the number of its result."""
+        return [
+            (self.slots[goal[1]], number)
+            for number, goals in enumerate(self.outputs)
+            for goal in goals
+            if self._is_new(goal)
+        ]
+
+    def _is_new(self, goal: Reference) -> bool:
+        return goal[0] == "slot" and goal[1] in self.new
+
+    @functools.cached_property
+    def _draws(self) -> list[int]:
+        """After how many drawings the program takes a random number state."""
+        return sorted({number for kind, number in self.inputs if kind == "seed"})
+
+    @functools.cached_property
+    def _read_at(self) -> list[int]:
+        """Where each input is; of a random number state, from the end of ``_seeds``."""
+        return [
+            self._draws.index(reference[1]) - len(self._draws)
+            if reference[0] == "seed"
+            else self._at(reference)
+            for reference in self.inputs
+        ]
+
+    def _seeds(self) -> list[Tensor]:
+        if not self._draws:
+            return []
+        now = ops.get_rng_state(ops.device())
+        return [programs.seed_value(programs.seed_after(now, draws)) for draws in self._draws]
 
     def leaves(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
         """Return the leaves of what the step returns."""
@@ -297,27 +451,15 @@ class Program:
             return leaf[1]
         if leaf[0] == "result":
             return results[leaf[1]]
-        return self._input(leaf, arguments)
-
-    def _input(self, reference: Reference, arguments: Sequence[Any]) -> Any:
-        kind = reference[0]
-        if kind == "slot":
-            return self.slots[reference[1]].get()
-        if kind == "argument":
-            return arguments[reference[1]]
-        if kind == "host":
-            return self.hosts[reference[1]].device_value
-        if kind == "object":
-            return self.objects[reference[1]]()
-        return programs.seed_value(
-            programs.seed_after(ops.get_rng_state(ops.device()), reference[1])
-        )
+        if leaf[0] == "slot":
+            return self.slots[leaf[1]].get()
+        return arguments[leaf[1]]
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, Tensor):
         return None
-    return tuple(value.shape), value.dtype, value.device
+    return value.shape, value.dtype, value.device
 
 
 def _number(expression: Expression, known: Mapping[Any, float], like: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
+import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 
 _SKIPPED = tuple(
@@ -26,6 +30,12 @@ _SKIPPED = tuple(
     for each in (torch.__file__, torch_xla.__file__, __file__, contextlib.__file__)
 )
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
+DRAWS = (
+    *("bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like"),
+    *("randn", "randn_like", "randperm"),
+    *("bernoulli_", "exponential_", "normal_", "random_", "uniform_"),
+)
+"""Functions of torch that draw random numbers."""
 _XLA = str(Path(ops.__file__).parent) + os.sep
 
 
@@ -57,18 +67,21 @@ class Seen(TorchFunctionMode):
 
     Args:
         numbers: of optimizers.
-        keys: the keys of counts by their number before the step.
+        known: host tensors with numbers of optimizers: their keys and numbers, by ``id``.
         refuses: raise where the step reads the device; else only record the first place.
     """
 
-    def __init__(self, numbers: HostNumbers, keys: dict[float, Any], *, refuses: bool) -> None:
+    def __init__(
+        self, numbers: HostNumbers, known: dict[int, tuple[Any, float]], *, refuses: bool
+    ) -> None:
         super().__init__()
         self.modules: dict[nn.Module, None] = {}
         self.optimizers: dict[int, Optimizer] = {}
         self.places: dict[Any, str] = {}
         self.first_read = ""
+        self.draws: dict[str, None] = {}
         self._numbers = numbers
-        self._keys = keys
+        self._known = known
         self._refuses = refuses
         self._tensors: dict[int, weakref.ref[Tensor]] = {}
 
@@ -76,6 +89,8 @@ class Seen(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         from_host = self._note([args, kwargs or {}])
         self._note(result)
+        if getattr(func, "__name__", "") in DRAWS and not _on_device(result):
+            self.draws.setdefault(user_place())
         if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]
             self.places.setdefault(tuple(result.shape), user_place())
         return result
@@ -92,6 +107,8 @@ class Seen(TorchFunctionMode):
                 return True
             known = self._tensors.get(id(value))  # of a tensor that is gone, perhaps
             if known is None or known() is not value:
+                # Last, or the order of tensors would depend on which memory is used again.
+                self._tensors.pop(id(value), None)
                 self._tensors[id(value)] = weakref.ref(value)
         elif isinstance(value, bool):
             return False
@@ -124,41 +141,52 @@ class Seen(TorchFunctionMode):
             )
 
     def item(self, tensor: Tensor) -> Any:
-        number = Tensor.__float__(tensor) if tensor.is_floating_point() else None
-        if tensor.dim() or number is None:
+        if id(tensor) not in self._known:
             return None
-        for begin, key in self._keys.items():
-            if number - begin in (0, 1):
-                source: Any = ("source", key)
-                expression = source if number == begin else (_plus, source, ("constant", 1))
-                return self._numbers.traced(number, expression)
+        key, begin = self._known[id(tensor)]
+        number = Tensor.__float__(tensor)
+        source: Any = ("source", key)
+        if number == begin:
+            return self._numbers.traced(number, source)
+        if number == begin + 1:
+            return self._numbers.traced(number, (operator.add, source, ("constant", 1)))
         return None
 
 
-def _plus(number: float, other: float) -> float:
-    return number + other
+def _on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_xla  # type: ignore[attr-defined]
 
 
 class _Watchers:
-    """The ``Seen`` of every rank that traces a step now, by device."""
+    """The ``Seen`` of every rank that traces a step now, by device.
+
+    While there is one, calls of modules and of the host's random numbers are watched.
+    """
 
     def __init__(self) -> None:
         self._by_device: dict[str, Seen] = {}
         self._changing = Lock()
-        self._call: Any = None
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def add(self, seen: Seen) -> None:
         with self._changing:
             if not self._by_device:
-                self._call = nn.Module.__call__
-                nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+                self._replace(nn.Module, "__call__", _watched_call)
+                for owner, name in _host_draws():
+                    self._replace(owner, name, _watched_draw(getattr(owner, name)))
             self._by_device[_device()] = seen
 
     def remove(self) -> None:
         with self._changing:
             del self._by_device[_device()]
             if not self._by_device:
-                nn.Module.__call__ = self._call  # type: ignore[method-assign]
+                for owner, name, before in self._replaced:
+                    setattr(owner, name, before)
+                self._replaced.clear()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     @property
     def current(self) -> Seen | None:
@@ -179,12 +207,38 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._wrapped_call_impl(*args, **kwargs)
 
 
+def is_traced() -> bool:
+    """Return whether the caller's code is traced by ``compile_step``."""
+    return _watchers.current is not None
+
+
+def _host_draws() -> Iterator[tuple[Any, str]]:
+    """Yield module and name of the functions that draw from Python's and numpy's generators."""
+    owners = [random, getattr(sys.modules.get("numpy"), "random", None)]
+    for owner in filter(None, owners):
+        for name, each in vars(owner).items():
+            generator = type(getattr(each, "__self__", None)).__name__
+            if generator in ("Random", "RandomState") and "state" not in name:
+                yield owner, name
+
+
+def _watched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(draw)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen = _watchers.current
+        if seen is not None:
+            seen.draws.setdefault(user_place())
+        return draw(*args, **kwargs)
+
+    return watched
+
+
 class _OptimizerWatch:
     only_watches = True
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         seen = _watchers.current
-        if seen is not None and "steps_slices" not in vars(optimizer):
+        if seen is not None and STEPS_SLICES_OF not in vars(optimizer):
             seen.optimizers.setdefault(id(optimizer), optimizer)
 
 

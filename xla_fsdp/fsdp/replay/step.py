@@ -8,13 +8,15 @@ on has changed.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import operator
 import types
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.distributed.xla.graph import tensor_id
+from xla_fsdp.fsdp.engine.param import UninitializedShard
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
-from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
 from xla_fsdp.fsdp.replay.program import (
     HostInput,
     Numbers,
@@ -33,9 +35,11 @@ from xla_fsdp.fsdp.replay.program import (
     candidates_of,
 )
 from xla_fsdp.fsdp.replay.seen import CompileStepError, Seen, watching
-from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Watched
+from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Somewhere, Watched, shown
 
 MANY_TRACES = 12
+MOST_ORDERS = 8  # of results, that are tried
+_FIRST = operator.itemgetter(0)
 FIRST = "the first step"
 
 _log = logging.getLogger("xla_fsdp")
@@ -72,6 +76,29 @@ def compile_step(step: Callable[..., Any] | None = None, *, unknown: str = "rais
     if step is None:
         return functools.partial(compile_step, unknown=unknown)
     return CompiledStep(step, refuses=unknown == "raise")
+
+
+class TensorKind(NamedTuple):
+    """What programs depend on of a tensor among the arguments, all but its values.
+
+    Args:
+        same_as: the first argument that is this tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    device: torch.device
+    same_as: int
+
+
+def _difference(old: Any, new: Any) -> str:
+    """Say how an argument differs from what it was, given what ``_kinds`` makes of both."""
+    if type(old) is not type(new) or new[0] == "object":
+        return "another object"
+    names = TensorKind._fields if isinstance(new, TensorKind) else ("type", "value")
+    fields = zip(names, old, new, strict=True)
+    return ", ".join(f"{name} {shown([(a, b)])}" for name, a, b in fields if a != b)
 
 
 class CompiledStep:
@@ -119,6 +146,7 @@ class _RankStep:
         self._device = ops.device()
         self._programs: dict[Any, list[Program]] = {}
         self._changed_plain: Counter[str] = Counter()
+        self._drawn: Counter[str] = Counter()
         self._watched = Watched(step, [], [], self._device)
         self._modules: list[Any] = []
         self._optimizers: list[Any] = []
@@ -130,18 +158,26 @@ class _RankStep:
             return self._run_plainly(args, kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = tree, *self._kinds(leaves)
-        reason = self._find(key, leaves)
-        if isinstance(reason, Program):
-            try:
-                found = reason.replay(leaves)
-            except programs.ProgramGoneError:
-                self._programs[key].remove(reason)
-                reason = "torch_xla had dropped the program"
-            else:
-                self.replays += 1
-                return pytree.tree_unflatten(found, reason.returned.tree)
-        self._count(reason)
+        with torch._C.DisableTorchFunctionSubclass():  # which makes it slow to look at parameters
+            replayed, found = self._try_replay(key, leaves)
+        if replayed:
+            return found
+        self._count(found)
         return self._trace(key, args, kwargs, leaves)
+
+    def _try_replay(self, key: Any, leaves: Sequence[Any]) -> tuple[bool, Any]:
+        """Replay if there is a program for that; return whether, and the step's result, or why
+        there is none."""
+        program = self._find(key, leaves)
+        if not isinstance(program, Program):
+            return False, program
+        try:
+            found = program.replay(leaves, self._watched.numbers)
+        except programs.ProgramGoneError:
+            self._programs[key].remove(program)
+            return False, "torch_xla had dropped the program"
+        self.replays += 1
+        return True, pytree.tree_unflatten(found, program.returned.tree)
 
     def _kinds(self, leaves: Sequence[Any]) -> list[Any]:
         """Return what programs depend on of each argument: all but the values of tensors."""
@@ -150,7 +186,8 @@ class _RankStep:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 same_as = first.setdefault(id(leaf), number)
-                kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as))
+                kind = leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as
+                kinds.append(TensorKind(*kind))
             elif isinstance(leaf, PLAIN):
                 kinds.append((type(leaf), leaf))
             elif isinstance(leaf, nn.Module | torch.optim.Optimizer) or callable(leaf):
@@ -174,18 +211,26 @@ class _RankStep:
         """Return the program to replay, or why there is none."""
         known = self._programs.get(key, [])
         if not known:
-            return "arguments of new shapes, dtypes or values" if self._programs else FIRST
+            return self._new_arguments(key) if self._programs else FIRST
         facts = self._watched.facts()
         reason = ""
         for program in reversed(known):
             if program.facts != facts:
                 reason = reason or self._watched.describe(program.facts, facts)
                 continue
-            numbers = OptimizerNumbers(self._watched.optimizers)
-            reason = program.why_not(numbers)
+            program.facts = facts  # the same objects are compared faster next time
+            reason = program.why_not(leaves, self._watched.numbers)
             if not reason:
                 return program
         return reason
+
+    def _new_arguments(self, key: Any) -> str:
+        """Say how the arguments differ from those of the program that came last."""
+        (old_tree, *old), (tree, *new) = next(reversed(self._programs)), key
+        if old_tree != tree:
+            return "arguments in other containers, or another number of them"
+        pairs = enumerate(zip(old, new, strict=True))
+        return "; ".join(f"argument {n}: {_difference(a, b)}" for n, (a, b) in pairs if a != b)
 
     def _count(self, reason: str) -> None:
         self.traces[reason] += 1
@@ -202,13 +247,21 @@ class _RankStep:
     # ------------------------------------------------------------ tracing
 
     def _trace(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        self._modules += [each for each in leaves if isinstance(each, nn.Module)]
+        self._optimizers += [each for each in leaves if isinstance(each, torch.optim.Optimizer)]
         self._renew()
+        for param in self._watched.params:
+            if isinstance(param, UninitializedShard):
+                param.settle()  # which runs a program of its own
+        host.settle()
+        for known in itertools.chain(*self._programs.values()):
+            known.separate()
         trace = _Trace(self._watched, leaves, self._device, refuses=self._refuses)
         result = trace.run(self._step, args, kwargs)
         if trace.seen.first_read:
             self._give_up(f"the step reads the device at {trace.seen.first_read}")
             ops.sync()
-            return pytree.tree_map_only(Tensor, Tensor.detach, result)
+            return result
         result = trace.execute(result)
         for module in trace.seen.modules:
             if module not in self._watched.labels:
@@ -220,7 +273,10 @@ class _RankStep:
         return result
 
     def _renew(self) -> None:
-        """Watch the modules, optimizers and parameters that there are now."""
+        """Watch the modules, optimizers and parameters that there are now; let programs go that
+        hold others, or states that a state dict has replaced."""
+        self._modules = list(dict.fromkeys(self._modules))
+        self._optimizers = list(dict.fromkeys(self._optimizers))
         old = self._watched
         new = Watched(self._step, self._modules, self._optimizers, self._device, self._others)
         same = (
@@ -228,20 +284,24 @@ class _RankStep:
             and [*map(id, new.optimizers)] == [*map(id, old.optimizers)]
             and [*map(id, new.params)] == [*map(id, old.params)]
         )
-        self._watched = new
-        if not same:
-            self._programs = {}
+        self._watched, facts = new, new.facts()
+        self._programs = {
+            key: kept
+            for key, known in self._programs.items()
+            if (kept := [each for each in known if same and new.has_states_of(each.facts, facts)])
+        }
 
     def _learn(self, key: Any, trace: _Trace) -> None:
-        problem = trace.problem or self._find_counter(trace)
+        problem = trace.problem or self._find_counter(trace) or self._find_draws(trace)
         program = trace.program
         if problem or program is None:
-            self._give_up(problem)
+            self._give_up(problem or "the step computes nothing on the device")
             return
         known = self._programs.setdefault(key, [])
         for each in known:
             if each.is_same(program):
-                problem = trace.unknown(each, each.confirm(program))
+                problem = each.counts_otherwise(program)
+                problem = problem or trace.unknown(each, each.confirm(program))
                 if problem:
                     self._give_up(problem)
                 return
@@ -253,6 +313,14 @@ class _RankStep:
             self._changed_plain[label] += 1
             if self._changed_plain[label] > 1:
                 return f"the step changes a number of the host itself: {label} ({change})"
+        return ""
+
+    def _find_draws(self, trace: _Trace) -> str:
+        """Return what is wrong if the host drew random numbers, which a first step alone may."""
+        for place in trace.seen.draws:
+            self._drawn[place] += 1
+            if self._drawn[place] > 1:
+                return f"the step draws random numbers on the host at {place}"
         return ""
 
     def _give_up(self, problem: str) -> None:
@@ -277,11 +345,11 @@ class _Trace:
         self.program: Program | None = None
         self._device = device
         self._watched = watched
-        self._numbers = OptimizerNumbers(watched.optimizers)
-        host.settle()
-        self._slots = watched.slots()
-        self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         self._arguments = list(leaves)
+        self._numbers = watched.numbers
+        host.settle()
+        self._slots = self._find_slots()
+        self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         held = [*self._own(leaves), *self._before.values()]
         ops.compute(held)
         programs.unshare(held)
@@ -290,16 +358,26 @@ class _Trace:
         self.facts_after = self.facts
         self._options = self._numbers.options()
         self._counts = [count.read() for count in self._numbers.counts()]
+        self._with_state = [set(map(id, each.state)) for each in watched.optimizers]
         begins = sorted(set(self._counts))
         self._begins = begins
         keys = {begin: ("count", number) for number, begin in enumerate(begins)}
         self._found = HostNumbers()
         self._keys = keys
-        self.seen = Seen(self._found, keys, refuses=refuses)
+        self.seen = Seen(self._found, self._numbers.tensors(keys), refuses=refuses)
         self._buffers = self._find_buffers()
 
     def _own(self, values: Sequence[Any]) -> list[Tensor]:
         return [v for v in values if isinstance(v, Tensor) and v.device == self._device]
+
+    def _find_slots(self) -> dict[tuple[Any, ...], tuple[str, Slot]]:
+        """Return the places that hold tensors now; an argument is in no unknown place."""
+        return {
+            where: (label, slot)
+            for where, (label, slot) in self._watched.slots().items()
+            if not isinstance(slot, Somewhere)
+            or all(slot.get() is not each for each in self._arguments)
+        }
 
     def _find_buffers(self) -> dict[int, tuple[Reference, Tensor]]:
         """Return the reference of each buffer that the step may use; slots are named by place."""
@@ -324,31 +402,41 @@ class _Trace:
         return found
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the step; if it raises, put the tensors back that it has changed."""
-        saved = [(tensor, tensor.detach().clone()) for tensor in self._before.values()]
+        """Call the step and return its result, without a graph, as that would keep tensors which
+        the program would compute; if it raises, put the tensors back that it has changed."""
+        held = (*self._before.values(), *self._own(self._arguments))
+        saved = [(tensor, tensor.detach().clone()) for tensor in held]
         try:
             with (
                 programs.reading_by(self.seen),
-                self._numbers.traced(self._found, self._keys),
+                self._numbers.traced(self._found, self._keys) as self._changes,
                 watching(self.seen),
             ):
-                return step(*args, **kwargs)
-        except BaseException:
-            self._restore(saved)
+                result = pytree.tree_map_only(Tensor, Tensor.detach, step(*args, **kwargs))
+        except BaseException as error:
+            if self._watched.knows([*self.seen.modules], [*self.seen.optimizers.values()]):
+                self._restore(saved)
+            elif hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    "compile_step did not know yet what this step changes; nothing was put back"
+                )
             raise
+        self.problem = self.problem or self._changes.problem
+        return result
 
     def _restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in saved:
             if ops.is_pending(tensor):
                 programs.put([tensor], [value])
-        for where, (_, slot) in self._watched.slots().items():
-            if slot.get() is not self._before.get(where):
+        for where, (_, slot) in {**self._watched.slots(), **self._slots}.items():
+            if not isinstance(slot, Somewhere) and slot.get() is not self._before.get(where):
                 slot.set(self._before.get(where))
-        for where, (_, slot) in self._slots.items():
-            if slot.get() is not self._before[where]:
-                slot.set(self._before[where])
+        for optimizer, known in zip(self._watched.optimizers, self._with_state, strict=True):
+            for param in [each for each in optimizer.state if id(each) not in known]:
+                del optimizer.state[param]
         for count, number in zip(self._numbers.counts(), self._counts, strict=False):
             count.write(number)
+        self._numbers.write_options(self._options)
         ops.runtime().forget_collectives()
         programs.drop_pending()
 
@@ -357,18 +445,16 @@ class _Trace:
     def execute(self, result: Any) -> Any:
         """Run what was traced, and make ``program`` from it; returns the step's result."""
         leaves, tree = pytree.tree_flatten(result)
-        leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
-        after = self._watched.slots()
+        after = self._find_slots()
         held = {id(slot.get()): slot.get() for _, slot in after.values()}
         for each in (*self._own(leaves), *self.seen.tensors(), *self._own(self._arguments)):
             if each.device == self._device:
                 held.setdefault(id(each), each)
         groups = _by_tensor(programs.find_pending(list(held.values())))
-        outputs = [group[0] for group in groups]
         self.facts_after = self._watched.facts()
-        if outputs:
-            leaves = self._run_program(outputs, groups, held, after, leaves, tree)
-        del held, outputs, groups, result
+        if groups:
+            leaves = self._run_program(groups, held, after, leaves, tree)
+        del held, groups, result
         programs.drop_pending()
         ops.sync()  # step closures, and the random number state
         if self.program is not None:
@@ -382,24 +468,23 @@ class _Trace:
 
     def _run_program(
         self,
-        outputs: list[Tensor],
         groups: list[list[Tensor]],
         held: dict[int, Tensor],
         after: dict[Any, tuple[str, Slot]],
         leaves: Sequence[Any],
         tree: Any,
     ) -> list[Any]:
-        inputs = programs.inputs_of(outputs)
         pending = {id(each) for group in groups for each in group}
         idle = [each for each in held.values() if id(each) not in pending]
         kept = set(programs.buffers_of(idle))
-        donated = [
-            number
-            for number, buffer in enumerate(inputs.buffers)
-            if buffer in self._buffers
-            and id(self._buffers[buffer][1]) in pending
-            and buffer not in kept
-        ]
+        donors = {
+            buffer: id(tensor)
+            for buffer, (_, tensor) in self._buffers.items()
+            if id(tensor) in pending and buffer not in kept
+        }
+        inputs = _sort_like_donors(groups, donors)
+        outputs = [group[0] for group in groups]
+        donated = [number for number, buffer in enumerate(inputs.buffers) if buffer in donors]
         builder = _Builder(self._slots, self._before, after, self._arguments, self._buffers, idle)
         references, hosts = builder.inputs(inputs, self._found, self._seed)
         collectives = ops.runtime().traced_collectives()
@@ -424,18 +509,24 @@ class _Trace:
             unreduced=[
                 (unit.context, list(unit.context.unreduced)) for unit in self._watched.units
             ],
+            compiled=programs.compiled(),
+            arguments=[
+                weakref.ref(each) if isinstance(each, Tensor) else None for each in self._arguments
+            ],
         ).compact()
         self.program.place(results, self._arguments)
         for group, goal, value in zip(groups, goals, results, strict=True):
-            if not goal:  # what the step's code has kept elsewhere
-                programs.put(group, [value] * len(group))
+            # What the step's code has kept elsewhere, perhaps besides a place that it knows.
+            elsewhere = [t for t in programs.find_pending(group) if not (goal and t._is_view())]
+            programs.put(elsewhere, [value] * len(elsewhere))
         return self.program.leaves(results, self._arguments)
 
     def _numbers_after(self) -> Numbers:
         now = [count.read() for count in self._numbers.counts()]
         deltas = [new - old for new, old in zip(now, self._counts, strict=False)]
         members = [[n for n, c in enumerate(self._counts) if c == b] for b in self._begins]
-        return Numbers(self._options, members, self._begins, deltas, self._found.outcomes)
+        outcomes, updates = self._found.outcomes, self._changes.updates
+        return Numbers(self._options, members, self._begins, deltas, outcomes, updates)
 
     def unknown(self, program: Program, positions: Sequence[int]) -> str:
         """Say which host inputs of a program nothing explains, and where they entered."""
@@ -472,6 +563,27 @@ def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def _sort_like_donors(groups: list[list[Tensor]], donors: dict[int, int]) -> programs.ProgramInputs:
+    """Sort results like the inputs that they replace; return the program's inputs.
+
+    XLA writes results over donated inputs of their size, first over first. Where that is not the
+    input that the result is computed from, it keeps a copy of one of both.
+
+    Args:
+        groups: the tensors of each result, sorted in place.
+        donors: of each donated buffer, the ``id`` of the tensor that has it.
+    """
+    inputs = programs.inputs_of([group[0] for group in groups])
+    for _ in range(MOST_ORDERS):  # inputs are in the order in which results first need them
+        order = {donors[b]: number for number, b in enumerate(inputs.buffers) if b in donors}
+        keys = [min(order.get(id(each), len(inputs.buffers)) for each in group) for group in groups]
+        if keys == sorted(keys):
+            break
+        groups[:] = [group for _, group in sorted(zip(keys, groups, strict=True), key=_FIRST)]
+        inputs = programs.inputs_of([group[0] for group in groups])
+    return inputs
+
+
 class _Builder:
     """Finds where inputs of a traced program come from, and where its results go."""
 
@@ -497,18 +609,24 @@ class _Builder:
         self._idle = {b: t for t, b in zip(idle, programs.buffers_of(idle), strict=True)}
         self._holders: dict[int, list[int]] = {}
         for where, (_, slot) in after.items():
+            if isinstance(slot, Somewhere) and where not in before:
+                continue  # left a known place in the step: nothing is put there
             self._holders.setdefault(id(slot.get()), []).append(self._numbers[where])
 
     def shapes(self) -> list[tuple[Any, ...] | None]:
         """Return shape, dtype and device of the tensors before the step, None without one."""
         found: list[tuple[Any, ...] | None] = [None] * len(self.slots)
         for where, tensor in self._tensors.items():
-            found[self._numbers[where]] = (tuple(tensor.shape), tensor.dtype, tensor.device)
+            found[self._numbers[where]] = (tensor.shape, tensor.dtype, tensor.device)
         return found
 
     def emptied(self) -> list[int]:
         """Return the slots that hold nothing after the step."""
-        return [self._numbers[where] for where in self._before if where not in self._after]
+        return [
+            self._numbers[where]
+            for where, (_, slot) in self._before.items()
+            if where not in self._after and not isinstance(slot, Somewhere)
+        ]
 
     def inputs(
         self, inputs: programs.ProgramInputs, found: HostNumbers, seed: int

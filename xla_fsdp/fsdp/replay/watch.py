@@ -7,6 +7,7 @@ places that hold tensors: a program reads its inputs from them and puts its resu
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 HOOKS = (
@@ -32,6 +35,11 @@ HOOKS = (
     "_forward_hooks_always_called",
 )
 LIBRARIES = ("torch", "torch_xla", "numpy", "builtins", "functools")
+# In C, as a large model has thousands of parameters and attributes.
+_GRAD = operator.attrgetter("grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_HOOKS_OF = operator.attrgetter("_backward_hooks")
+_LATER_HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
 DEEPEST = 3
 """How far the values that a step's code names are followed through containers and objects."""
 
@@ -152,6 +160,30 @@ class Somewhere:
 Slot = Entry | NestedEntry | Gradient | Cell | Item | Somewhere
 
 
+def kind(slot: Slot) -> int:
+    """Return what ``SlotReader`` wants slots to be sorted by."""
+    return {Entry: 0, Gradient: 1}.get(type(slot), 2)
+
+
+class SlotReader:
+    """Reads many slots, sorted by ``kind``, at once."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        entries = [slot for slot in slots if isinstance(slot, Entry)]
+        self._mappings = [slot.mapping for slot in entries]
+        self._keys = [slot.key for slot in entries]
+        self._params = [slot.param for slot in slots if isinstance(slot, Gradient)]
+        self._others = [slot for slot in slots if kind(slot) == 2]
+
+    def read(self) -> list[Any]:
+        """Return what is in the slots."""
+        return [
+            *map(dict.get, self._mappings, self._keys),
+            *[param.grad for param in self._params],
+            *[slot.get() for slot in self._others],
+        ]
+
+
 # ---------------------------------------------------------------- values that code names
 
 
@@ -173,11 +205,16 @@ class Named:
 
 
 class _Names:
-    """Follows a function's variables, globals and attributes as far as its code names them."""
+    """Follows a function's variables, globals and attributes as far as its code names them.
+
+    Of the methods that it calls, only plain values and tensors of their objects are followed.
+    """
 
     def __init__(self) -> None:
         self.found = Named([], [], [], [], [])
         self._attributes: set[str] = set()
+        self._in_methods: set[str] = set()
+        self._done: set[tuple[int, str]] = set()
         self._seen: set[int] = set()
         self._objects: list[tuple[str, Any, int]] = []
 
@@ -200,13 +237,41 @@ class _Names:
             if isinstance(call, types.FunctionType):
                 self.function(call)
 
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Follow what an optimizer's step names."""
+        self._in_methods.add("step")
+        self._objects.append((type(optimizer).__name__, optimizer, 0))
+
     def finish(self) -> Named:
-        while self._objects:
-            label, value, depth = self._objects.pop(0)
-            for name, each in list(getattr(value, "__dict__", {}).items()):
-                if name in self._attributes:
-                    self._add(f"{label}.{name}", each, Entry(vars(value), name), depth + 1)
+        known = -1
+        while known != (known := len(self._objects) + len(self._done) + len(self._in_methods)):
+            for label, value, depth in list(self._objects):
+                self._follow_methods(type(value))
+                self._follow_attributes(label, value, depth)
         return self.found
+
+    def _follow_methods(self, owner: type) -> None:
+        for base in owner.__mro__:
+            for name in (self._attributes | self._in_methods) & vars(base).keys():
+                method = vars(base)[name]
+                function = method.fget if isinstance(method, property) else method
+                if isinstance(function, types.FunctionType) and not _is_torch(function):
+                    self._in_methods |= _names_in(function.__code__)
+
+    def _follow_attributes(self, label: str, value: Any, depth: int) -> None:
+        for name, each in list(getattr(value, "__dict__", {}).items()):
+            # The state of an optimizer is known otherwise.
+            named = name in self._attributes and not isinstance(value, Optimizer)
+            simple = isinstance(each, (*PLAIN, Tensor)) or _is_object(each)
+            by_method = simple and name in self._in_methods
+            if (id(value), name) in self._done or not (named or by_method):
+                continue
+            self._done.add((id(value), name))
+            if named or not _is_object(each):
+                self._add(f"{label}.{name}", each, Entry(vars(value), name), depth + 1)
+            elif depth < DEEPEST and id(each) not in self._seen:
+                self._seen.add(id(each))
+                self._objects.append((f"{label}.{name}", each, depth + 1))
 
     def _code(self, function: types.FunctionType) -> None:
         wrapped = getattr(function, "__wrapped__", None)
@@ -219,6 +284,11 @@ class _Names:
                 self._add(name, cell.cell_contents, Cell(cell), 0)
             except ValueError:  # not assigned yet
                 continue
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        by_name = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+        for name, value in by_name.items():
+            self._add(name, value, None, 0)
         for name in sorted(_names_in(code)):
             if name in function.__globals__:
                 held = Entry(function.__globals__, name)
@@ -267,6 +337,18 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
+def _is_object(value: Any) -> bool:
+    """Return whether this is an object with attributes that are followed."""
+    kinds = (type, types.ModuleType, nn.Module, Optimizer, Tensor)
+    if isinstance(value, kinds) or callable(value) or _is_library(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _is_torch(function: types.FunctionType) -> bool:
+    return function.__module__.partition(".")[0] in LIBRARIES
+
+
 def _is_library(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return False
@@ -274,10 +356,14 @@ def _is_library(value: Any) -> bool:
     return module in LIBRARIES or (module == "xla_fsdp" and callable(value))
 
 
-def named_by(function: Any) -> Named:
-    """Return what ``function`` reaches by the names in its code and that of functions it calls."""
+def named_by(function: Any, optimizers: Sequence[Optimizer] = ()) -> Named:
+    """Return what ``function`` reaches by the names in its code and that of functions it calls,
+    and what the steps of ``optimizers`` that are not torch's do."""
     names = _Names()
     names.function(function)
+    for optimizer in dict.fromkeys([*names.found.optimizers, *optimizers]):
+        if not _is_library(optimizer):
+            names.optimizer(optimizer)
     return names.finish()
 
 
@@ -303,7 +389,7 @@ class Watched:
         device: torch.device,
         others: Sequence[weakref.ref[Tensor]] = (),
     ) -> None:
-        named = named_by(function)
+        named = named_by(function, optimizers)
         self.device = device
         self._others = list(others)
         self.optimizers = list(dict.fromkeys([*named.optimizers, *optimizers]))
@@ -316,7 +402,12 @@ class Watched:
         self.units = list(dict.fromkeys(unit for root in roots for unit in units_in(root)))
         self._named = named
         self.params = self._find_params()
-        self._facts = list(self._make_facts())
+        self.numbers = OptimizerNumbers(self.optimizers)
+        self._module_facts = [_ModuleFacts(module) for module in self.modules]
+        self._dicts = [each for module in self.modules for each in _dicts_of(module)]
+        self._held: list[Any] = []
+        self._facts_of_held: list[Any] = []
+        self._facts = [*self._make_facts_of_held(), *self._make_facts()]
 
     def knows(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
         """Return whether these are among what is watched."""
@@ -326,7 +417,28 @@ class Watched:
 
     def facts(self) -> list[Any]:
         """Return all facts now, to be compared with those of another time."""
-        return [read() for _, read in self._facts]
+        # Nothing is compared one by one if the very objects are held that were held before.
+        held = [*self._find_held()]
+        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        number = len(self.modules) + len(self.optimizers)
+        if not same:
+            self._held = held
+            self._facts_of_held = [read() for _, read in self._facts[:number]]
+        return self._facts_of_held + [read() for _, read in self._facts[number:]]
+
+    def _find_held(self) -> Iterator[Any]:
+        """Return what modules and optimizers hold."""
+        groups = (group for each in self.optimizers for group in each.param_groups)
+        return itertools.chain(
+            itertools.chain.from_iterable(map(dict.values, filter(None, self._dicts))),
+            itertools.chain.from_iterable(each.state.values() for each in self.optimizers),
+            itertools.chain.from_iterable(group["params"] for group in groups),
+        )
+
+    def has_states_of(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
+        """Return whether optimizers hold the parameters and states that they held before."""
+        of_optimizers = slice(len(self.modules), len(self.modules) + len(self.optimizers))
+        return before[of_optimizers] == now[of_optimizers]
 
     def describe(self, before: Sequence[Any], now: Sequence[Any]) -> str:
         """Say in words which facts differ."""
@@ -338,7 +450,7 @@ class Watched:
                 continue
             if isinstance(read, _ModuleFacts):
                 return f"{label}: {read.difference(old, new)}"
-            return f"{label}: {_shown([(old, new)])}" if id(read) in plain else label
+            return f"{label}: {shown([(old, new)])}" if id(read) in plain else label
         return "nothing"
 
     def changed_numbers(
@@ -351,9 +463,9 @@ class Watched:
             if isinstance(read, _ModuleFacts):
                 for name, a, b in zip(("training", *read.names), old[0], new[0], strict=False):
                     if a != b:
-                        yield f"{label}.{name}", _shown([(a, b)])
+                        yield f"{label}.{name}", shown([(a, b)])
             elif id(read) in plain and old != new:
-                yield label, _shown([(old, new)])
+                yield label, shown([(old, new)])
 
     def slots(self) -> dict[tuple[Any, ...], tuple[str, Slot]]:
         """Return the places that hold a tensor of this device, with labels, by ``Slot.where``."""
@@ -400,10 +512,14 @@ class Watched:
         found = [p for p in (*in_modules, *in_groups) if isinstance(p, Tensor)]
         return list({id(p): p for p in found}.values())
 
+    def _make_facts_of_held(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield from zip(self.labels.values(), self._module_facts, strict=True)
+        for number, optimizer in enumerate(self.optimizers):
+            label = f"parameters or states of {_name(optimizer, number)}"
+            yield label, functools.partial(_optimizer_objects, optimizer)
+
     def _make_facts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "torch's modes (grad, autocast, default dtype)", _modes
-        for module, label in self.labels.items():
-            yield label, _ModuleFacts(module)
+        yield "torch's modes (grad, autocast, default dtype), or context_parallel", _modes
         yield (
             "requires_grad, hooks, or whether there is a gradient, of parameters",
             self._param_facts,
@@ -419,19 +535,22 @@ class Watched:
         yield from self._named.plain
         yield from self._named.held
 
-    def _param_facts(self) -> list[Any]:
+    def _param_facts(self) -> tuple[Any, ...]:
         # A grad counts as a fact only by whether it is there.
-        return [
-            (p.requires_grad, p.grad is None, p._backward_hooks, p._post_accumulate_grad_hooks)
-            if not (p._backward_hooks or p._post_accumulate_grad_hooks)
-            else (
-                p.requires_grad,
-                p.grad is None,
-                tuple(p._backward_hooks or ()),
-                tuple(p._post_accumulate_grad_hooks or ()),
-            )
-            for p in self.params
-        ]
+        missing = [grad is None for grad in map(_GRAD, self.params)]
+        hooks = [*map(_HOOKS_OF, self.params), *map(_LATER_HOOKS_OF, self.params)]
+        if any(hooks):
+            hooks = [tuple(each or ()) for each in hooks]
+        return [*map(_REQUIRES_GRAD, self.params)], missing, hooks
+
+
+def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts that the facts of a module come from, but for buffers, which steps
+    replace."""
+    attributes = vars(module)
+    names = (*HOOKS, "_parameters", "_modules")
+    found = [attributes, *(attributes[name] for name in names)]
+    return [each for each in found if isinstance(each, dict)]  # those of a wrapper are views
 
 
 class _ModuleFacts:
@@ -450,7 +569,7 @@ class _ModuleFacts:
         if old[0] == new[0]:
             return "its attributes, hooks, children or parameters"
         pairs = zip(("training", *self.names), old[0], new[0], strict=False)
-        found = (f"{name} {_shown([(a, b)])}" for name, a, b in pairs if a != b)
+        found = (f"{name} {shown([(a, b)])}" for name, a, b in pairs if a != b)
         return ", ".join(dict.fromkeys(found))
 
     def __call__(self) -> tuple[Any, ...]:
@@ -469,7 +588,8 @@ class _ModuleFacts:
         )
 
 
-def _shown(pairs: list[tuple[Any, Any]]) -> str:
+def shown(pairs: list[tuple[Any, Any]]) -> str:
+    """Say what each old value is now."""
     return ", ".join(f"{str(old)[:60]} is now {str(new)[:60]}" for old, new in pairs)
 
 
@@ -480,6 +600,7 @@ def _modes() -> tuple[Any, ...]:
         torch.is_autocast_enabled("xla"),
         torch.get_autocast_dtype("xla"),
         torch.get_default_dtype(),
+        context_key(),
     )
 
 
@@ -498,22 +619,34 @@ def _unit_facts(unit: FSDPState) -> tuple[Any, ...]:
     )
 
 
+def _optimizer_objects(optimizer: Optimizer) -> tuple[Any, ...]:
+    # States are new ones, if a state dict was loaded.
+    return (
+        [[*map(id, group["params"])] for group in optimizer.param_groups],
+        [*map(id, _states(optimizer))],
+    )
+
+
 def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
     return (
         [
             (
                 id(group),
-                [*map(id, group["params"])],
+                len(group["params"]),
                 [v for v in group.values() if v is None or isinstance(v, bool | str)],
                 len(group),
             )
             for group in optimizer.param_groups
         ],
-        # New ones, if a state dict was loaded.
-        [(id(state), len(state)) for state in optimizer.state.values() if isinstance(state, dict)],
-        tuple(optimizer._optimizer_step_pre_hooks),
-        tuple(optimizer._optimizer_step_post_hooks),
+        [*map(len, _states(optimizer))],
+        # One that passes its steps on to others has no hooks of its own.
+        tuple(getattr(optimizer, "_optimizer_step_pre_hooks", ())),
+        tuple(getattr(optimizer, "_optimizer_step_post_hooks", ())),
     )
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
 
 
 def _name(optimizer: Optimizer, number: int) -> str:

@@ -95,7 +95,7 @@ def scan_containers(
     """
     inner = dict(module.named_modules())
     if names is True:
-        wanted = [name for name, each in inner.items() if _holds_blocks(each)]
+        wanted = [name for name, each in inner.items() if holds_blocks(each)]
     else:
         wanted = [names] if isinstance(names, str) else list(names or ())
     missing = [name for name in wanted if not isinstance(inner.get(name), nn.Module)]
@@ -108,7 +108,8 @@ def scan_containers(
     return [scan_blocks(list(inner[name].children()), stacked=stacked) for name in wanted]
 
 
-def _holds_blocks(module: nn.Module) -> bool:
+def holds_blocks(module: nn.Module) -> bool:
+    """Return whether a container holds several units, and nothing else."""
     children = list(module.children())
     is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_fsdp_module(module)
     return is_container and len(children) > 1 and all(is_fsdp_module(each) for each in children)

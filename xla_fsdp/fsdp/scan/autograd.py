@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import LoopCache, new_seeds
@@ -143,6 +144,7 @@ class _ScannedBlocks(torch.autograd.Function):
         ctx.versions = call.versions
         call.counter.add(ctx.versions)
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
+        ctx.context = current_context()
         inner = []
         if call.collects:  # copies: the caller may change them, and backward needs the inputs
             inner = [call.blocks.store.get(each).clone() for each in done.block_inputs]
@@ -163,7 +165,8 @@ class _ScannedBlocks(torch.autograd.Function):
                 "The blocks behind them would get gradients of zero, where they have none if they "
                 "run one by one: use the last output as well, or do not scan these blocks"
             )
-        with torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1]):
+        autocast = torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1])
+        with autocast, in_context(ctx.context):
             grad_x, others, leaves = _backward(ctx, grad, inner)
         return (None, None, grad_x, *others, *leaves)
 

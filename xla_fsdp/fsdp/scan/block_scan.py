@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.distributed.xla.loop import LoopCache, TensorSpec
 from xla_fsdp.fsdp.engine.autograd import on_device
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
@@ -312,7 +313,7 @@ class BlockScan:
             settings_of(states),
             shared,
             trained,
-            (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
+            (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla"), context_key()),
         )
         times = len(blocks) // self._period
         held = _BlockList(

@@ -200,7 +200,8 @@ def checkpoint_name(tensor: Tensor, name: str) -> Tensor:
     return tensor if intercept is None else intercept(name, tensor)
 
 
-name_activation = checkpoint_name  # its earlier name
+name_activation = checkpoint_name
+"""The earlier name of ``checkpoint_name``."""
 
 
 @contextlib.contextmanager

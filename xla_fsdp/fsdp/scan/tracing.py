@@ -28,6 +28,8 @@ from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
+from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.param_guards import name_of
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, forward_hooks_apart
 from xla_fsdp.fsdp.scan.block_numbers import Number, Numbers
@@ -153,6 +155,15 @@ class BlockTrace:
     returned: Returned
     numbers: tuple[Number, ...]  # that it hands to operations
     state: BlockState  # without tensors
+    gradient: GradientTrace | None = None  # None if the forward tells what it is
+
+
+@dataclass(frozen=True)
+class GradientTrace:
+    """The gradients of a block."""
+
+    body: Body  # maps what the forward takes, and the output's gradient, to output and gradients
+    reached: tuple[bool, ...]  # which arguments and parameters have a gradient
 
 
 def trace_block(template: Template) -> BlockTrace:
@@ -164,27 +175,19 @@ def trace_block(template: Template) -> BlockTrace:
     """
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
-    parts = [
-        list(template.specs),
-        [
-            TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
-            for param, original in params
-        ],
-        list(map(TensorSpec.of, template.state.tensors)),
-        [TensorSpec((), dtype) for _, dtype in template.numbers],
-    ]
+    parts = _specs_of(template)
     names = [
         *template.arguments.names,
         *(f"parameter {original.names[0]}" for _, original in params),
         *(f"buffer {name}" for name in template.state.names),
     ]
     result: list[tuple[Returned, list[Number]]] = []
-    made = MadeTensors()
+    made, calls = MadeTensors(), GraphCalls()
 
     def body(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
         made.add(values)
-        with made:
+        with made, calls:
             returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
@@ -202,7 +205,79 @@ def trace_block(template: Template) -> BlockTrace:
     if problem := _captured_problem(traced) or made.problem():
         raise ValueError(problem)
     returned, used = result[-1]
-    return BlockTrace(traced, returned, tuple(used), template.state.without_tensors())
+    gradient = _trace_gradient(template, parts) if calls.found else None
+    return BlockTrace(traced, returned, tuple(used), template.state.without_tensors(), gradient)
+
+
+def _specs_of(template: Template) -> list[list[TensorSpec]]:
+    """Return what ``Template.run`` takes: arguments, parameters, tensors of the state, numbers."""
+    params = [
+        TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
+        for param in template.unit.group.params
+        for original in param.originals
+    ]
+    held = list(map(TensorSpec.of, template.state.tensors))
+    return [
+        list(template.specs),
+        params,
+        held,
+        [TensorSpec((), dtype) for _, dtype in template.numbers],
+    ]
+
+
+def _trace_gradient(template: Template, parts: Sequence[Sequence[TensorSpec]]) -> GradientTrace:
+    """Trace a block's forward and backward."""
+    trained = [
+        need
+        for param, need in zip(template.unit.group.params, template.trained, strict=True)
+        for _ in param.originals
+    ]
+    reached: list[tuple[bool, ...]] = []
+
+    def body(values: list[Tensor]) -> list[Tensor]:
+        given, unsharded, tensors, numbers, [grad] = split(values, list(map(len, parts)))
+        with torch.enable_grad():
+            given = [_as_leaf(each, each.is_floating_point()) for each in given]
+            unsharded = list(map(_as_leaf, unsharded, trained))
+            leaves = [each for each in (*given, *unsharded) if each.requires_grad]
+            _, output, _ = template.run(unsharded, tensors, given, numbers)
+            found: Sequence[Tensor | None] = [None] * len(leaves)
+            if output.requires_grad:
+                with template.unit.computing_with(unsharded):  # for hooks that read the parameters
+                    found = torch.autograd.grad(output, leaves, grad, allow_unused=True)
+        reached.append(tuple(each is not None for each in found))
+        return [output.detach(), *present(found)]
+
+    specs = [*(spec for part in parts for spec in part), template.specs[0]]
+    traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block_gradient"))
+    return GradientTrace(traced, reached[-1])
+
+
+def _as_leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
+    return tensor.clone().requires_grad_(needs_grad)
+
+
+class GraphCalls(TorchFunctionMode):
+    """Notes whether functions are called that ask for autograd's graph, or change it: blocks may
+    then have other gradients, though their forwards compute the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found |= name_of(func) in _OF_GRAPHS
+        return func(*args, **(kwargs or {}))
+
+
+_OF_GRAPHS = frozenset(
+    {
+        "detach", "detach_", "data", "requires_grad", "requires_grad_", "is_leaf", "grad_fn",
+        "_set_grad_enabled",
+    }
+)  # fmt: skip
 
 
 class MadeTensors(TorchFunctionMode):
@@ -250,9 +325,7 @@ def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[in
     firsts: list[int] = []  # the first block of each kind
     kinds: list[int] = []
     for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
-        alike = (
-            call == calls[n] and not body_difference(traces[n].body, trace.body) for n in firsts
-        )
+        alike = (call == calls[n] and not block_difference(traces[n], trace) for n in firsts)
         kind = next((kind for kind, found in enumerate(alike) if found), len(firsts))
         firsts += [at] if kind == len(firsts) else []
         kinds.append(kind)
@@ -285,8 +358,23 @@ def difference_problem(traces: Sequence[BlockTrace], number: int) -> str:
     first, other = traces[0], traces[number]
     hint = _different_setting(first.state, other.state, number)
     because = f" ({hint})" if hint else ""
-    difference = body_difference(first.body, other.body) or "it computes something else"
+    difference = block_difference(first, other) or "it computes something else"
     return f"block {number} differs from block 0: {difference}{because}. {ADVICE}"
+
+
+def block_difference(mine: BlockTrace, its: BlockTrace) -> str | None:
+    """Say how the second of two blocks differs from the first; None if it does not."""
+    if difference := body_difference(mine.body, its.body):
+        return difference
+    if mine.gradient is None or its.gradient is None:
+        return None if mine.gradient is its.gradient else _OTHER_GRADIENTS
+    same = mine.gradient.reached == its.gradient.reached
+    if not same or body_difference(mine.gradient.body, its.gradient.body):
+        return _OTHER_GRADIENTS
+    return None
+
+
+_OTHER_GRADIENTS = "it has other gradients (by detach or no_grad, say)"
 
 
 def body_difference(mine: Body, its: Body) -> str | None:

@@ -1,0 +1,280 @@
+"""``parallelize`` on two ranks: what it says, what it refuses, and what it does not change."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from test.common.recipes import MODELS, WIDTH, Block, Transformer, loss_of, optimizer_of
+from test.common.scenarios import Scenarios, make, message
+
+scenarios = Scenarios(__name__)
+
+
+def shard(
+    kind: Any = Transformer, optimizer: Any = None, recipe: Any = "lean", **options: Any
+) -> Any:
+    """``parallelize`` a new model."""
+    from xla_fsdp import parallelize
+
+    return parallelize(make(MODELS.get(kind, kind)), optimizer, recipe, **options)
+
+
+def ids() -> Tensor:
+    import torch_xla
+
+    return torch.arange(1, 13).reshape(2, 6).to(torch_xla.device())
+
+
+class OwnTable(Transformer):
+    """Its head is its table, without being a module."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.tokens.weight)
+
+
+# ---------------------------------------------------------------- what it says
+
+
+@scenarios.add
+def explained(rank: int) -> str:
+    from xla_fsdp import Recipe
+
+    model = make(Transformer)
+    recipe = Recipe("lean", streamed_embedding=True, mesh={"replica": 1, "shard": 2})
+    done = shard_of(model, recipe)
+    shown = io.StringIO()
+    if rank == 0:  # ranks are threads, and share sys.stdout
+        with contextlib.redirect_stdout(shown):
+            done.explain()
+    return shown.getvalue()
+
+
+def shard_of(model: nn.Module, recipe: Any) -> Any:
+    from xla_fsdp import parallelize
+
+    return parallelize(model, optimizer_of(model), recipe).recipe
+
+
+def test_explain_tells_what_was_done_and_what_was_left_out() -> None:
+    assert scenarios.result("explained").splitlines() == [
+        "recipe 'lean' for Transformer: 5 units on 2 shards",
+        "  streamed_embedding: tokens",
+        "  remat: full",
+        "  scan: blocks",
+        "  stacked: blocks",
+        "  offload_activations: blocks",
+        "  step_in_backward: AdamW",
+        "  compile_step: by compile(step)",
+        "streamed_head: left out for Transformer: only causal language models of transformers have "
+        "a loss that is known; let the forward compute it by a LinearCrossEntropy",
+    ]
+
+
+@scenarios.add
+def resolved(rank: int) -> Any:
+    return shard(recipe="fast").recipe
+
+
+def test_the_recipe_has_what_was_chosen() -> None:
+    found = scenarios.result("resolved")
+    assert (found.name, found.remat, found.scan, found.stacked) == ("fast", "full", True, True)
+    assert (found.streamed_head, found.step_in_backward) == (False, False)
+    assert found.wants("compile_step")
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+@scenarios.add
+def refusals(rank: int) -> dict[str, str]:
+    from xla_fsdp import Recipe
+    from xla_fsdp.wrap import always_wrap_policy
+
+    def stepped() -> Any:
+        model = make(Transformer)
+        optimizer = optimizer_of(model)
+        loss_of(model, torch.ones(1, 2, dtype=torch.long)).backward()
+        optimizer.step()
+        from xla_fsdp import parallelize
+
+        return parallelize(model, optimizer)
+
+    def twice() -> Any:
+        from xla_fsdp import parallelize
+
+        return parallelize(shard().model)
+
+    cases = {
+        "scan": lambda: shard("cnn", recipe=Recipe(scan=True)),
+        "unequal": lambda: shard("mlp", recipe=Recipe(scan=True)),
+        "head": lambda: shard(recipe=Recipe(streamed_head=True)),
+        "backward": lambda: shard(recipe=Recipe(step_in_backward=True)),
+        "stacked": lambda: shard(recipe=Recipe(stacked=True, scan=False)),
+        "remat": lambda: shard("cnn", recipe=Recipe(remat=("attention",))),
+        "units": lambda: shard(recipe=Recipe(units=("Bloc",))),
+        "both": lambda: shard(recipe=Recipe(units=("Block",)), auto_wrap_policy=always_wrap_policy),
+        "owned": lambda: shard(scan_layers=True),
+        "dtype": lambda: shard(recipe=Recipe(compute_dtype="bfloat16"), compute_dtype=torch.half),
+        "optimizer": lambda: shard(optimizer=3),
+        "name": lambda: shard(recipe="leanest"),
+        "stepped": stepped,
+        "twice": twice,
+    }
+    return {name: message(call) for name, call in cases.items()}
+
+
+REFUSED = {
+    "scan": "the recipe sets scan, which Cnn does not allow. scan: left out for Cnn: no list holds",
+    "unequal": "the recipe sets scan, which Mlp does not allow. scan: left out for blocks: block 1",
+    "head": "the recipe sets streamed_head, which Transformer does not allow",
+    "backward": "step_in_backward: left out for Transformer: parallelize was given no optimizer",
+    "stacked": "stacked: left out for Transformer: nothing runs as a loop",
+    "remat": "the recipe's remat names activations to keep, which only loops do",
+    "units": "the recipe's units names Bloc, which Transformer does not have",
+    "both": "auto_wrap_policy and the recipe's units both choose units; give one",
+    "owned": "scan_layers is what a recipe decides; set its fields instead",
+    "dtype": "compute_dtype is given, and the recipe has one; give one",
+    "optimizer": "optimizer is a int; give an optimizer of the model's parameters",
+    "name": "there is no recipe 'leanest'",
+    "stepped": "AdamW has made steps before; parallelize first",
+    "twice": "the model is sharded already; give the plain model",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    found = scenarios.result("refusals")[name]
+    assert found.startswith("TypeError" if name == "optimizer" else "ValueError")
+    assert REFUSED[name] in found
+
+
+@scenarios.add
+def table_of_its_own(rank: int) -> dict[str, str]:
+    from xla_fsdp import Recipe
+
+    def forward(streamed: bool | None) -> Any:
+        return shard(OwnTable, recipe=Recipe(streamed_embedding=streamed)).model(ids())
+
+    return {str(each): message(lambda: forward(each)) for each in (None, True)}  # noqa: B023
+
+
+def test_a_table_that_the_forward_uses_itself() -> None:
+    found = scenarios.result("table_of_its_own")
+    assert found["None"] == "nothing was raised"
+    assert "the shard of weight was used (by linear) in a forward" in found["True"]
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+@scenarios.add
+def groups(rank: int) -> dict[str, Any]:
+    from xla_fsdp import parallelize
+
+    model = make(Transformer)
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    sharded, same, _ = parallelize(model, optimizer, "fast")
+    held = {
+        id(param): at for at, group in enumerate(same.param_groups) for param in group["params"]
+    }
+    made = shard(optimizer=partial(torch.optim.SGD, lr=0.1)).optimizer
+    named = make(Transformer)
+    by_name = parallelize(named, torch.optim.SGD(named.named_parameters(), lr=0.1)).optimizer
+    return {
+        "same": same is optimizer and scheduler.optimizer is same,
+        "decay": [group["weight_decay"] for group in same.param_groups],
+        "group": {name: held[id(param)] for name, param in sharded.named_parameters()},
+        "made": (type(made).__name__, len(made.param_groups[0]["params"])),
+        "names": by_name.param_groups[0]["param_names"],
+    }
+
+
+def test_groups_and_schedulers_of_the_optimizer_stay() -> None:
+    found = scenarios.result("groups")
+    assert found["same"]
+    assert found["decay"] == [0.3, 0.0]
+    # Twelve parameters of three blocks are six stacks.
+    assert len(found["group"]) == 9
+    for name, group in found["group"].items():
+        assert group == int(name.endswith("bias") or "norm" in name)
+
+
+def test_an_optimizer_is_made_of_the_shards() -> None:
+    assert scenarios.result("groups")["made"] == ("SGD", 9)
+    assert scenarios.result("groups")["names"][:2] == ["tokens.weight", "blocks.0.norm.weight"]
+    assert len(scenarios.result("groups")["names"]) == 9
+
+
+@scenarios.add
+def layerwise(rank: int) -> list[str]:
+    from xla_fsdp import parallelize
+
+    model = make(Transformer)
+    rest = [*model.tokens.parameters(), *model.head.parameters()]
+    rates = [{"params": block.parameters(), "lr": 0.1**at} for at, block in enumerate(model.blocks)]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1.0}, *rates])
+    done = parallelize(model, optimizer, "lean")
+    assert [len(group["params"]) for group in done.optimizer.param_groups] == [3, 6, 6, 6]
+    return list(done.recipe._report)
+
+
+def test_blocks_in_several_groups_are_not_stacked() -> None:
+    lines = scenarios.result("layerwise")
+    assert "  scan: blocks" in lines
+    assert [each for each in lines if each.startswith("stacked")] == [
+        "stacked: left out for blocks: norm.weight is not in the same parameter group of AdamW in "
+        "all blocks"
+    ]
+
+
+# ---------------------------------------------------------------- units
+
+
+class Nested(nn.Module):
+    """A list of blocks inside of a Sequential, and a small one in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@scenarios.add
+def units(rank: int) -> dict[str, list[str]]:
+    from xla_fsdp import Recipe
+    from xla_fsdp.wrap import lambda_auto_wrap_policy
+
+    def of(kind: Any, **how: Any) -> list[str]:
+        from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
+
+        return [name for name, _ in named_fsdp_modules(shard(kind, **how).model)]
+
+    heads = partial(lambda_auto_wrap_policy, lambda_fn=lambda each: isinstance(each, nn.Linear))
+    return {
+        "nested": of(Nested),
+        "named": of(Transformer, recipe=Recipe("plain", units=("Embedding", "Block"))),
+        "none": of(Transformer, recipe=Recipe("plain", units=())),
+        "policy": of(Nested, recipe="plain", auto_wrap_policy=heads),
+    }
+
+
+def test_what_becomes_a_unit() -> None:
+    found = scenarios.result("units")
+    assert found["nested"] == ["", "body.1.0", "body.1.1"]
+    assert found["named"] == ["", "tokens", "blocks.0", "blocks.1", "blocks.2"]
+    assert found["none"] == [""]
+    inner = [f"body.1.{at}.{name}" for at in range(2) for name in ("up", "down")]
+    assert found["policy"] == ["", "body.0", *inner]

@@ -1,0 +1,1 @@
+"""Attention with memory that is linear in the length: ``api.attention``."""

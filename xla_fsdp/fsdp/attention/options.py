@@ -1,0 +1,68 @@
+"""What attention computes, apart from its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How scores are computed from products of queries and keys, and which are masked."""
+
+    is_causal: bool
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+
+    def sees_whole(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether no query is masked from a key by its position."""
+        beyond_window = self.window is not None and self.window < max(num_queries, num_keys)
+        return not self.is_causal and not beyond_window
+
+    def queries_of(self, keys: range, num_queries: int) -> range:
+        """Return the queries that may see some of these keys, which are not empty."""
+        before, after = keys.start, keys.stop - 1
+        first = before if self.is_causal else 0
+        last = num_queries
+        if self.window is not None:
+            first = max(first, before - self.window + 1)
+            last = min(last, after + self.window)
+        return range(min(first, last), last)
+
+
+class Pair(NamedTuple):
+    """Numbers of tokens, int32: of their segments, or of where they lie in the sequence."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+Forward = Callable[[Options, Tensor, Tensor, Tensor, Pair | None], tuple[Tensor, Tensor]]
+"""Takes (options, query, key, value, segments) and returns (output, log-sum-exp of the scores).
+
+Shapes are query [batch, heads, queries, size], key [batch, key heads, keys, size], value [batch,
+key heads, keys, value size], segments [batch, queries] and [batch, keys], output [batch, heads,
+queries, value size] in the query's dtype, and log-sum-exp [batch, heads, queries] float32, or
+float64 for float64. What a query without any visible key gets is not defined, but its log-sum-exp
+is below -1e29.
+"""
+
+Backward = Callable[
+    [Options, Tensor, Tensor, Tensor, Pair | None, Tensor, Tensor, Tensor],
+    tuple[Tensor, Tensor, Tensor],
+]
+"""Takes the arguments of the forward, (output, log-sum-exp, gradient of the output), and returns
+the gradients of query, key and value in their dtypes. Output and log-sum-exp may be those of more
+keys; the gradients are then what these keys add."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute attention and its gradients."""
+
+    forward: Forward
+    backward: Backward

@@ -1,0 +1,613 @@
+"""``parallelize``: shard a model and its optimizer as a recipe says.
+
+The features themselves are those of the wrapper, ``scan_blocks``, ``LinearCrossEntropy``,
+``StreamedEmbedding``, ``step_in_backward`` and ``compile_step``; here is what a model allows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from xla_fsdp.distributed.mesh import init_mesh
+from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.chunked import LinearCrossEntropy, StreamedEmbedding
+from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
+from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
+from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
+from xla_fsdp.fsdp.scan import BlockScan, scan_blocks
+from xla_fsdp.fsdp.scan.api import holds_blocks
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.optim.in_backward import step_in_backward
+from xla_fsdp.optim.rebind import hold_shards
+from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
+from xla_fsdp.recipe.options import SWITCHES, Recipe
+from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
+
+ENDS = (LinearCrossEntropy, StreamedEmbedding)
+OWNED = ("auto_wrapper_callable", "scan_layers", "scan_stacked")
+"""Options of the wrapper that a recipe decides."""
+
+_logger = logging.getLogger("xla_fsdp")
+
+
+class Parallelized(NamedTuple):
+    """What ``parallelize`` returns: the sharded model, its optimizer, and the recipe with what was
+    chosen, whose ``explain()`` prints it."""
+
+    model: XlaFullyShardedDataParallel
+    optimizer: Any
+    recipe: Recipe
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    recipe: Recipe | str = "lean",
+    *,
+    auto_wrap_policy: Policy | None = None,
+    **options: Any,
+) -> Parallelized:
+    """Shard ``model`` and its optimizer with every feature of this package that the recipe wants
+    and the model allows.
+
+    Units are the elements of lists of modules of one class (a transformer's blocks), the embedding
+    and the head where these are streamed, and what is left, the whole. Losses, parameters, their
+    names and checkpoints are those of the plain model. With labels and in training mode the output
+    of a causal language model of transformers then has a loss and no logits.
+
+    What the model does not allow is left out, with one line that says which feature, which module
+    and why: in ``recipe.explain()`` of the result, and from rank 0 to ``logging``. Some of it only
+    the first forward shows.
+
+    Args:
+        model: the model, not wrapped yet, with the same values on every rank (or on the meta
+            device). It is changed.
+        optimizer: one of the plain model's parameters: it then holds the shards of these, in the
+            same groups; it has made no steps. Or a function that makes one of the sharded
+            parameters, as ``partial(AdamW, lr=1e-3)``, for classes that wrap an optimizer. None
+            leaves it to you to make one afterwards.
+        recipe: a ``Recipe``, "lean", "fast" or "plain", or the file of a saved one.
+        auto_wrap_policy: chooses the units instead; see ``xla_fsdp.wrap``.
+        options: other options of ``XlaFullyShardedDataParallel``, for all units.
+
+    Returns:
+        (model, optimizer, recipe). Let ``recipe.compile(step)`` make the training step.
+
+    Raises:
+        TypeError: if ``model``, ``optimizer`` or ``recipe`` is something else.
+        ValueError: if the model is sharded already, options contradict the recipe, the optimizer
+            has made steps, or a field of the recipe is set and not possible.
+    """
+    chosen = Recipe.of(recipe)
+    _check(model, optimizer, chosen, auto_wrap_policy, options)
+    plan = _Plan(chosen, type(model).__name__)
+    options = {**_options_of(chosen), **options}
+    ignored = _ignored(options)
+    lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
+    _find_stacks_in_several_groups(lists, optimizer, plan)
+    ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
+    units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
+    options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
+    sharded, scans = _shard(model, units, ends.modules, plan, options, ignored)
+    if ends.causal_lm is not None:
+        StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
+    _watch_first_forward(sharded, scans, plan)
+    made = _bind(optimizer, sharded, plan)
+    plan.refuse_impossible()
+    return Parallelized(sharded, made, plan.finished(len(sharded._fsdp_units()), sharded))
+
+
+# ---------------------------------------------------------------- what is done, and what is not
+
+
+@dataclass
+class _Plan:
+    """What has been done of a recipe."""
+
+    recipe: Recipe
+    kind: str
+    done: dict[str, list[str]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    title: str = ""
+    report: list[str] = field(default_factory=list)
+    never_stacked: dict[str, str] = field(default_factory=dict)
+    """Why the blocks of a list cannot be stacked, by its name."""
+
+    def wants(self, feature: str) -> bool:
+        return self.recipe.wants(feature)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.done
+
+    def do(self, feature: str, where: str) -> None:
+        self.done.setdefault(feature, []).append(where)
+
+    def leave_out(self, feature: str, where: str, why: str) -> None:
+        self.left_out.append(f"{feature}: left out for {where or self.kind}: {why}")
+
+    def give_up_loops(self, why: str) -> None:
+        """Tell that the first forward showed why blocks run one by one."""
+        where = ", ".join(self.done["scan"])
+        self.done = {name: each for name, each in self.done.items() if name not in LOOPS}
+        self.leave_out("scan", where, why)
+        _say(self.left_out[-1])
+        self.write_report()
+
+    def write_report(self) -> None:
+        """Write what ``explain`` prints."""
+        done = {name: ", ".join(each) for name, each in self.done.items()}
+        if self.wants("compile_step"):
+            done["compile_step"] = "by compile(step)"
+        self.report[:] = [self.title, *(f"  {name}: {each}" for name, each in done.items())]
+        self.report += self.left_out
+
+    def refuse_impossible(self) -> None:
+        """Raise ValueError for what the recipe sets and nothing could be done of."""
+        features = [name for name in FEATURES if getattr(self.recipe, name) is True]
+        missing = [name for name in features if not self.has(name)]
+        for name in missing:
+            if name in ("stacked", "offload_activations") and not self.has("scan"):
+                self.leave_out(name, "", "nothing runs as a loop")
+        if missing:
+            why = [each for each in self.left_out if each.split(":")[0] in missing]
+            raise ValueError(
+                f"the recipe sets {', '.join(missing)}, which {self.kind} does not allow. "
+                + "; ".join(why)
+            )
+
+    def finished(self, num_units: int, model: Any) -> Recipe:
+        """Return the recipe with what was chosen; say what was left out."""
+        self.title = (
+            f"recipe {self.recipe.name!r} for {self.kind}: {num_units} units on "
+            f"{model.world_size} shards"
+        )
+        self.write_report()
+        for line in self.left_out:
+            _say(line)
+        values: dict[str, Any] = {name: self.has(name) for name in FEATURES}
+        values["compile_step"] = self.wants("compile_step") and self.recipe.compile_step
+        values["remat"] = _remat(self.recipe)
+        return self.recipe.resolved(self.report, **values)
+
+
+FEATURES = tuple(each for each in SWITCHES if each != "compile_step")
+"""What is done to the model here; steps are compiled by ``Recipe.compile``."""
+LOOPS = ("scan", "offload_activations")
+"""What ends if blocks cannot run as a loop; stacks are then used slice by slice."""
+
+
+def _say(line: str) -> None:
+    if ops.rank() == 0:
+        _logger.warning("parallelize: %s", line)
+
+
+def _remat(recipe: Recipe) -> str | tuple[str, ...]:
+    return "full" if recipe.remat is None else recipe.remat
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check(
+    model: Any, optimizer: Any, recipe: Recipe, policy: Policy | None, options: dict[str, Any]
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"parallelize takes an nn.Module, got {type(model).__name__}")
+    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give an optimizer of the model's "
+            f"parameters, a function that makes one of parameters, or None"
+        )
+    if problems := list(_problems(model, optimizer, recipe, policy, options)):
+        raise ValueError("parallelize: " + "; ".join(problems))
+
+
+def _problems(
+    model: nn.Module,
+    optimizer: Any,
+    recipe: Recipe,
+    policy: Policy | None,
+    options: dict[str, Any],
+) -> Iterator[str]:
+    for name, _ in named_fsdp_modules(model):
+        yield f"{name or 'the model'} is sharded already; give the plain model"
+        break
+    if owned := [name for name in OWNED if name in options]:
+        yield f"{', '.join(owned)} is what a recipe decides; set its fields instead"
+    if policy is not None and recipe.units is not None:
+        yield "auto_wrap_policy and the recipe's units both choose units; give one"
+    if recipe.mesh is not None and options.get("mesh", options.get("device_mesh")) is not None:
+        yield "a mesh is given, and the recipe has one; give one"
+    if recipe.compute_dtype is not None and options.get("compute_dtype") is not None:
+        yield "compute_dtype is given, and the recipe has one; give one"
+    if isinstance(optimizer, Optimizer) and optimizer.state:
+        yield (
+            f"{type(optimizer).__name__} has made steps before; parallelize first, then load its "
+            f"state by load_optim_state_dict, or a checkpoint"
+        )
+
+
+def _options_of(recipe: Recipe) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if recipe.compute_dtype is not None:
+        options["compute_dtype"] = getattr(torch, recipe.compute_dtype)
+    if recipe.mesh is not None:
+        sizes = dict(recipe.mesh)
+        options["mesh"] = init_mesh(tuple(sizes.values()), tuple(sizes))
+    return options
+
+
+def _ignored(options: dict[str, Any]) -> Ignored:
+    names = ("ignored_modules", "ignored_params", "ignored_states")
+    given = {name: list(options[name]) for name in names if options.get(name) is not None}
+    options.update(given)  # lists, as several units read them
+    return Ignored(*(given.get(name) for name in names))
+
+
+# ---------------------------------------------------------------- units
+
+
+def _lists_in(
+    model: nn.Module, recipe: Recipe, policy: Policy | None, ignored: Ignored, plan: _Plan
+) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield the modules that become units, by the name of the container that they are in."""
+    if policy is None and recipe.units is None:
+        found = [each for each in _equal_lists(model, "") if each[1][0] not in ignored.modules]
+        if not found:
+            plan.leave_out(
+                "units",
+                "",
+                "it has no list of modules of one class, so it is one unit; name classes by "
+                "units of the recipe, or give an auto_wrap_policy",
+            )
+        yield from found
+        return
+    selected: list[nn.Module] = []
+    # What is returned replaces the module: itself.
+    wrap_children(
+        model,
+        policy or _policy_of_names(model, recipe),
+        lambda module: selected.append(module) or module,  # type: ignore[func-returns-value]
+        ignored,
+    )
+    names = {each: name.rpartition(".")[0] for name, each in model.named_modules()}
+    for name in dict.fromkeys(names[each] for each in selected):
+        yield name, [each for each in selected if names[each] == name]
+
+
+def _policy_of_names(model: nn.Module, recipe: Recipe) -> Policy:
+    there = {type(module).__name__ for module in model.modules()}
+    names = recipe.units or ()
+    if missing := sorted(set(names) - there):
+        raise ValueError(
+            f"the recipe's units names {', '.join(missing)}, which {type(model).__name__} does not "
+            f"have"
+        )
+
+    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        return recurse or type(module).__name__ in names
+
+    return policy
+
+
+def _equal_lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield the outermost containers that hold several modules of one class, with these."""
+    if isinstance(module, nn.MultiheadAttention):
+        return
+    blocks = [each for each in module.children() if any(True for _ in each.parameters())]
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(blocks) > 1
+    if is_list and len(set(map(type, blocks))) == 1 and has_forward(blocks[0]):
+        yield name, blocks
+        return
+    for inner, child in module.named_children():
+        yield from _equal_lists(child, f"{name}.{inner}".lstrip("."))
+
+
+# ---------------------------------------------------------------- both ends
+
+
+@dataclass
+class _Ends:
+    """Heads and embeddings.
+
+    Attributes:
+        modules: those that are to be units.
+        replaced: streamed ones by the modules whose places they took.
+        causal_lm: a model of transformers whose loss is to be streamed.
+    """
+
+    modules: list[nn.Module]
+    replaced: dict[nn.Module, nn.Module]
+    causal_lm: Any = None
+
+
+def _stream_ends(
+    model: nn.Module, units: Sequence[nn.Module], plan: _Plan, ignored: Ignored
+) -> _Ends:
+    """Replace heads and embeddings outside of ``units`` by those that are never whole."""
+    inside = {each for unit in units for each in unit.modules() if each is not unit}
+    named = [(name, each) for name, each in model.named_modules() if each not in inside]
+    causal_lm = causal_lm_in(model)
+    if causal_lm is not None and plan.wants("compile_step"):
+        trace_masks()
+    own = _ends_of(causal_lm) + [each for _, each in named if isinstance(each, ENDS)]
+    ends = _Ends([], {})
+    if plan.wants("streamed_head"):
+        ends.causal_lm = _stream_head(model, named, causal_lm, ends, plan, ignored)
+    if plan.wants("streamed_embedding"):
+        _stream_embeddings(model, named, causal_lm, ends, plan, ignored)
+    found = dict.fromkeys(ends.replaced.get(each, each) for each in own)
+    ends.modules = list(dict.fromkeys([*found, *ends.replaced.values()]))
+    return ends
+
+
+def _stream_head(
+    model: nn.Module,
+    named: Sequence[tuple[str, nn.Module]],
+    causal_lm: Any,
+    ends: _Ends,
+    plan: _Plan,
+    ignored: Ignored,
+) -> Any:
+    """Return the causal language model whose loss the head is to compute, or None."""
+    for name in (name for name, each in named if isinstance(each, LinearCrossEntropy)):
+        plan.do("streamed_head", name)
+    if plan.has("streamed_head"):
+        return None
+    if causal_lm is None:
+        plan.leave_out(
+            "streamed_head",
+            "",
+            "only causal language models of transformers have a loss that is known; let the "
+            "forward compute it by a LinearCrossEntropy",
+        )
+        return None
+    head = causal_lm.get_output_embeddings()
+    name = next(name for name, each in named if each is head)
+    if why := why_not_streamed(causal_lm) or _why_left(head, ignored):
+        plan.leave_out("streamed_head", name, why)
+        return None
+    _replace(model, name, LinearCrossEntropy.from_linear(head, reduction="none"), ends)
+    plan.do("streamed_head", name)
+    return causal_lm
+
+
+def _stream_embeddings(
+    model: nn.Module,
+    named: Sequence[tuple[str, nn.Module]],
+    causal_lm: Any,
+    ends: _Ends,
+    plan: _Plan,
+    ignored: Ignored,
+) -> None:
+    tokens = None if causal_lm is None else causal_lm.get_input_embeddings()
+    found = [(name, each) for name, each in named if isinstance(each, nn.Embedding)]
+    for name, each in found:
+        if isinstance(each, StreamedEmbedding):
+            plan.do("streamed_embedding", name)
+        elif tokens is None or each is tokens:
+            if why := _why_whole(each, plan, ignored, is_large=each is tokens):
+                plan.leave_out("streamed_embedding", name, why)
+                continue
+            _replace(model, name, StreamedEmbedding.from_embedding(each), ends)
+            plan.do("streamed_embedding", name)
+    if not found:
+        plan.leave_out("streamed_embedding", "", "it has no nn.Embedding")
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module, ends: _Ends) -> None:
+    parent, _, own = name.rpartition(".")
+    ends.replaced[model.get_submodule(name)] = new
+    setattr(model.get_submodule(parent), own, new)
+
+
+def _why_whole(each: nn.Embedding, plan: _Plan, ignored: Ignored, *, is_large: bool) -> str:
+    if type(each) is not nn.Embedding:
+        return f"{type(each).__name__} is not an nn.Embedding itself, but may compute more"
+    if each.max_norm is not None or each.scale_grad_by_freq or each.sparse:
+        return "it has max_norm, scale_grad_by_freq or sparse"
+    small = each.weight.nbytes <= CHUNK_BYTES and plan.recipe.streamed_embedding is None
+    if small and not is_large:
+        return (
+            f"its table takes {each.weight.nbytes:,} bytes, and up to {CHUNK_BYTES:,} are one piece"
+        )
+    return _why_left(each, ignored)
+
+
+def _why_left(module: nn.Module, ignored: Ignored) -> str:
+    if module in ignored.modules or any(each in ignored.params for each in module.parameters()):
+        return "it is ignored"
+    if placement_in(module, "weight") is not None:
+        return "tensor parallelism has cut its weight"
+    return ""
+
+
+def _ends_of(causal_lm: Any) -> list[nn.Module]:
+    """Return embedding and head of a causal language model, which are units in any recipe."""
+    if causal_lm is None:
+        return []
+    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    return [each for each in ends if isinstance(each, nn.Module)]
+
+
+# ---------------------------------------------------------------- wrapping and loops
+
+
+def _wants_rows(plan: _Plan, options: dict[str, Any]) -> bool:
+    """Return whether shards should be rows: stacks and streamed ends need no other layout then."""
+    if options.get("flatten_parameters"):
+        return False
+    return any(map(plan.wants, ("scan", "streamed_head", "streamed_embedding")))
+
+
+def _shard(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    ends: Sequence[nn.Module],
+    plan: _Plan,
+    options: dict[str, Any],
+    ignored: Ignored,
+) -> tuple[XlaFullyShardedDataParallel, list[BlockScan]]:
+    remat = _remat(plan.recipe)
+    recomputed = set(units) - set(ends) if remat == "full" else set()
+    wrapped = {*units, *ends} - {model}
+
+    def wrap(module: nn.Module) -> nn.Module:
+        module = checkpoint_module(module) if module in recomputed else module
+        return XlaFullyShardedDataParallel(module, **options)
+
+    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        return recurse or module in wrapped
+
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False) and (recomputed or plan.wants("scan")):
+        config.use_cache = False  # a loop cannot take it, and recomputing would append to it again
+    wrap_children(model, policy, wrap, ignored)
+    if recomputed:
+        plan.do("remat", "full")
+    scans = _scan(model, plan, remat) if plan.wants("scan") else []
+    if isinstance(remat, tuple) and not scans:
+        raise ValueError(
+            "the recipe's remat names activations to keep, which only loops do; nothing of "
+            f"{plan.kind} runs as one"
+        )
+    return XlaFullyShardedDataParallel(model, **options), scans
+
+
+def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:
+    """Run lists of units as loops, stacked where that is possible."""
+    scans = []
+    found = [(name, each) for name, each in model.named_modules() if holds_blocks(each)]
+    offload = plan.wants("offload_activations")
+    for name, container in found:
+        how: dict[str, Any] = {"remat": remat, "offload_activations": offload}
+        if why := _why_no_loop(container):
+            plan.leave_out("scan", name, why)
+            continue
+        stacked = plan.wants("stacked") and _may_stack(name, plan)
+        try:
+            try:
+                scan = scan_blocks(list(container.children()), stacked=stacked, **how)
+            except ValueError as error:
+                if not stacked:
+                    raise
+                stacked = False
+                scan = scan_blocks(list(container.children()), **how)
+                plan.leave_out("stacked", name, str(error))
+        except ValueError as error:
+            plan.leave_out("scan", name, str(error))
+            continue
+        scans.append(scan)
+        features = {"scan": True, "stacked": stacked, "offload_activations": offload}
+        for feature in (each for each, is_done in features.items() if is_done):
+            plan.do(feature, name or plan.kind)
+    if not found:
+        plan.leave_out("scan", "", "no list holds units and nothing else")
+    return scans
+
+
+def _why_no_loop(container: nn.Module) -> str:
+    """Return what no loop can run of these blocks, where it shows before they are called."""
+    for name, each in container.named_modules():
+        if getattr(each, "running_mean", None) is not None:
+            return f"{name} changes its running statistics in place, which a loop would lose"
+    return ""
+
+
+def _may_stack(name: str, plan: _Plan) -> bool:
+    if why := plan.never_stacked.get(name):
+        plan.leave_out("stacked", name, why)
+    return not why
+
+
+def _find_stacks_in_several_groups(
+    lists: dict[str, list[nn.Module]], optimizer: Any, plan: _Plan
+) -> None:
+    """Find lists whose blocks have parameters in different groups of the optimizer: a stack is one
+    parameter, in one group."""
+    if not isinstance(optimizer, Optimizer):
+        return
+    group_of = {
+        id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]
+    }
+    for name, blocks in lists.items():
+        groups = [{n: group_of.get(id(p)) for n, p in b.named_parameters()} for b in blocks]
+        differs = (n for each in groups for n in each if n in groups[0] and each[n] != groups[0][n])
+        if (param := next(differs, None)) is not None:
+            plan.never_stacked[name] = (
+                f"{param} is not in the same parameter group of {type(optimizer).__name__} in all "
+                f"blocks"
+            )
+
+
+# ---------------------------------------------------------------- the first forward
+
+
+def _watch_first_forward(
+    model: XlaFullyShardedDataParallel, scans: Sequence[BlockScan], plan: _Plan
+) -> None:
+    """Run blocks one by one if the first forward shows that they cannot be a loop, unless the
+    recipe says that they have to be."""
+    if not scans or plan.recipe.scan:
+        return
+
+    pending = list(scans)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = partial(type(self).forward, self, *args, **kwargs)
+        if not pending:
+            return run()
+        before = [buffer.detach().clone() for buffer in self.buffers()]
+        try:
+            result = run()
+        except Exception as error:
+            for scan in pending:
+                scan.remove()
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), before, strict=True):
+                    buffer.copy_(value)
+            result = run()
+            plan.give_up_loops(str(error).splitlines()[0])
+        pending.clear()
+        return result
+
+    model.forward = MethodType(forward, model)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: _Plan) -> Any:
+    """Return the optimizer of the shards; let it step in backward if that is wanted."""
+    if isinstance(optimizer, Optimizer):
+        hold_shards(optimizer)
+    elif optimizer is not None:
+        optimizer = optimizer(model.parameters())
+    if plan.wants("step_in_backward"):
+        if why := _why_not_in_backward(optimizer):
+            plan.leave_out("step_in_backward", "", why)
+        else:
+            step_in_backward(model, optimizer)
+            plan.do("step_in_backward", type(optimizer).__name__)
+    return optimizer
+
+
+def _why_not_in_backward(optimizer: Any) -> str:
+    if optimizer is None:
+        return "parallelize was given no optimizer"
+    if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
+        return f"{type(optimizer).__name__} is more than an optimizer of torch"
+    if not steps_elementwise(optimizer):
+        return f"{type(optimizer).__name__} does not treat every element by itself"
+    return ""

@@ -1,0 +1,200 @@
+"""Let a causal language model of transformers compute its loss by a ``LinearCrossEntropy``.
+
+The model's own forward stays: it calls its head, and then its loss function with what the head
+returned. With labels the head is given targets, too, and returns the loss of each token, which the
+loss function then adds up.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.context_parallel import mean_over_context
+from xla_fsdp.fsdp.chunked import LinearCrossEntropy
+from xla_fsdp.fsdp.engine.autograd import on_device
+
+IGNORED = -100
+"""The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
+
+OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+"""Keywords of a forward that its loss function alone uses."""
+
+
+def causal_lm_in(model: nn.Module) -> Any:
+    """Return the causal language model of transformers that ``model`` is or wraps, or None."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None
+    models = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
+    return next((each for each in models if _has_loss_of_tokens(each)), None)
+
+
+def _has_loss_of_tokens(model: Any) -> bool:
+    is_head = isinstance(model.get_output_embeddings(), nn.Module)
+    return is_head and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def why_not_streamed(model: Any) -> str:
+    """Return why the head of a causal language model cannot compute its loss; empty if it can."""
+    head, kind = model.get_output_embeddings(), type(model).__name__
+    if type(head) not in (nn.Linear, LinearCrossEntropy):
+        return f"it is a {type(head).__name__}, not an nn.Linear"
+    if model.loss_function is not _default_loss():
+        return f"{kind} has a loss function of its own"
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return f"the forward of {kind} takes no labels"
+    name = next(name for name, each in model.named_modules() if each is head)
+    if not _only_calls(inspect.unwrap(type(model).forward), f"self.{name}"):
+        return f"the forward of {kind} computes with the logits before it computes their loss"
+    return ""
+
+
+def _default_loss() -> Any:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss
+
+
+def _only_calls(forward: Callable[..., Any], head: str) -> bool:
+    """Return whether a forward calls ``head`` once, and gives what it returns a name that is not
+    given to anything else (logits that are scaled or capped have it again)."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):
+        return False
+    stores = [
+        (ast.unparse(target), ast.unparse(node.value))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
+    calls = [target for target, value in stores if value.startswith(f"{head}(")]
+    return len(calls) == 1 and [target for target, _ in stores].count(calls[0]) == 1
+
+
+def trace_masks() -> None:
+    """Let transformers make the masks of XLA tensors without reading these, which would end the
+    step's program: it asks whether texts are packed or padded, to leave masks out."""
+    from transformers import masking_utils, modeling_utils
+
+    for module, name, traced in (
+        (masking_utils, "is_tracing", _is_tracing),
+        (modeling_utils, "is_tracing", _is_tracing),
+        (masking_utils, "find_packed_sequence_indices", _packed),
+    ):
+        original = getattr(module, name, None)
+        if original is not None and not hasattr(original, "reads_no_device"):
+            replacement: Any = functools.wraps(original)(functools.partial(traced, original))
+            replacement.reads_no_device = True
+            setattr(module, name, replacement)
+
+
+def _is_tracing(original: Callable[..., bool], tensor: Any = None) -> bool:
+    return (isinstance(tensor, Tensor) and on_device(tensor)) or original(tensor)
+
+
+def _packed(original: Callable[..., Any], position_ids: Tensor) -> Any:
+    """Return the number of the text that each token is of, [N, length]."""
+    if not on_device(position_ids):
+        return original(position_ids)
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).long().cumsum(-1)  # of bools torch_xla's cumsum is an OR
+
+
+class StreamedLoss:
+    """Gives the head of a causal language model its targets, and adds up the losses it returns.
+
+    Args:
+        model: of transformers, for which ``why_not_streamed`` is empty; its forward and its loss
+            function are replaced.
+        head: its ``LinearCrossEntropy`` with reduction "none", or the unit of that.
+    """
+
+    def __init__(self, model: Any, head: nn.Module) -> None:
+        self._targets: Tensor | None = None
+        self._count: Any = None  # of targets in the whole batch, if the caller has told it
+        self._losses: Tensor | None = None
+        self._original = model.loss_function
+        model.loss_function = self._loss
+        model.forward = MethodType(_with_targets(model.forward, self), model)
+        # Hooks of the unit run outside of it, so it is called with targets.
+        head.register_forward_pre_hook(self._add_targets)
+        head.register_forward_hook(self._keep_losses)
+
+    def run(self, call: Callable[[], Any], targets: Tensor, count: Any) -> Any:
+        """Run a forward of the model; its output has no logits."""
+        self._targets, self._count = targets, count
+        try:
+            output = call()
+            return _without(output, self._losses)
+        finally:
+            self._targets = self._losses = self._count = None
+
+    def _add_targets(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
+        return None if self._targets is None else (*args, self._targets)
+
+    def _keep_losses(self, head: nn.Module, args: Any, output: Tensor) -> None:
+        if self._targets is not None:
+            self._losses = output
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._targets is None:
+            return self._original(logits, labels, vocab_size, *args, **kwargs)
+        if logits is not self._losses:
+            raise RuntimeError(
+                "the model computes with its logits before it computes their loss, and its head "
+                "has returned the loss; give parallelize a Recipe(streamed_head=False)"
+            )
+        total, count = logits.sum(), self._count
+        if count is None:
+            return mean_over_context(total, (self._targets != IGNORED).float().sum())
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
+    """Return a forward that streams the loss where it is trained with labels."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original.__func__)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        options = given | given.get("kwargs", {})
+        kept = options.get("logits_to_keep", 0)  # 0 for all of them
+        is_cut = isinstance(kept, Tensor) or kept != 0
+        if options.get("labels") is None or not self.training or is_cut:
+            return original(*args, **kwargs)
+        # Models hand these on to their blocks, which have no use for them.
+        others = {name: each for name, each in kwargs.items() if name not in OF_THE_LOSS}
+        call = functools.partial(original, *args, **others)
+        return streamed.run(call, _targets(options), options.get("num_items_in_batch"))
+
+    return forward
+
+
+def _targets(options: Mapping[str, Any]) -> Tensor:
+    """Return the next token of each, as the loss function of transformers takes it."""
+    targets, ignored = options.get("shift_labels"), options.get("ignore_index", IGNORED)
+    if targets is None:
+        targets = F.pad(options["labels"], (0, 1), value=ignored)[..., 1:]
+    return targets if ignored == IGNORED else targets.masked_fill(targets == ignored, IGNORED)
+
+
+def _without(output: Any, losses: Tensor | None) -> Any:
+    """Return an output of a model without what took the place of the logits."""
+    if isinstance(output, tuple):
+        return tuple(each for each in output if each is not losses)
+    kept = {name: each for name, each in output.items() if each is not losses}
+    return type(output)(**kept)

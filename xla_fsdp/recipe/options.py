@@ -1,0 +1,233 @@
+"""``Recipe``: how ``parallelize`` is to shard a model, and what it did. Imports no torch_xla."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NAMES = ("lean", "fast", "plain")
+VERSION = 1
+
+SWITCHES = (
+    "scan",
+    "stacked",
+    "offload_activations",
+    "streamed_head",
+    "streamed_embedding",
+    "step_in_backward",
+    "compile_step",
+)
+_OFF: dict[str, tuple[str, ...]] = {
+    "lean": (),
+    "fast": ("offload_activations", "step_in_backward"),
+    "plain": SWITCHES,
+}
+"""By name of a recipe: the switches that are off unless they are set."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How ``parallelize`` shards a model. A field that is None is chosen by ``name`` and by what
+    the model allows; what is set and not possible is a ValueError.
+
+    Args:
+        name: what the choice is for. "lean" takes the least memory and hides the most traffic;
+            "fast" copies nothing to the host, and steps after backward, so that gradients can be
+            clipped; "plain" is ordinary nesting: recomputed units, and nothing else.
+        units: names of classes whose modules are units (default: the elements of every list of
+            modules of one class).
+        remat: "full" (default) recomputes units in backward, "none" keeps all activations; names
+            of activations to keep are for units that run as a loop.
+        scan: run lists of units as one loop each.
+        stacked: store the parameters of a loop's units in stacks.
+        offload_activations: let what a loop keeps for backward wait in host memory. Forward and
+            backward must be in one program.
+        streamed_head: let the head of a causal language model of transformers compute its loss,
+            and a ``LinearCrossEntropy`` of the model run, without the whole weight and logits.
+        streamed_embedding: look tokens up without the whole table.
+        step_in_backward: step each parameter as soon as its gradient is reduced. Gradients are
+            gone after backward, and cannot be clipped.
+        compile_step: let ``compile`` trace a step a few times, and then replay it.
+        compute_dtype: name of the dtype in which parameters are gathered and used ("bfloat16").
+        mesh: sizes of the mesh's axes by name, as {"replica": 2, "shard": 4}.
+
+    Raises:
+        ValueError: for a value that a field cannot have.
+    """
+
+    name: str = "lean"
+    units: tuple[str, ...] | None = None
+    remat: str | tuple[str, ...] | None = None
+    scan: bool | None = None
+    stacked: bool | None = None
+    offload_activations: bool | None = None
+    streamed_head: bool | None = None
+    streamed_embedding: bool | None = None
+    step_in_backward: bool | None = None
+    compile_step: bool | None = None
+    compute_dtype: str | None = None
+    mesh: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
+    # What parallelize did. A list, as the first forward may show that blocks cannot be a loop.
+    _report: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, Mapping):
+            self._set("mesh", tuple(self.mesh.items()))
+        for each in ("units", "remat"):
+            if isinstance(given := getattr(self, each), list):
+                self._set(each, tuple(given))
+        if problems := list(_problems(self)):
+            raise ValueError("Recipe: " + "; ".join(problems))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def wants(self, switch: str) -> bool:
+        """Return whether a field of True, False or None asks for its feature."""
+        given = getattr(self, switch)
+        return switch not in _OFF[self.name] if given is None else given
+
+    def resolved(self, report: list[str], **values: Any) -> Recipe:
+        """Return the recipe with the values that were chosen, and what there is to tell of them."""
+        done = dataclasses.replace(self, **values)
+        done._set("_report", report)
+        return done
+
+    def explain(self) -> None:
+        """Print what was done and what was left out; before ``parallelize``, what is asked for."""
+        lines = self._report or [
+            f"recipe {self.name!r}, not applied to a model yet",
+            *self._asked(),
+        ]
+        print("\n".join(lines), flush=True)
+
+    def _asked(self) -> list[str]:
+        values = dataclasses.asdict(self).items()
+        return [f"  {name}: {_shown(self, name, each)}" for name, each in values if name[0] != "_"]
+
+    def compile(self, step: Callable[P, T]) -> Callable[P, T]:
+        """Return the training step to call: ``compile_step(step)``, or else ``step`` followed by
+        ``torch_xla.sync()``. Unless ``compile_step`` is True, a step that cannot be replayed is
+        traced every time, with a warning that says why.
+
+        Args:
+            step: makes a whole step: forward, backward, the optimizer's step and ``zero_grad``.
+        """
+        import torch_xla
+
+        from xla_fsdp.fsdp.replay import compile_step
+
+        if self.wants("compile_step"):
+            return compile_step(step, unknown="raise" if self.compile_step else "trace")
+
+        @wraps(step)
+        def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = step(*args, **kwargs)
+            torch_xla.sync()
+            return result
+
+        return traced
+
+    def save(self, path: str | Path) -> None:
+        """Write the fields that are set to a file, as JSON."""
+        values = dataclasses.asdict(self)
+        known = {name: each for name, each in values.items() if name[0] != "_" and each is not None}
+        if self.mesh is not None:
+            known["mesh"] = dict(self.mesh)
+        # Every rank may write, and another one read already.
+        with tempfile.NamedTemporaryFile("w", dir=Path(path).parent, delete=False) as file:
+            file.write(json.dumps({"version": VERSION, **known}, indent=2) + "\n")
+        Path(file.name).replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Read a recipe that ``save``, or preflight, has written.
+
+        Raises:
+            ValueError: if the file holds something else.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} is no recipe: it holds a {type(values).__name__}")
+        return cls._made_of(values, str(path))
+
+    @classmethod
+    def _made_of(cls, values: dict[str, Any], source: str) -> Recipe:
+        if (version := values.pop("version", VERSION)) != VERSION:
+            raise ValueError(f"{source} is a recipe of version {version}; this reads {VERSION}")
+        if unknown := sorted(set(values) - set(_fields())):
+            raise ValueError(
+                f"{source} is no recipe: it has {', '.join(unknown)}; there are "
+                f"{', '.join(_fields())}"
+            )
+        return cls(**values)
+
+    @classmethod
+    def of(cls, given: Recipe | Mapping[str, Any] | str) -> Recipe:
+        """Return a recipe by name, from a file or of a dict of its fields; a recipe as it is.
+
+        Raises:
+            ValueError: if there is neither such a name nor such a file.
+            TypeError: for anything else.
+        """
+        if isinstance(given, Recipe):
+            return given
+        if isinstance(given, Mapping):
+            return cls._made_of(dict(given), "the dict")
+        if not isinstance(given, str | Path):
+            raise TypeError(f"a recipe is a Recipe, a name, a file or a dict, not {given!r}")
+        if given in NAMES:
+            return cls(str(given))
+        if Path(given).is_file():
+            return cls.load(given)
+        raise ValueError(f"there is no recipe {str(given)!r}: give {_choices()}, or a file")
+
+
+def _fields() -> list[str]:
+    return [each.name for each in dataclasses.fields(Recipe) if each.init]
+
+
+def _choices() -> str:
+    return ", ".join(map(repr, NAMES))
+
+
+def _shown(recipe: Recipe, name: str, value: Any) -> str:
+    if value is not None:
+        return str(value)
+    if name in SWITCHES:
+        return "if the model allows" if recipe.wants(name) else "False"
+    return "chosen by the model"
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.name not in NAMES:
+        yield f"name is {recipe.name!r}; give {_choices()}"
+    for name in SWITCHES:
+        if not isinstance(given := getattr(recipe, name), bool | None):
+            yield f"{name} is {given!r}; give True, False or None"
+    if isinstance(recipe.units, str):
+        yield f"units is {recipe.units!r}; give a tuple of names of classes"
+    if isinstance(recipe.remat, str) and recipe.remat not in ("full", "none"):
+        yield f"remat is {recipe.remat!r}; give 'full', 'none' or a tuple of names"
+    if recipe.compute_dtype is not None:
+        import torch
+
+        if not isinstance(getattr(torch, recipe.compute_dtype, None), torch.dtype):
+            yield f"compute_dtype is {recipe.compute_dtype!r}, which is no dtype of torch"
+    if not isinstance(recipe.mesh, tuple | None):
+        yield f"mesh is {recipe.mesh!r}; give sizes by name of the axis"
+    for name, size in recipe.mesh if isinstance(recipe.mesh, tuple) else ():
+        if not isinstance(size, int) or size < 1:
+            yield f"mesh has {name}={size}; sizes are whole numbers from 1"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
@@ -211,7 +212,9 @@ class _Ahead:
                 return
 
     def _transfer(self, batch: HostBatch) -> Batch:
-        pixels, labels = batch.pixels.to(self._device), batch.labels.to(self._device)
+        # Not to(): it copies into an empty tensor, which is traced. A sync of the rank's thread
+        # in between would compute that tensor as well, by a program of its own.
+        pixels, labels = xm.send_cpu_data_to_device([batch.pixels, batch.labels], self._device)
         return Batch(pixels, labels, batch.problems)
 
     def _put(self, waiting: queue.Queue, item: object) -> bool:

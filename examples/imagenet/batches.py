@@ -214,7 +214,9 @@ class _Ahead:
     def _transfer(self, batch: HostBatch) -> Batch:
         # Not to(): it copies into an empty tensor, which is traced. A sync of the rank's thread
         # in between would compute that tensor as well, by a program of its own.
-        pixels, labels = xm.send_cpu_data_to_device([batch.pixels, batch.labels], self._device)
+        pixels, labels = batch.pixels, batch.labels
+        if self._device.type == "xla":
+            pixels, labels = xm.send_cpu_data_to_device([pixels, labels], self._device)
         return Batch(pixels, labels, batch.problems)
 
     def _put(self, waiting: queue.Queue, item: object) -> bool:

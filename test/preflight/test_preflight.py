@@ -21,7 +21,7 @@ from xla_fsdp.preflight import (
     preflight,
 )
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
-from xla_fsdp.preflight.api import describe_options
+from xla_fsdp.preflight.api import describe_options, mesh_on
 from xla_fsdp.preflight.compiler import compile_program
 from xla_fsdp.preflight.estimate import estimate, timeline
 from xla_fsdp.preflight.findings import (
@@ -331,6 +331,13 @@ def test_ranks_are_numbered_core_first_then_x() -> None:
 def test_other_names_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         find_topology(name)
+
+
+def test_what_is_no_topology_or_mesh_is_refused() -> None:
+    with pytest.raises(TypeError, match="topology is None; give a name such as 'v5e:4x4'"):
+        find_topology(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"mesh is 7; give .* such as {'replica': 2, 'shard': 8}"):
+        mesh_on(find_topology("v5e:4x4"), 7)  # type: ignore[arg-type]
 
 
 def test_the_compiler_is_ended_when_it_takes_too_much_memory(tmp_path: Path) -> None:

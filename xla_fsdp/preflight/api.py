@@ -155,11 +155,17 @@ def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
 
     Raises:
         ValueError: if the number of ranks is not the slice's.
+        TypeError: for anything else.
     """
-    if isinstance(mesh, Mapping):
-        from xla_fsdp.distributed.mesh import init_mesh
+    from xla_fsdp.distributed.mesh import Mesh, init_mesh
 
+    if isinstance(mesh, Mapping):
         return init_mesh(tuple(mesh.values()), tuple(mesh), coords=topology.coords)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is {mesh!r}; give the result of init_mesh, or sizes by name of the axis, such "
+            f"as {{'replica': 2, 'shard': {topology.num_ranks // 2}}}"
+        )
     if mesh.world_size != topology.num_ranks:
         raise ValueError(
             f"the mesh lays out {mesh.world_size} ranks, but {topology.name} has "

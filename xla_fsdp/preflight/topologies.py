@@ -107,7 +107,10 @@ def find_topology(name: str) -> Topology:
     Raises:
         ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
             number of axes or does not consist of whole hosts, or slices are not counted.
+        TypeError: for anything but a name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"topology is {name!r}; give a name such as 'v5e:4x4'")
     generation, _, rest = name.partition(":")
     layout, star, count = rest.partition("*")
     if generation not in CHIPS:

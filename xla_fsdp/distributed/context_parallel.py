@@ -81,7 +81,7 @@ class ContextAxis(AxisComm):
         return (starts.unsqueeze(-1) + within).flatten()
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """See ``mean_over_context``."""
+        """Return the mean over all tokens from this rank's sum and count of them."""
         dtype = torch.promote_types(total.dtype, torch.float32)
         both = torch.stack([total.detach().to(dtype), count.detach().to(dtype)])
         of_all, count_of_all = self.all_reduce(both).unbind()

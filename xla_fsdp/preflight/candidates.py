@@ -43,7 +43,7 @@ class Way:
         options = [f"{name}={value}" for name, value in self.options]
         return " ".join([recipe_text(self.recipe), *options])
 
-    def on(self, mesh: Mapping[str, int]) -> Way:
+    def on(self, mesh: Mapping[str, int] | None) -> Way:
         """Return the same on another mesh."""
         return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, mesh=mesh))
 
@@ -65,9 +65,10 @@ def ways(recipes: Sequence[Recipe], choices: Mapping[str, Sequence[Any]]) -> lis
     return [Way(recipe, tuple(zip(choices, values, strict=True))) for recipe, values in found]
 
 
-def meshes(num_ranks: int) -> list[dict[str, int]]:
-    """Return meshes of so many ranks: all share shards, then replicas or tensor parallelism."""
-    found = [{"shard": num_ranks}]
+def meshes(num_ranks: int) -> list[dict[str, int] | None]:
+    """Return meshes of so many ranks: none (all of them shard), then those with replicas or tensor
+    parallelism."""
+    found: list[dict[str, int] | None] = [None]
     for size in itertools.takewhile(lambda each: each < num_ranks, (2**n for n in range(1, 20))):
         if num_ranks % size == 0:
             found.append({"replica": size, "shard": num_ranks // size})

@@ -104,28 +104,28 @@ def tune(
     tried = {name: list(values) for name, values in (choices or {}).items()}
     check_contract(build_step, {**options, **{name: each[0] for name, each in tried.items()}})
     check_installed()
-    defaults = _defaults(build_step) | options
     recipes = [Recipe.of(each) for each in tried.pop(RECIPE, RECIPES)]
-    batches = sorted(tried.pop(BATCH, doubled(_first_batch(defaults))))
+    batches = sorted(tried.pop(BATCH, doubled(_default(build_step, BATCH) or 1)))
+    options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
+    if depth_option in tried:
+        raise ValueError(f"{depth_option} is the number of layers, and cannot be swept: give one")
+    depth, length = (
+        options.get(name, _default(build_step, name)) for name in (depth_option, LENGTH)
+    )
     limits = Limits(max_host_mem, jobs or jobs_that_fit(max_host_mem), cache_dir, flags)
     tell = progress or (lambda text: None)
     trials = Trials(build_step, slice_, depth_option, options, limits, tell)
-    search = _Search(trials, batches, defaults.get(depth_option))
+    search = _Search(trials, batches, depth)
     search.start(budget)
-    given = list(tried_meshes or meshes(slice_.num_ranks))
+    given = tried_meshes or meshes(slice_.num_ranks)
     fixed = ways([each for each in recipes if each.mesh is not None], tried)  # have a mesh
     free = [way.on(given[0]) for way in ways([each for each in recipes if not each.mesh], tried)]
     search.compare([*fixed, *free])
     fastest = [way for way in search.fastest_ways() if way in free]
     search.compare([way.on(mesh) for mesh in given[1:] for way in fastest])
     search.confirm()
-    length = defaults.get(LENGTH)
-    return Tuned(
-        topology,
-        slice_.chip.usable_bytes,
-        tuple(search.candidates()),
-        length if isinstance(length, int) else None,
-    )
+    found = tuple(search.candidates())
+    return Tuned(topology, slice_.chip.usable_bytes, found, None if LENGTH in tried else length)
 
 
 def check_contract(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -146,13 +146,11 @@ def check_contract(build_step: Callable[..., Any], options: Mapping[str, Any]) -
     check_options(build_step, {RECIPE: None, BATCH: 1, **options})
 
 
-def _defaults(build_step: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(build_step).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty}
-
-
-def _first_batch(defaults: Mapping[str, Any]) -> int:
-    return defaults[BATCH] if isinstance(defaults.get(BATCH), int) else 1
+def _default(build_step: Callable[..., Any], name: str) -> int | None:
+    """Return a whole number that a parameter has by default; None without one."""
+    parameter = inspect.signature(build_step).parameters.get(name)
+    value = None if parameter is None else parameter.default
+    return value if isinstance(value, int) else None
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from xla_fsdp import Recipe
-from xla_fsdp.preflight import CompileError, compiler, tracing
+from xla_fsdp.preflight import CompileError, compiler, trials
 from xla_fsdp.preflight.program import Program, Traced
+from xla_fsdp.preflight.topologies import Topology
 
 MIB = 2**20
 CLOCK_HZ = 1.5e9  # of v5e
@@ -82,11 +83,13 @@ class FakeCompiler:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of tracing and of the compiler's process."""
-        monkeypatch.setattr(tracing, "trace_step", self._trace)
+        monkeypatch.setattr(trials, "traced_on", self._trace)
         monkeypatch.setattr(compiler, "_run_child", self._run_child)
 
-    def _trace(self, build_step: Callable[[], Any], coords: Sequence[Any]) -> Traced:
-        recipe, depth, batch, cost = build_step()()
+    def _trace(
+        self, topology: Topology, build_step: Callable[..., Any], options: Mapping[str, Any]
+    ) -> Traced:
+        recipe, depth, batch, cost = build_step(**options)()
         facts = {
             "recipe": recipe.name, "depth": depth, "batch": batch, "all": repr(recipe),
             "mib": cost.mib(depth, batch), "ms": cost.ms(depth, batch),

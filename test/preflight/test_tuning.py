@@ -150,6 +150,8 @@ def test_a_recipe_with_a_mesh_keeps_it(search: Search) -> None:
 def test_layers_are_not_swept(search: Search) -> None:
     with pytest.raises(ValueError, match="depth is the number of layers, and cannot be swept"):
         search(choices={"recipe": [LEAN], "depth": [16, 32]})
+    with pytest.raises(ValueError, match="build_step has no parameter 'layers' for its number"):
+        search(depth_option="layers")
 
 
 def test_other_options_are_swept(search: Search) -> None:

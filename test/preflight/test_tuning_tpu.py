@@ -1,81 +1,48 @@
-"""``tune`` with the TPU compiler: what it predicts is what the compiler says of the whole step."""
+"""``--tune`` with the TPU compiler: predictions are what it says of the whole step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from test.common.tpu_steps import LENGTH, VOCABULARY, Transformer
-from xla_fsdp import Recipe, parallelize
-from xla_fsdp.preflight import compiler, preflight, tune
+from test.common.ranks import run_python
+from xla_fsdp import Recipe
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 pytestmark = pytest.mark.slow
 
-SLICE = "v5e:2x2"
-DEPTH = 16
+TARGET = ("-m", "xla_fsdp.preflight", "test.common.tpu_tuning:build_step")
+SEARCH = ("--tune", "--jobs", "1", "--sweep", "recipe=fast,plain", "--sweep", "batch=8,16,32",
+          "--mesh", "shard=4", "--mesh", "shard=2,tensor=2")  # fmt: skip
 
 
-def build_step(recipe: Recipe, batch: int = 1, depth: int = DEPTH) -> Callable[[], None]:
-    """A step of a small transformer."""
-    import torch_xla
+def test_predictions_hold_and_what_is_compiled_is_kept(tmp_path: Path) -> None:
+    cache, found, best = (tmp_path / each for each in ("cache", "found.json", "best.json"))
+    common = ("--topology", "v5e:2x2", "--cache_dir", str(cache), "--json", str(found))
+    done = run_python(*TARGET, *SEARCH, *common, "--recipe_file", str(best), timeout=1800)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(found.read_text())
+    candidates = {(each["way"], each["batch"]): each for each in told["candidates"]}
+    rates = [each["rate"] for each in candidates.values() if each["fits"]]
+    [winner] = [each for each in candidates.values() if each["compiled"] and not each["reason"]]
+    assert winner["rate"] == max(rates)
+    assert dict(Recipe.load(best).mesh or ()) == {"shard": 4}
+    tensor = [each for (way, _), each in candidates.items() if "tensor" in way]
+    assert len(tensor) == 2
+    assert all("no layer of the model is cut over it" in each["reason"] for each in tensor)
 
-    with torch.device("meta"):
-        model = Transformer(depth)
+    compiled = sorted(cache.iterdir())
+    again = run_python(*TARGET, *SEARCH, *common, timeout=900)
+    assert again.returncode == 0, again.stderr
+    assert sorted(cache.iterdir()) == compiled
+    assert json.loads(found.read_text())["candidates"] == told["candidates"]
 
-    def make_optimizer(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=1e-3)
-
-    sharded, optimizer, _ = parallelize(
-        model, make_optimizer, recipe, param_init_fn=lambda module: None
-    )
-    tokens = torch.zeros(batch, LENGTH, dtype=torch.long, device=torch_xla.device())
-
-    def step() -> None:
-        logits = sharded(tokens).view(-1, VOCABULARY)
-        F.cross_entropy(logits, tokens.view(-1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
-
-    return step
-
-
-def test_predictions_hold_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {
-        "topology": SLICE,
-        "choices": {"recipe": [Recipe("fast"), Recipe("plain")], "batch": [8, 16, 32]},
-        "tried_meshes": [{"shard": 4}, {"replica": 2, "shard": 2}, {"shard": 2, "tensor": 2}],
-        "cache_dir": tmp_path,
-        "jobs": 1,
-    }
-    tuned = tune(build_step, **options)
-    best = tuned.best
-    assert best is not None
-    assert best.rate == max(each.rate for each in tuned.candidates if each.fits(tuned.capacity))
-    refused = [each.failed for each in tuned.candidates if "tensor" in dict(each.way.recipe.mesh)]
-    assert refused
-    assert all("no layer of the model is cut over it" in each for each in refused)
-
-    plain = Recipe("plain", mesh={"shard": 4})
-    [predicted] = [
-        each for each in tuned.candidates if (each.way.recipe, each.batch) == (plain, 32)
-    ]
-    exact = preflight(build_step, topology=SLICE, cache_dir=tmp_path, recipe=plain, batch=32)
-    assert predicted.figures is not None
-    assert predicted.figures.needed == pytest.approx(exact.memory.peak, rel=0.05)
-    assert predicted.figures.seconds == pytest.approx(exact.step_time.total, rel=0.1)
-
-    def never(*args: Any) -> None:
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(compiler, "_run_child", never)
-    again = tune(build_step, **options)
-    assert again.best == best
-    tuned.save(tmp_path / "best.json")
-    assert Recipe.load(tmp_path / "best.json") == tuned.recipe
+    one = ("--set", "recipe=plain", "--set", "batch=16", *common)
+    assert run_python(*TARGET, *one, timeout=900).returncode == 0
+    [exact] = json.loads(found.read_text())
+    predicted = candidates["plain shard=4", 16]
+    assert not predicted["compiled"]
+    assert predicted["needed"] == pytest.approx(exact["peak_bytes"], rel=0.05)
+    assert predicted["compute"] == pytest.approx(exact["step_time"]["compute"], rel=0.05)

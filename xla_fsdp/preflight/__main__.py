@@ -193,19 +193,23 @@ def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
     """Search, and print and write what was found; return the exit code."""
     [topology] = options.topology or ["v5e:4x4"]
     choices = _choices(options)
-    tuned = tune(
-        build_step,
-        topology=topology,
-        choices=choices,
-        tried_meshes=[_axes(words) for words in options.mesh] or None,
-        depth_option=options.depth,
-        budget=options.budget,
-        jobs=options.jobs,
-        max_host_mem=round(options.max_host_mem * GIB),
-        cache_dir=options.cache_dir,
-        flags=options.flags,
-        progress=_progress,
-    )
+    try:
+        tuned = tune(
+            build_step,
+            topology=topology,
+            choices=choices,
+            tried_meshes=[_axes(words) for words in options.mesh] or None,
+            depth_option=options.depth,
+            budget=options.budget,
+            jobs=options.jobs,
+            max_host_mem=round(options.max_host_mem * GIB),
+            cache_dir=options.cache_dir,
+            flags=options.flags,
+            progress=_progress,
+        )
+    except CompileError as error:  # the compiler is not installed
+        print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
+        return 1
     _progress("")
     print(tuned.text())
     if options.json:

@@ -107,8 +107,7 @@ def tune(
     recipes = [Recipe.of(each) for each in tried.pop(RECIPE, RECIPES)]
     batches = sorted(tried.pop(BATCH, doubled(_default(build_step, BATCH) or 1)))
     options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
-    if depth_option in tried:
-        raise ValueError(f"{depth_option} is the number of layers, and cannot be swept: give one")
+    _check_depth(build_step, depth_option, tried)
     depth, length = (
         options.get(name, _default(build_step, name)) for name in (depth_option, LENGTH)
     )
@@ -144,6 +143,15 @@ def check_contract(build_step: Callable[..., Any], options: Mapping[str, Any]) -
             + "; and the parameter ".join(what[name] for name in missing)
         )
     check_options(build_step, {RECIPE: None, BATCH: 1, **options})
+
+
+def _check_depth(build_step: Callable[..., Any], option: str, tried: Mapping[str, Any]) -> None:
+    """Raise ValueError if the number of layers is swept, or an option that there is not."""
+    if option in tried:
+        raise ValueError(f"{option} is the number of layers, and cannot be swept: give one")
+    if option != DEPTH and option not in inspect.signature(build_step).parameters:
+        called = getattr(build_step, "__name__", type(build_step).__name__)
+        raise ValueError(f"{called} has no parameter {option!r} for its number of layers")
 
 
 def _default(build_step: Callable[..., Any], name: str) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from xla_fsdp import Recipe
-from xla_fsdp.preflight import CompileError, compiler, trials
+from xla_fsdp.preflight import CompileError, compiler, trials, tuning
 from xla_fsdp.preflight.program import Program, Traced
 from xla_fsdp.preflight.topologies import Topology
 
@@ -65,10 +65,18 @@ class FakeCompiler:
     Attributes:
         compiled: name of the recipe, depth and batch of what was compiled, in order.
         most_at_once: compilations that ran at the same time.
+        now: seconds on the clock of the search, which compilations alone move on.
+
+    Args:
+        costs: by recipe.
+        seconds: that a compilation takes on that clock.
+        together: how many wait for each other.
     """
 
     costs: Callable[[Recipe], Cost]
-    seconds: float = 0.0
+    seconds: int = 0
+    together: int = 1
+    now: float = 0.0
     compiled: list[tuple[str, int, int]] = field(default_factory=list)
     most_at_once: int = 0
     _running: int = 0
@@ -85,6 +93,8 @@ class FakeCompiler:
         """Take the place of tracing and of the compiler's process."""
         monkeypatch.setattr(trials, "traced_on", self._trace)
         monkeypatch.setattr(compiler, "_run_child", self._run_child)
+        for module in (trials, tuning):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now)
 
     def _trace(
         self, topology: Topology, build_step: Callable[..., Any], options: Mapping[str, Any]
@@ -121,9 +131,11 @@ class FakeCompiler:
         _write(folder, facts)
 
     def _wait(self, progress: Callable[[float], None]) -> None:
-        start = time.monotonic()
-        while (passed := time.monotonic() - start) < self.seconds:
+        for passed in range(self.seconds):
+            self.now += 1
             progress(passed)
+        limit = time.monotonic() + 60
+        while self.most_at_once < self.together and time.monotonic() < limit:
             time.sleep(0.01)
 
 

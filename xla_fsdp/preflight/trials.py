@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import compiled_report, traced_on
@@ -76,7 +76,7 @@ class Trials:
     @property
     def ended(self) -> bool:
         """Whether the budget has ended."""
-        return self._interrupted or time.monotonic() >= self.deadline
+        return self._interrupted or monotonic() >= self.deadline
 
     def trace(self, trial: Trial) -> Traced | str:
         """Return the traced step, kept until it is compiled, or why there is none.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from xla_fsdp.preflight.api import check_options
+from xla_fsdp.preflight.api import check_options, mesh_on
 from xla_fsdp.preflight.candidates import RECIPES, Way, doubled, meshes, ways
 from xla_fsdp.preflight.compiler import check_installed
 from xla_fsdp.preflight.prediction import Figures, figures_at
@@ -96,8 +96,8 @@ def tune(
         All that was tried, the fastest first.
 
     Raises:
-        ValueError: if there is no such topology, or ``build_step`` does not take a recipe, a batch
-            or the options.
+        ValueError: if there is no such topology or recipe, a mesh has other ranks, or
+            ``build_step`` does not take a recipe, a batch or the options.
         CompileError: if the TPU compiler is not installed.
     """
     slice_ = find_topology(topology)
@@ -111,6 +111,8 @@ def tune(
     depth, length = (
         options.get(name, _default(build_step, name)) for name in (depth_option, LENGTH)
     )
+    for mesh in tried_meshes or ():
+        mesh_on(slice_, mesh)  # raises ValueError if it has other ranks
     limits = Limits(max_host_mem, jobs or jobs_that_fit(max_host_mem), cache_dir, flags)
     tell = progress or (lambda text: None)
     trials = Trials(build_step, slice_, depth_option, options, limits, tell)
@@ -209,7 +211,7 @@ class _Search:
 
     def start(self, budget: float | None) -> None:
         if budget is not None:
-            now = time.monotonic()
+            now = monotonic()
             self.trials.deadline, self._end = now + FOR_COMPARING * budget, now + budget
 
     # ------------------------------------------------------------ from a few compilations

@@ -14,8 +14,8 @@ pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[pr
 pytestmark = pytest.mark.slow
 
 TARGET = ("-m", "xla_fsdp.preflight", "test.common.tpu_tuning:build_step")
-SEARCH = ("--tune", "--jobs", "1", "--sweep", "recipe=fast,plain", "--sweep", "batch=8,16,32",
-          "--mesh", "shard=4", "--mesh", "shard=2,tensor=2")  # fmt: skip
+SEARCH = ("--tune", "--jobs", "1", "--set", "recipe=plain", "--sweep", "batch=8,16",
+          "--set", "depth=12", "--mesh", "shard=4", "--mesh", "shard=2,tensor=2")  # fmt: skip
 
 
 def test_predictions_hold_and_what_is_compiled_is_kept(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_predictions_hold_and_what_is_compiled_is_kept(tmp_path: Path) -> None:
     assert winner["rate"] == max(rates)
     assert dict(Recipe.load(best).mesh or ()) == {"shard": 4}
     tensor = [each for (way, _), each in candidates.items() if "tensor" in way]
-    assert len(tensor) == 2
+    assert len(tensor) == 1
     assert all("no layer of the model is cut over it" in each["reason"] for each in tensor)
 
     compiled = sorted(cache.iterdir())
@@ -39,10 +39,10 @@ def test_predictions_hold_and_what_is_compiled_is_kept(tmp_path: Path) -> None:
     assert sorted(cache.iterdir()) == compiled
     assert json.loads(found.read_text())["candidates"] == told["candidates"]
 
-    one = ("--set", "recipe=plain", "--set", "batch=16", *common)
+    one = ("--set", "recipe=plain", "--set", "batch=8", "--set", "depth=12", *common)
     assert run_python(*TARGET, *one, timeout=900).returncode == 0
     [exact] = json.loads(found.read_text())
-    predicted = candidates["plain shard=4", 16]
+    predicted = candidates["plain shard=4", 8]
     assert not predicted["compiled"]
     assert predicted["needed"] == pytest.approx(exact["peak_bytes"], rel=0.05)
     assert predicted["compute"] == pytest.approx(exact["step_time"]["compute"], rel=0.05)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import GIB, Topology
@@ -127,10 +128,12 @@ def _compile(
         _write_request(folder, program, topology)
         try:
             _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
-        except CompileError:
+        except CompileError as error:
             # If a program is too large, the child writes an error before it tries a second time.
             if not (folder / "result.json").exists():
                 raise
+            # Not kept: with more memory there may be a report on it.
+            raise CompileError(_refusal(_result_in(folder)["error"])) from error
         return _read_result(folder)
 
 
@@ -274,7 +277,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _read_result(folder: Path) -> Compiled:
-    result = json.loads((folder / "result.json").read_text())
+    result = _result_in(folder)
     if "error" in result:
         refused = result["error"].startswith(_COMPILERS_OWN)
         raise (_FailsAgainError if refused else CompileError)(_refusal(result["error"]))
@@ -283,6 +286,10 @@ def _read_result(folder: Path) -> Compiled:
     except FileNotFoundError as error:
         raise CompileError(str(error)) from error
     return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
+
+
+def _result_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
 
 
 _COMPILERS_OWN = ("XlaRuntimeError", "JaxRuntimeError")

@@ -241,6 +241,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"compute_dtype is {recipe.compute_dtype!r}, which is no dtype of torch"
     if not isinstance(recipe.mesh, tuple | None):
         yield f"mesh is {recipe.mesh!r}; give sizes by name of the axis"
+    if isinstance(recipe.mesh, tuple) and [name for name, _ in recipe.mesh] == ["tensor"]:
+        yield "mesh has an axis tensor alone; give shard=1 before it"
     for name, size in recipe.mesh if isinstance(recipe.mesh, tuple) else ():
         if not isinstance(size, int) or size < 1:
             yield f"mesh has {name}={size}; sizes are whole numbers from 1"

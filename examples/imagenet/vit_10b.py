@@ -139,8 +139,10 @@ def step(
     scan: bool = False,
     flat: bool = False,
     mesh: Mesh | None = None,
+    recipe: Recipe | None = None,
 ) -> Callable[[], None]:
-    """One training step on ``batch`` pictures per rank, as preflight wants it."""
+    """One training step on ``batch`` pictures per rank, as preflight wants it; a ``recipe`` stands
+    for ``remat`` and ``scan``."""
     import torch_xla
 
     model = build_model(
@@ -149,7 +151,7 @@ def step(
     sharded, optimizer, _ = shard_model(
         model,
         optimizer_of,
-        Recipe("plain", scan=scan, remat="full" if remat else "none"),
+        recipe or Recipe("plain", scan=scan, remat="full" if remat else "none"),
         flatten_parameters=flat,
         mesh=mesh,
         param_init_fn=leave_alone,

@@ -2,6 +2,7 @@
 
     python -m xla_fsdp.preflight examples.llm.llama:step --topology v5p:4x4x4 --set scan=on
     python -m xla_fsdp.preflight examples.llm.llama:step --topology v4:4x8x8 --set lean=on ...
+    python -m xla_fsdp.preflight examples.llm.llama:step --tune --depth blocks --set width=4096 ...
     python examples/llm/llama.py --ranks 64                # host memory of building one rank
     python examples/llm/train.py --help                    # training a small one
 
@@ -109,17 +110,18 @@ def step(
     attention: str = EAGER,
     method: str = "auto",
     mesh: Mesh | None = None,
+    recipe: Recipe | None = None,
 ) -> Callable[[], None]:
     """One training step on ``batch`` texts of ``length`` tokens per rank, as preflight wants it, or
     per group of ranks along an axis ``context`` of the mesh, which by ``method`` compute
     ``attention``; ``lean`` needs the least memory: layers as a loop over stacked parameters, which
     AdamW steps in backward, and an embedding and a head that are never whole; ``offload`` for what
-    layers that run as a loop keep for backward."""
+    layers that run as a loop keep for backward. A ``recipe`` decides all of these."""
     import torch_xla
 
     sizes = Sizes(width, blocks, heads, kv_heads, ffn, vocabulary)
     name, loop = ("lean", True) if lean else ("plain", scan)
-    recipe = Recipe(
+    recipe = recipe or Recipe(
         name,
         scan=loop,
         offload_activations=offload,

@@ -43,6 +43,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
         ('{"scna": true}', "is no recipe: it has scna; there are name, units, remat, scan"),
         ('{"name": "best"}', "name is 'best'; give 'lean', 'fast', 'plain'"),
         ('{"mesh": 8}', "mesh is 8; give sizes by name of the axis"),
+        ('{"mesh": {"tensor": 2}}', "mesh has an axis tensor alone; give shard=1 before it"),
         ('{"mesh": {"shard": 0}}', "mesh has shard=0; sizes are whole numbers from 1"),
     ],
 )

@@ -92,6 +92,39 @@ def test_the_recipe_has_what_was_chosen() -> None:
     assert found.wants("compile_step")
 
 
+@scenarios.add
+def cut_over_tensor(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import Recipe, parallelize
+    from xla_fsdp.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    found: dict[str, Any] = {}
+    for name in ("lean", "plain"):
+        recipe = Recipe(name, mesh={"shard": 1, "tensor": 2}, compile_step=False)
+        model = make(Transformer)
+        found[f"{name} not cut"] = message(partial(parallelize, make(Transformer), None, recipe))
+        expected = model(ids().cpu())
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        mesh = recipe.init_mesh()
+        assert mesh is not None
+        parallelize_module(model, mesh["tensor"], plan)
+        output = parallelize(model, None, recipe).model(ids())
+        torch_xla.sync()
+        found[name] = (output.cpu() - expected).abs().max().item()
+    return found
+
+
+def test_an_axis_tensor_of_the_mesh_is_left_to_the_layers_that_are_cut() -> None:
+    found = scenarios.result("cut_over_tensor")
+    for name in ("lean", "plain"):
+        assert found[name] < 1e-5
+        assert (
+            "no layer of the model is cut over it; call parallelize_module"
+            in (found[f"{name} not cut"])
+        )
+
+
 # ---------------------------------------------------------------- what it refuses
 
 

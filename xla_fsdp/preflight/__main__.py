@@ -1,9 +1,10 @@
 """``python -m xla_fsdp.preflight module:function --topology v5e:4x4 ...``: print reports.
 
+With ``--tune`` the fastest recipe, mesh and batch that fit are searched for.
 With ``--run 3`` nothing is compiled for a TPU: three steps are made on virtual chips. Every
 combination of the values given for options is examined; a failure is printed in one line.
-Exit code 0 if every program compiles and fits (of a run: if all numbers are finite and ranks
-agree), 1 if not or if a step raises, 2 for wrong usage, 130 if interrupted.
+Exit code 0 if every program compiles and fits (of a search: if one does; of a run: if all numbers
+are finite and ranks agree), 1 if not or if a step raises, 2 for wrong usage, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from xla_fsdp.preflight.api import (
     preflight,
 )
 from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.html import page
+from xla_fsdp.preflight.html import page, tuned_page
 from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
+from xla_fsdp.preflight.tuning import DEPTH, tune
 
 USAGE_EXIT_CODE = 2
 
@@ -57,7 +59,10 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         if options.run:
             _check_compiles_nothing(parser, options)
-        _check_writable(options.json, options.html)
+        _check_tuning(parser, options)
+        _check_writable(options.json, options.html, options.recipe_file)
+        if options.tune:
+            return _tune(_load(options.target), options)
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
@@ -106,6 +111,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run", type=_steps, metavar="STEPS", help="make so many steps on virtual chips"
     )
+    parser.add_argument(
+        "--tune", action="store_true", help="search for the fastest recipe, mesh and batch that fit"
+    )
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="30m", help="end the search after so long (s, m or h)"
+    )
+    parser.add_argument("--recipe_file", type=Path, metavar="FILE", help="write the best recipe")
+    parser.add_argument(
+        "--depth",
+        default=DEPTH,
+        metavar="OPTION",
+        help=f"the function's option for its number of layers (default: {DEPTH})",
+    )
+    parser.add_argument(
+        "--jobs", type=_steps, help="compilations at once in a search (default: as many as fit)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
     parser.add_argument(
@@ -123,8 +144,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _steps(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number of steps, 1 or more")
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number, 1 or more")
     return int(word)
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(word: str) -> float:
+    with contextlib.suppress(ValueError, KeyError):
+        seconds = float(word[:-1]) * _SECONDS[word[-1]]
+        if 0 < seconds < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{word!r} is no time such as 90s, 30m or 2h")
 
 
 def _gib(word: str) -> float:
@@ -143,6 +175,51 @@ def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.N
             f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
             f"{', '.join(given)}"
         )
+
+
+def _check_tuning(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raise ValueError for options of a search without one, and the other way around."""
+    names = ("budget", "recipe_file", "depth", "jobs")
+    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+    if given and not options.tune:
+        raise ValueError(f"{', '.join(given)}: these are of a search; add --tune")
+    if options.tune and options.run:
+        raise ValueError("--tune compiles and --run makes steps: give one of them")
+    if options.tune and len(options.topology or []) > 1:
+        raise ValueError("--tune searches on one topology: give one")
+
+
+def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
+    """Search, and print and write what was found; return the exit code."""
+    [topology] = options.topology or ["v5e:4x4"]
+    choices = _choices(options)
+    try:
+        tuned = tune(
+            build_step,
+            topology=topology,
+            choices=choices,
+            tried_meshes=[_axes(words) for words in options.mesh] or None,
+            depth_option=options.depth,
+            budget=options.budget,
+            jobs=options.jobs,
+            max_host_mem=round(options.max_host_mem * GIB),
+            cache_dir=options.cache_dir,
+            flags=options.flags,
+            progress=_progress,
+        )
+    except CompileError as error:  # the compiler is not installed
+        print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
+        return 1
+    _progress("")
+    print(tuned.text())
+    if options.json:
+        options.json.write_text(tuned.to_json())
+    if options.html:
+        options.html.write_text(tuned_page(tuned))
+    if tuned.best and options.recipe_file:
+        tuned.save(options.recipe_file)
+        print(f"\nThe recipe is in {options.recipe_file}; train with batch={tuned.best.batch}")
+    return 0 if tuned.best else 1
 
 
 def _check_writable(*paths: Path | None) -> None:
@@ -190,7 +267,7 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
     """Return the values of each option that --set and --sweep name."""
     fixed = [(name, [value]) for name, value in map(_pair, options.set)]
     swept = [(name, values.split(",")) for name, values in map(_pair, options.sweep)]
-    own_names = _own_names(rehearse if options.run else preflight)
+    own_names = _own_names(_examiner(options))
     choices: dict[str, list[Any]] = {}
     for name, words in fixed + swept:
         if name in own_names:
@@ -202,6 +279,12 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
             raise ValueError(f"{name} is given more than once; use one --sweep for all its values")
         choices[name] = [_value(word) for word in words]
     return choices
+
+
+def _examiner(options: argparse.Namespace) -> Callable[..., Any]:
+    if options.run:
+        return rehearse
+    return tune if options.tune else preflight
 
 
 def _own_names(examine: Callable[..., Any]) -> set[str]:

@@ -84,27 +84,55 @@ def preflight(
         options = {**options, "mesh": mesh_on(slice_, mesh)}
     check_options(build_step, options)
     check_installed()
-    from xla_fsdp.preflight.tracing import trace_step  # loads torch_xla
-
     tell = progress or (lambda text: None)
     tell(f"{topology}: tracing")
-    traced = trace_step(lambda: build_step(**options), slice_.coords)
-    compiled = [
-        compile_program(
-            program,
-            slice_,
-            max_host_mem=max_host_mem,
-            cache_dir=None if cache_dir is None else Path(cache_dir),
-            flags=compiler_flags(flags),
-            progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
-        )
-        for program in traced.programs
-    ]
-    tell(f"{topology}: reading")
-    report = report_on(traced, compiled, slice_, describe_options(options))
+    report = compiled_report(
+        traced_on(slice_, build_step, options),
+        slice_,
+        describe_options(options),
+        max_host_mem=max_host_mem,
+        cache_dir=cache_dir,
+        flags=flags,
+        progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
+    )
     for warning in report.warnings:
         warnings.warn(f"{topology}: {warning}", PreflightWarning, stacklevel=2)
     return report
+
+
+def traced_on(
+    topology: Topology, build_step: Callable[..., Callable[[], Any]], options: Mapping[str, Any]
+) -> Traced:
+    """Trace the step that ``build_step(**options)`` returns, as a rank of the slice would."""
+    from xla_fsdp.preflight.tracing import trace_step  # loads torch_xla
+
+    return trace_step(lambda: build_step(**options), topology.coords)
+
+
+def compiled_report(
+    traced: Traced,
+    topology: Topology,
+    options: dict[str, Any],
+    *,
+    max_host_mem: int,
+    cache_dir: str | Path | None,
+    flags: str,
+    progress: Callable[[float], None],
+) -> Report:
+    """Compile a step's programs, or read them from the cache, and report on them; arguments are
+    those of ``preflight``, but for ``progress``, which is that of ``compile_program``."""
+    compiled = [
+        compile_program(
+            program,
+            topology,
+            max_host_mem=max_host_mem,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            flags=compiler_flags(flags),
+            progress=progress,
+        )
+        for program in traced.programs
+    ]
+    return report_on(traced, compiled, topology, options)
 
 
 def fastest(

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import GIB, Topology
@@ -32,6 +33,19 @@ INSTALL = "pip install 'xla_fsdp[preflight]'"
 
 class CompileError(RuntimeError):
     """The TPU compiler refused a program, or needed more host memory than allowed."""
+
+
+class _FailsAgainError(CompileError):
+    """A failure of the program, not of this machine: kept in the cache.
+
+    Args:
+        reason: what is told.
+        max_host_mem: the limit in bytes that was too low, if that is the reason.
+    """
+
+    def __init__(self, reason: str, max_host_mem: int | None = None) -> None:
+        super().__init__(reason)
+        self.max_host_mem = max_host_mem
 
 
 @dataclass(frozen=True)
@@ -89,18 +103,38 @@ def compile_program(
     entry = (cache_dir or _default_cache_dir()) / f"{_key(program, topology, flags)}.json.gz"
     if (known := _read(entry)) is not None:
         return known
+    failure = entry.with_name(f"{entry.name.partition('.')[0]}.failed")
+    if reason := _known_failure(failure, max_host_mem):
+        raise CompileError(f"{reason} (kept from an earlier run, in {failure})")
+    try:
+        compiled = _compile(program, topology, flags, max_host_mem, progress)
+    except _FailsAgainError as error:
+        facts = {"reason": str(error), "max_host_mem": error.max_host_mem}
+        _write(failure, lambda path: path.write_text(json.dumps(facts)))
+        raise
+    _write(entry, lambda path: _write_compressed(path, compiled))
+    return compiled
+
+
+def _compile(
+    program: Program,
+    topology: Topology,
+    flags: str,
+    max_host_mem: int,
+    progress: Callable[[float], None] | None,
+) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
         _write_request(folder, program, topology)
         try:
             _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
-        except CompileError:
+        except CompileError as error:
             # If a program is too large, the child writes an error before it tries a second time.
             if not (folder / "result.json").exists():
                 raise
-        compiled = _read_result(folder)
-    _write(entry, compiled)
-    return compiled
+            # Not kept: with more memory there may be a report on it.
+            raise CompileError(_refusal(_result_in(folder)["error"])) from error
+        return _read_result(folder)
 
 
 def check_installed() -> None:
@@ -135,14 +169,28 @@ def _read(entry: Path) -> Compiled | None:
         return None  # absent, cut off, or of another version: compiled again
 
 
-def _write(entry: Path, compiled: Compiled) -> None:
+def _known_failure(entry: Path, max_host_mem: int) -> str:
+    """Return why compilation failed before and will again; empty if that is not known."""
+    try:
+        facts = json.loads(entry.read_text())
+        limit = facts["max_host_mem"]
+        return facts["reason"] if limit is None or max_host_mem <= limit else ""
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def _write(entry: Path, write: Callable[[Path], object]) -> None:
     with contextlib.suppress(OSError):  # a read-only home is no reason to fail
         entry.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first, so that nobody reads half a file.
-        fresh = entry.with_suffix(f".{os.getpid()}")
-        with gzip.open(fresh, "wt", compresslevel=3) as file:
-            json.dump(asdict(compiled), file)
+        fresh = entry.with_name(f"{entry.name}.{os.getpid()}")
+        write(fresh)
         fresh.replace(entry)
+
+
+def _write_compressed(path: Path, compiled: Compiled) -> None:
+    with gzip.open(path, "wt", compresslevel=3) as file:
+        json.dump(asdict(compiled), file)
 
 
 # ---------------------------------------------------------------- the child process
@@ -210,10 +258,11 @@ def _watch(
             child.wait(POLL_SECONDS)
             return
         if _resident_bytes(child.pid) > max_host_mem:
-            raise CompileError(
+            raise _FailsAgainError(
                 f"compiling takes more than the {max_host_mem / GIB:.1f} GiB of host memory that "
                 f"it may (after {time.monotonic() - started:.0f} s). Raise max_host_mem, or make "
-                f"the program smaller"
+                f"the program smaller",
+                max_host_mem,
             )
         if progress is not None:
             progress(time.monotonic() - started)
@@ -228,14 +277,23 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _read_result(folder: Path) -> Compiled:
-    result = json.loads((folder / "result.json").read_text())
+    result = _result_in(folder)
     if "error" in result:
-        raise CompileError(_refusal(result["error"]))
+        refused = result["error"].startswith(_COMPILERS_OWN)
+        raise (_FailsAgainError if refused else CompileError)(_refusal(result["error"]))
     try:
         buffers = assigned_buffers(folder / "dump")
     except FileNotFoundError as error:
         raise CompileError(str(error)) from error
     return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
+
+
+def _result_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+_COMPILERS_OWN = ("XlaRuntimeError", "JaxRuntimeError")
+"""Types of errors that are the compiler's; others may be this machine's."""
 
 
 def _refusal(reason: str) -> str:

@@ -24,6 +24,8 @@ from xla_fsdp.preflight.report import (
     title,
 )
 from xla_fsdp.preflight.topologies import MIB
+from xla_fsdp.preflight.tuned import HEADINGS as TUNED_HEADINGS
+from xla_fsdp.preflight.tuned import Candidate, Tuned
 
 _STYLE = (
     ":root{color-scheme:light}"
@@ -32,7 +34,8 @@ _STYLE = (
     "h1{margin-bottom:0}h2{margin-top:2.2em;border-bottom:1px solid #ddd;padding-bottom:.2em}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap;font-size:14px}"
     "td,th{padding:.3em .7em;text-align:right}"
-    "td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}"
+    "td:nth-child(-n+2),th:nth-child(-n+2),.tuned td:last-child,.tuned th:last-child"
+    "{text-align:left}"
     "th{border-bottom:1px solid #999}tr:nth-child(odd) td{background:#f5f5f5}"
     ".no{color:#b00020;font-weight:bold}.yes{color:#1b7a34;font-weight:bold}"
     "svg{display:block;width:100%;height:auto;margin:.6em 0}svg text{font-size:12px;fill:#333}"
@@ -52,18 +55,46 @@ _COLORS = {
 }  # fmt: skip
 
 
+_RECIPE_COLORS = {"lean": "#4c78a8", "fast": "#f58518", "plain": "#54a24b"}
+
+
 def page(reports: Sequence[Report]) -> str:
     """Return an HTML page of reports."""
     rows = "".join(map(_row, reports))
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
+    return _document(
+        f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
+        f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>'
+        f"<h2>Memory against the chip's capacity</h2>{_legend()}{_memory_bars(reports)}"
+        f"{''.join(map(_section, reports))}"
+    )
+
+
+def tuned_page(tuned: Tuned) -> str:
+    """Return an HTML page of a search: what was tried, and the report on the best."""
+    headings = "".join(f"<th>{escape(heading)}</th>" for heading in TUNED_HEADINGS)
+    best = tuned.best
+    return _document(
+        f'<p class="note">{escape(tuned.topology)}: each point is a recipe, a mesh and a batch '
+        f"size, filled if it was compiled as it is to run, and else predicted.</p>"
+        f"{_scatter(tuned)}"
+        f'<div class="wide"><table class="tuned"><tr>{headings}</tr>'
+        f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table></div>"
+        f"{_section(best.report) if best and best.report else ''}"
+    )
+
+
+def _tuned_row(tuned: Tuned, candidate: Candidate) -> str:
+    columns = (f"<td>{escape(cell)}</td>" for cell in tuned.cells(candidate))
+    return f"<tr>{''.join(columns)}</tr>"
+
+
+def _document(body: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
         f"<title>Preflight</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>"
-        f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
-        f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>'
-        f"<h2>Memory against the chip's capacity</h2>{_legend()}{_memory_bars(reports)}"
-        f"{''.join(map(_section, reports))}</body></html>\n"
+        f"{body}</body></html>\n"
     )
 
 
@@ -105,6 +136,7 @@ WIDTH, LEFT, RIGHT = 1000, 250, 115  # width of a drawing and of its margins, wh
 INNER = WIDTH - LEFT - RIGHT
 BAR = 30
 HEIGHT, LANE, GAP = 220, 18, 6  # heights of the memory plot, and of the collectives below it
+PLOT = 320  # height of a search's plot
 TICKS = 5
 
 
@@ -144,6 +176,55 @@ def _bar(report: Report, x: _Scale, top: float) -> str:
     fits = "" if report.fits else " !"
     drawn.append(_text(WIDTH - RIGHT + 8, top + 19, f"{_mib(memory.peak)} MiB{fits}", "start"))
     return "".join(drawn)
+
+
+SHOWN_MEMORY = 1.5
+"""Points of a search are drawn up to so many times the chip's capacity."""
+
+
+def _scatter(tuned: Tuned) -> str:
+    """Draw what each candidate needs against its rate, with a line at the chip's capacity."""
+    most = SHOWN_MEMORY * tuned.capacity
+    known = [(each, each.figures) for each in tuned.candidates if each.figures is not None]
+    points = [(each, found.needed) for each, found in known if found.needed <= most]
+    x = _Scale(most, LEFT, INNER)
+    fastest = max((tuned.rate(each) for each, _ in points), default=0.0)
+    y = _Scale(1.05 * fastest, PLOT, -PLOT + 10)
+    drawn = [
+        *_scatter_axes(x, y, tuned.unit),
+        _line(x(tuned.capacity), 10, x(tuned.capacity), PLOT, "capacity",
+              f"capacity: {_mib(tuned.capacity)} MiB"),
+        *(_point(tuned, each, x(needed), y(tuned.rate(each))) for each, needed in points),
+    ]  # fmt: skip
+    legend = "".join(
+        f'<span><i style="background:{color}"></i>{name}</span>'
+        for name, color in _RECIPE_COLORS.items()
+    )
+    plot = _svg("scatter", PLOT + 26, "Memory against estimated rate", drawn)
+    return f'<p class="legend">{legend}</p>{plot}'
+
+
+def _scatter_axes(x: _Scale, y: _Scale, unit: str) -> Iterator[str]:
+    for size in axis_marks(x.top / MIB):
+        at = x(size * MIB)
+        yield _line(at, 10, at, PLOT, "grid")
+        yield _text(at, PLOT + 16, f"{size:,.0f} MiB", "middle")
+    for rate in axis_marks(y.top):
+        yield _line(LEFT, y(rate), WIDTH - RIGHT, y(rate), "grid")
+        yield _text(LEFT - 8, y(rate) + 4, f"{rate:,.0f} {unit}/s", "end")
+
+
+def _point(tuned: Tuned, candidate: Candidate, x: float, y: float) -> str:
+    color = _RECIPE_COLORS[candidate.way.recipe.name]
+    fill = color if candidate.report else "#fff"
+    hint = (
+        f"{candidate.way}, batch {candidate.batch}: {tuned.rate(candidate):,.0f} {tuned.unit}/s. "
+        f"{tuned.reason(candidate) or 'The best'}"
+    )
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{9 if candidate == tuned.best else 5}" '
+        f'fill="{fill}" stroke="{color}" stroke-width="2">{_hint(hint)}</circle>'
+    )
 
 
 def _step_timeline(report: Report) -> str:

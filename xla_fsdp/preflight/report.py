@@ -224,7 +224,7 @@ HEADINGS = (
 def table(reports: Sequence[Report]) -> str:
     """Return one row per report, and below, the fastest of each topology and all warnings."""
     warnings = dict.fromkeys(line for report in reports for line in _warnings(report))
-    rows = _aligned([HEADINGS, *map(cells, reports)])
+    rows = aligned([HEADINGS, *map(cells, reports)])
     return "\n".join((*rows, *_fastest_ones(reports), *warnings))
 
 
@@ -263,11 +263,12 @@ def cells(report: Report) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1)) -> list[str]:
+    """Return rows as lines; the columns of these numbers are flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -291,7 +292,7 @@ def _memory(report: Report) -> str:
     if memory.too_large_by:
         head += " (the compiler refused it, so its code is not known)"
     rows = [(label, "", f"{size / MIB:,.1f}") for label, size in sizes.items()]
-    return "\n".join((head, *(f"  {line}" for line in _aligned(rows))))
+    return "\n".join((head, *(f"  {line}" for line in aligned(rows))))
 
 
 def _traffic(report: Report) -> str:
@@ -304,7 +305,7 @@ def _traffic(report: Report) -> str:
         f"On the wire per rank and step: {report.wire_bytes / MB:,.0f} MB (minimum "
         f"{report.minimum_wire_bytes / MB:,.0f}), {report.blocking_bytes / MB:,.0f} MB blocking"
     )
-    return "\n".join((head, *(f"  {line}" for line in _aligned(rows))))
+    return "\n".join((head, *(f"  {line}" for line in aligned(rows))))
 
 
 def _time(report: Report) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.mesh import init_mesh
+from xla_fsdp.distributed.mesh import TENSOR
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked import LinearCrossEntropy, StreamedEmbedding
@@ -92,7 +92,7 @@ def parallelize(
     chosen = Recipe.of(recipe)
     _check(model, optimizer, chosen, auto_wrap_policy, options)
     plan = _Plan(chosen, type(model).__name__)
-    options = {**_options_of(chosen), **options}
+    options |= _options_of(chosen)
     ignored = _ignored(options)
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
     _find_stacks_in_several_groups(lists, optimizer, plan)
@@ -229,6 +229,11 @@ def _problems(
         yield "auto_wrap_policy and the recipe's units both choose units; give one"
     if recipe.mesh is not None and options.get("mesh", options.get("device_mesh")) is not None:
         yield "a mesh is given, and the recipe has one; give one"
+    if recipe.mesh is not None and TENSOR in dict(recipe.mesh) and not _is_cut(model):
+        yield (
+            "the recipe's mesh has an axis tensor, and no layer of the model is cut over it; call "
+            "parallelize_module(model, recipe.init_mesh()['tensor'], plan) first"
+        )
     if recipe.compute_dtype is not None and options.get("compute_dtype") is not None:
         yield "compute_dtype is given, and the recipe has one; give one"
     if isinstance(optimizer, Optimizer) and optimizer.state:
@@ -242,10 +247,18 @@ def _options_of(recipe: Recipe) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if recipe.compute_dtype is not None:
         options["compute_dtype"] = getattr(torch, recipe.compute_dtype)
-    if recipe.mesh is not None:
-        sizes = dict(recipe.mesh)
-        options["mesh"] = init_mesh(tuple(sizes.values()), tuple(sizes))
+    if (mesh := recipe.init_mesh()) is not None:
+        options["mesh"] = mesh[tuple(name for name in mesh.axis_names if name != TENSOR)]
     return options
+
+
+def _is_cut(model: nn.Module) -> bool:
+    """Return whether a layer is cut over ranks, as ``parallelize_module`` does."""
+    return any(
+        placement_in(module, name) is not None
+        for module in model.modules()
+        for name in module._parameters
+    )
 
 
 def _ignored(options: dict[str, Any]) -> Ignored:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from xla_fsdp.distributed.mesh import Mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,7 +61,8 @@ class Recipe:
             gone after backward, and cannot be clipped.
         compile_step: let ``compile`` trace a step a few times, and then replay it.
         compute_dtype: name of the dtype in which parameters are gathered and used ("bfloat16").
-        mesh: sizes of the mesh's axes by name, as {"replica": 2, "shard": 4}.
+        mesh: sizes of the mesh's axes by name, as {"replica": 2, "shard": 4}. Over an axis
+            ``tensor`` the model is cut before, with the mesh that ``init_mesh`` returns.
 
     Raises:
         ValueError: for a value that a field cannot have.
@@ -95,6 +99,15 @@ class Recipe:
         """Return whether a field of True, False or None asks for its feature."""
         given = getattr(self, switch)
         return switch not in _OFF[self.name] if given is None else given
+
+    def init_mesh(self) -> Mesh | None:
+        """Lay the ranks of the job out as ``mesh`` says; return None if it says nothing."""
+        from xla_fsdp.distributed.mesh import init_mesh
+
+        if self.mesh is None:
+            return None
+        sizes = dict(self.mesh)
+        return init_mesh(tuple(sizes.values()), tuple(sizes))
 
     def resolved(self, report: list[str], **values: Any) -> Recipe:
         """Return the recipe with the values that were chosen, and what there is to tell of them."""
@@ -228,6 +241,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"compute_dtype is {recipe.compute_dtype!r}, which is no dtype of torch"
     if not isinstance(recipe.mesh, tuple | None):
         yield f"mesh is {recipe.mesh!r}; give sizes by name of the axis"
+    if isinstance(recipe.mesh, tuple) and [name for name, _ in recipe.mesh] == ["tensor"]:
+        yield "mesh has an axis tensor alone; give shard=1 before it"
     for name, size in recipe.mesh if isinstance(recipe.mesh, tuple) else ():
         if not isinstance(size, int) or size < 1:
             yield f"mesh has {name}={size}; sizes are whole numbers from 1"

@@ -1,0 +1,150 @@
+"""A stand-in for tracing and for the TPU compiler's process: steps of known memory and time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xla_fsdp import Recipe
+from xla_fsdp.preflight import CompileError, compiler, trials, tuning
+from xla_fsdp.preflight.program import Program, Traced
+from xla_fsdp.preflight.topologies import Topology
+
+MIB = 2**20
+CLOCK_HZ = 1.5e9  # of v5e
+
+MODULE = """HloModule step, is_scheduled=true
+
+%twice (x: f32[8]) -> f32[8] {{
+  %x = f32[8] parameter(0)
+  ROOT %sum = f32[8] add(%x, %x)
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8] parameter(0)
+  ROOT %done = f32[8] fusion(%p), kind=kLoop, calls=%twice, backend_config={{"estimated_cycles":"{cycles}"}}
+}}
+"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step needs: MiB and milliseconds, of layers and samples."""
+
+    mib_fixed: float = 1000
+    mib_per_layer: float = 100
+    mib_per_layer_and_sample: float = 50
+    ms_fixed: float = 10
+    ms_per_layer_and_sample: float = 1
+    is_loop: bool = False
+    refused: str = ""
+    refused_from: int = 0  # layers
+    raises: str = ""
+
+    def mib(self, depth: int, batch: int) -> float:
+        """Memory of a step."""
+        per_layer = self.mib_per_layer + batch * self.mib_per_layer_and_sample
+        return self.mib_fixed + depth * per_layer
+
+    def ms(self, depth: int, batch: int) -> float:
+        """Time of a step."""
+        return self.ms_fixed + depth * batch * self.ms_per_layer_and_sample
+
+
+@dataclass
+class FakeCompiler:
+    """Traces and compiles what ``costs`` says of each recipe, and counts.
+
+    Attributes:
+        compiled: name of the recipe, depth and batch of what was compiled, in order.
+        most_at_once: compilations that ran at the same time.
+        now: seconds on the clock of the search, which compilations alone move on.
+
+    Args:
+        costs: by recipe.
+        seconds: that a compilation takes on that clock.
+        together: how many wait for each other.
+    """
+
+    costs: Callable[[Recipe], Cost]
+    seconds: int = 0
+    together: int = 1
+    now: float = 0.0
+    compiled: list[tuple[str, int, int]] = field(default_factory=list)
+    most_at_once: int = 0
+    _running: int = 0
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def build_step(self, recipe: Recipe, batch: int = 1, depth: int = 32, length: int = 100) -> Any:
+        """As the user's: the description of a step."""
+        cost = self.costs(recipe)
+        if cost.raises:
+            raise ValueError(cost.raises)
+        return lambda: (recipe, depth, batch, cost)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the place of tracing and of the compiler's process."""
+        monkeypatch.setattr(trials, "traced_on", self._trace)
+        monkeypatch.setattr(compiler, "_run_child", self._run_child)
+        for module in (trials, tuning):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now)
+
+    def _trace(
+        self, topology: Topology, build_step: Callable[..., Any], options: Mapping[str, Any]
+    ) -> Traced:
+        recipe, depth, batch, cost = build_step(**options)()
+        facts = {
+            "recipe": recipe.name, "depth": depth, "batch": batch, "all": repr(recipe),
+            "mib": cost.mib(depth, batch), "ms": cost.ms(depth, batch),
+            "refused": cost.refused if depth >= cost.refused_from else "",
+        }  # fmt: skip
+        words = json.dumps(facts).encode()
+        length = 10_000 if cost.is_loop else 10_000 * depth
+        return Traced((Program(words.ljust(length), (), ()),))
+
+    def _run_child(
+        self, folder: Path, environment: Any, max_host_mem: int, progress: Callable[[float], None]
+    ) -> None:
+        facts = json.loads((folder / "program.pb").read_bytes())
+        with self._lock:
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+        try:
+            self._wait(progress)
+        finally:
+            with self._lock:
+                self._running -= 1
+        self.compiled.append((facts["recipe"], facts["depth"], facts["batch"]))
+        if "killed" in facts["refused"]:
+            raise CompileError("the TPU compiler ended with exit code -9")
+        if facts["refused"]:
+            result = {"error": f"JaxRuntimeError: {facts['refused']}"}
+            (folder / "result.json").write_text(json.dumps(result))
+            return
+        _write(folder, facts)
+
+    def _wait(self, progress: Callable[[float], None]) -> None:
+        for passed in range(self.seconds):
+            self.now += 1
+            progress(passed)
+        limit = time.monotonic() + 60
+        while self.most_at_once < self.together and time.monotonic() < limit:
+            time.sleep(0.01)
+
+
+def _write(folder: Path, facts: dict[str, Any]) -> None:
+    cycles = round(facts["ms"] / 1e3 * CLOCK_HZ)
+    (folder / "optimized.txt").write_text(MODULE.format(cycles=cycles))
+    (folder / "dump").mkdir()
+    size = round(facts["mib"] * MIB)
+    assignment = f"allocation 0: size {size}, maybe-live-out\n"
+    (folder / "dump" / "x-buffer-assignment.txt").write_text(assignment)
+    keys = ("code", "too_large_by", "seconds", "cpu_seconds", "peak_host_bytes")
+    (folder / "result.json").write_text(json.dumps(dict.fromkeys(keys, 0)))

@@ -1,0 +1,400 @@
+"""``tune`` with a stand-in for the TPU compiler: what is compiled, chosen, kept and told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.common.tuning import MIB, Cost, FakeCompiler
+from xla_fsdp import Recipe
+from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
+from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
+from xla_fsdp.preflight.candidates import RECIPES, data_ranks, meshes
+from xla_fsdp.preflight.html import tuned_page
+from xla_fsdp.preflight.prediction import Figures, figures_at
+from xla_fsdp.preflight.program import Program
+from xla_fsdp.preflight.topologies import find_topology
+
+pytest.importorskip("libtpu", reason="keys of the cache hold its version")
+
+FULL = 32
+LEAN, FAST, PLAIN = Recipe("lean"), Recipe("fast"), Recipe("plain")
+COSTS = {
+    # 16,125 MiB of a v5e can be used.
+    "lean": Cost(mib_per_layer_and_sample=50, ms_per_layer_and_sample=1.2, is_loop=True),
+    "fast": Cost(mib_per_layer_and_sample=100, is_loop=True),
+    "plain": Cost(mib_per_layer_and_sample=400),
+}
+
+Search = Callable[..., tuple[Tuned, FakeCompiler]]
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Search:
+    def found(
+        costs: Callable[[Recipe], Cost] = lambda recipe: COSTS[recipe.name],
+        seconds: int = 0,
+        together: int = 1,
+        **options: Any,
+    ) -> tuple[Tuned, FakeCompiler]:
+        fake = FakeCompiler(costs, seconds, together)
+        fake.install(monkeypatch)
+        given = {"choices": {"recipe": [LEAN, FAST, PLAIN]}, "tried_meshes": [{"shard": 16}]}
+        options = {"jobs": 1, "cache_dir": tmp_path / "cache", **given, **options}
+        return tune(fake.build_step, topology="v5e:4x4", **options), fake
+
+    return found
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def test_the_fastest_that_fits_is_found_and_compiled_in_full(search: Search) -> None:
+    tuned, _ = search()
+    # lean: 1000 + 32 * (100 + 50 * 4) = 10,600 at batch 4, 17,000 at 8; fast: 17,000 at 4.
+    best = tuned.best
+    assert best is not None
+    assert best.report is not None
+    # fast at 2: 16 * 2 / (10 + 64) = 432 samples/s; lean at 4: 16 * 4 / (10 + 153.6) = 391
+    assert (best.way.recipe.name, best.batch) == ("fast", 2)
+    assert best.rate == pytest.approx(16 * 2 / 0.074, rel=1e-3)
+    assert best.report.memory.peak == 10_600 * MIB
+    names = [each.way.recipe.name for each in tuned.ranking()]
+    assert names == ["fast", "lean", "plain"]
+
+
+def test_the_search_agrees_with_trying_everything(search: Search) -> None:
+    batches = [1, 2, 3, 4, 5, 6]
+    tuned, fake = search(choices={"recipe": [LEAN, FAST, PLAIN], "batch": batches})
+    usable = tuned.capacity / MIB
+    rates = {
+        (name, batch): 16 * batch / cost.ms(FULL, batch) * 1e3
+        for name, cost in COSTS.items()
+        for batch in batches
+        if cost.mib(FULL, batch) <= usable
+    }
+    assert tuned.best is not None
+    assert (tuned.best.way.recipe.name, tuned.best.batch) == max(rates, key=lambda k: rates[k])
+    for each in tuned.candidates:
+        cost = COSTS[each.way.recipe.name]
+        assert each.figures is not None
+        assert each.figures.needed == pytest.approx(cost.mib(FULL, each.batch) * MIB, rel=1e-4)
+        assert each.figures.seconds == pytest.approx(cost.ms(FULL, each.batch) / 1e3, rel=1e-4)
+    assert len(fake.compiled) < len(batches) * len(COSTS)
+
+
+def test_loops_are_compiled_in_full_and_others_at_two_depths(search: Search) -> None:
+    _, fake = search(choices={"recipe": [LEAN, PLAIN], "batch": [1, 2, 4]})
+    # lean fits at 4 and is fastest there; plain needs 17,000 MiB at batch 1.
+    assert fake.compiled == [("lean", 32, 1), ("lean", 32, 2), ("plain", 4, 1), ("plain", 8, 1),
+                          ("lean", 32, 4)]  # fmt: skip
+
+
+def test_a_shallow_model_is_compiled_as_it_is(search: Search) -> None:
+    _, fake = search(choices={"recipe": [PLAIN], "batch": [1, 2], "depth": [8]})
+    assert fake.compiled == [("plain", 8, 1), ("plain", 8, 2)]
+
+
+def test_a_winner_that_does_not_hold_gives_way_to_the_next(search: Search) -> None:
+    class Bent(Cost):
+        def mib(self, depth: int, batch: int) -> float:  # grows faster than the line
+            return 1000 + 30 * batch**3
+
+    def costs(recipe: Recipe) -> Cost:
+        return Bent(is_loop=True)
+
+    batches = [1, 2, 4, 6, 8, 10]
+    tuned, fake = search(costs, choices={"recipe": [LEAN], "batch": batches})
+    # By the first two, 10 needs 2,980 MiB; it needs 31,000. 6 needs 7,480, and 8 needs 16,360.
+    assert tuned.best is not None
+    assert tuned.best.batch == 6
+    assert tuned.best.figures is not None
+    assert tuned.best.figures.needed == 7_480 * MIB
+    assert ("lean", 32, 10) in fake.compiled
+
+
+def test_the_fastest_two_are_tried_on_other_meshes(search: Search) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        axes = dict(recipe.mesh or ())
+        if "tensor" in axes:
+            return Cost(raises="no layer is cut")
+        slower = 0.9 if axes.get("replica") == 2 else 1.0
+        cost = COSTS[recipe.name]
+        return Cost(
+            ms_per_layer_and_sample=slower * cost.ms_per_layer_and_sample,
+            mib_per_layer_and_sample=cost.mib_per_layer_and_sample,
+            is_loop=cost.is_loop,
+        )
+
+    tuned, _ = search(costs, tried_meshes=None)
+    assert tuned.recipe == Recipe("fast", mesh={"replica": 2, "shard": 8})
+    tried = {(each.way.recipe.name, each.way.recipe.mesh) for each in tuned.candidates}
+    assert len(tried) == 3 + 2 * (len(meshes(16)) - 1)
+    assert not any(name == "plain" and mesh for name, mesh in tried)
+    failed = [each for each in tuned.ranking() if each.failed]
+    assert len(failed) == 2 * 3
+    assert {each.failed for each in failed} == {"ValueError: no layer is cut"}
+
+
+def test_a_recipe_with_a_mesh_keeps_it(search: Search) -> None:
+    recipe = Recipe("lean", mesh={"replica": 4, "shard": 4})
+    tuned, _ = search(choices={"recipe": [recipe]}, tried_meshes=None)
+    assert {each.way.recipe for each in tuned.candidates} == {recipe}
+
+
+def test_layers_are_not_swept(search: Search) -> None:
+    with pytest.raises(ValueError, match="depth is the number of layers, and cannot be swept"):
+        search(choices={"recipe": [LEAN], "depth": [16, 32]})
+    with pytest.raises(ValueError, match="build_step has no parameter 'layers' for its number"):
+        search(depth_option="layers")
+
+
+def test_other_options_are_swept(search: Search) -> None:
+    tuned, _ = search(choices={"recipe": [LEAN], "length": [50, 100]})
+    assert tuned.ranking()[0].way.options == (("length", 50),)
+    assert tuned.ranking()[1].failed == "the same program as lean shard=16 length=50"
+
+
+def test_ranks_along_tensor_and_context_share_samples() -> None:
+    assert data_ranks(Recipe(mesh={"replica": 2, "shard": 2, "tensor": 4}), 16) == 4
+    assert data_ranks(Recipe(mesh={"shard": 8, "context": 2}), 16) == 8
+    assert data_ranks(Recipe(), 16) == 16
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 256])
+def test_meshes_hold_all_ranks_once(ranks: int) -> None:
+    none, *others = meshes(ranks)
+    assert none is None
+    products = [each.get("replica", 1) * each["shard"] * each.get("tensor", 1) for each in others]
+    assert set(products) == {ranks}
+    assert len({json.dumps(each) for each in others}) == len(others)
+
+
+# ---------------------------------------------------------------- failures, budget, cache, jobs
+
+
+def test_what_fails_is_told_and_the_search_goes_on(search: Search) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        if recipe.remat == "none":
+            return Cost(refused="no such layout")
+        failures = {"plain": Cost(raises="gradients are gone"), "fast": Cost(refused="killed")}
+        return failures.get(recipe.name, COSTS["lean"])
+
+    recipes = [FAST, PLAIN, Recipe("lean", remat="none"), LEAN]
+    tuned, _ = search(costs, choices={"recipe": recipes})
+    assert tuned.recipe == Recipe("lean", mesh={"shard": 16})
+    failed = {each.way.recipe: each.failed for each in tuned.candidates}
+    *others, _ = (dataclasses.replace(each, mesh={"shard": 16}) for each in recipes)
+    assert [failed[each] for each in others] == [
+        "the TPU compiler ended with exit code -9",
+        "ValueError: gradients are gone",
+        "the TPU compiler refused the program: JaxRuntimeError: no such layout",
+    ]
+    table = tuned.text()
+    assert "ValueError: gradients are gone" in table
+    assert "exit code -9" in table
+
+
+def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        deep = Cost(refused="killed", refused_from=FULL, mib_per_layer=1)
+        return deep if recipe.name == "plain" else COSTS["lean"]
+
+    tuned, fake = search(costs, choices={"recipe": [PLAIN, LEAN], "batch": [1, 2, 4]})
+    assert tuned.recipe.name == "lean"
+    [plain] = [each for each in tuned.ranking() if each.way.recipe.name == "plain"]
+    assert plain.failed == "batch 4: the TPU compiler ended with exit code -9"
+    assert [each for each in fake.compiled if each[:2] == ("plain", 32)] == [("plain", 32, 4)]
+
+
+def test_nothing_that_fits_is_an_answer(search: Search) -> None:
+    tuned, _ = search(lambda recipe: Cost(mib_fixed=20_000, is_loop=True))
+    assert tuned.best is None
+    assert "lacks" in tuned.text()
+    with pytest.raises(ValueError, match="nothing that was tried fits v5e:4x4"):
+        tuned.save("nowhere.json")
+
+
+def test_a_second_search_compiles_nothing_and_an_interrupted_one_goes_on(
+    search: Search, tmp_path: Path
+) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        return Cost(refused="no such layout") if recipe.name == "fast" else COSTS[recipe.name]
+
+    first, fake = search(costs, budget=100, seconds=30)
+    begun = len(fake.compiled)
+    second, fake = search(costs)
+    rest = len(fake.compiled)
+    third, fake = search(costs)
+    assert fake.compiled == []
+    assert begun > 0
+    assert rest > 0
+    _, fake = search(costs, cache_dir=tmp_path / "another")
+    assert len(fake.compiled) == begun + rest
+    assert first.recipe == Recipe("lean", mesh={"shard": 16})
+    assert third.candidates[-1] == second.candidates[-1]
+    [told] = [each.failed for each in third.candidates if each.failed]
+    assert "no such layout (kept from an earlier run, in " in told
+
+
+def test_a_limit_of_memory_that_was_too_low_may_be_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits: list[int] = []
+
+    def run_child(folder: Path, environment: Any, limit: int, progress: Any) -> None:
+        limits.append(limit)
+        raise compiler._FailsAgainError("too much", limit)
+
+    monkeypatch.setattr(compiler, "_run_child", run_child)
+    program, slice_ = Program(b"", (), ()), find_topology("v5e:2x2")
+    for limit in (10, 10, 5, 20):
+        with pytest.raises(CompileError, match="too much"):
+            compiler.compile_program(program, slice_, max_host_mem=limit, cache_dir=tmp_path)
+    assert limits == [10, 20]
+
+
+def test_the_budget_ends_the_search(search: Search) -> None:
+    tuned, fake = search(budget=100, seconds=30)
+    # From 60 on "fast" is compiled until 75, and then lean at a larger batch until 100.
+    assert fake.compiled == [("lean", 32, 1), ("lean", 32, 2)]
+    assert fake.now <= 101
+    assert tuned.best is not None
+    assert (tuned.best.way.recipe.name, tuned.best.batch) == ("lean", 2)
+    reasons = {each.way.recipe.name: tuned.reason(each) for each in tuned.candidates[-2:]}
+    assert set(reasons.values()) == {"the budget ended before it was compiled"}
+    larger = [each for each in tuned.candidates if each.batch == 4]
+    assert [tuned.reason(each) for each in larger] == [
+        "the budget ended before it was compiled in full"
+    ]
+
+
+def test_nothing_is_known_if_the_budget_ends_first(search: Search) -> None:
+    tuned, fake = search(budget=20, seconds=60)
+    assert fake.compiled == []
+    assert fake.now <= 21
+    assert tuned.best is None
+    assert "Nothing that was compiled in full fits v5e:4x4." in tuned.text()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_as_many_are_compiled_at_once_as_jobs(search: Search, jobs: int) -> None:
+    tuned, fake = search(jobs=jobs, together=jobs)
+    assert fake.most_at_once == jobs
+    assert tuned.recipe.name == "fast"
+
+
+@pytest.mark.parametrize(
+    ("gib", "cpus", "jobs"), [(23, 2, 1), (23, 16, 2), (100, 8, 4), (5, 64, 1), (100, None, 1)]
+)
+def test_memory_and_processors_limit_jobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gib: int, cpus: int | None, jobs: int
+) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text(f"MemTotal: 1 kB\nMemAvailable: {gib * 2**20} kB\n")
+    monkeypatch.setattr(trials, "_MEMORY_INFO", info)
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    assert trials.jobs_that_fit(10 * 2**30) == jobs
+
+
+# ---------------------------------------------------------------- prediction, table, command line
+
+
+def test_prediction_is_a_line_through_the_nearest_two() -> None:
+    known = {4: Figures(8, 4, 0, 1), 8: Figures(16, 4, 2, 3), 32: Figures(100, 5, 2, 3)}
+    assert figures_at(known, 8) == known[8]
+    assert figures_at(known, 6) == Figures(12, 4, 1, 2)
+    assert figures_at(known, 20).needed == 58
+    assert figures_at(known, 56).needed == 184
+    assert figures_at(known, 1) == Figures(2, 4, 0, 0)  # nothing is below 0
+    assert Figures(0, 3, 2, 5).seconds == 7
+
+
+def test_losers_are_told_where_they_lose(search: Search) -> None:
+    tuned, _ = search()
+    [best, lean, plain] = tuned.ranking()
+    assert tuned.reason(best) == ""
+    assert tuned.reason(lean) == "10.5% more time for each sample, of it most in compute"
+    assert tuned.reason(plain) == "lacks 875 MiB"
+    rows = tuned.text().splitlines()
+    assert rows[1].split()[:3] == ["fast", "shard=16", "2"]
+    assert "43,243 tokens" in rows[1]  # 100 tokens each
+    assert "Fastest that fits: fast shard=16, batch 2, 43,243 tokens/s by estimate" in rows
+    assert "HBM per rank (MiB), fits" in tuned.text()
+
+
+def test_the_page_plots_memory_against_the_rate(search: Search) -> None:
+    tuned, _ = search()
+    page = tuned_page(tuned)
+    drawn = [each for each in tuned.candidates if each.figures]
+    shown = [each for each in drawn if each.figures.needed <= 1.5 * tuned.capacity]  # type: ignore[union-attr]
+    assert page.count("<circle") == len(shown) > 3
+    assert page.count('r="9"') == 1
+    assert "tokens/s" in page
+    assert "lacks 875 MiB" in page
+
+
+def no_recipe(batch: int) -> None:
+    """A step that cannot be tuned."""
+
+
+def nothing_at_all() -> None:
+    """Another one."""
+
+
+def both(recipe: Recipe, batch: int) -> None:
+    """A step that can."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["no_recipe", "--tune"], "no_recipe cannot be tuned: add the parameter `recipe`, and hand "
+         "it to parallelize(model, optimizer, recipe)\n"),
+        (["nothing_at_all", "--tune"], "and the parameter `batch`, and make so many samples"),
+        (["no_recipe", "--budget", "3m"], "--budget: these are of a search; add --tune"),
+        (["no_recipe", "--tune", "--run", "3"], "give one of them"),
+        (["no_recipe", "--tune", "--topology", "v5e:2x2", "--topology", "v5e:4x4"], "give one"),
+        (["both", "--tune", "--mesh", "shard=5"], "5 = 5 ranks, but the job has 16"),
+        (["both", "--tune", "--sweep", "recipe=leen"], "there is no recipe 'leen'"),
+        (["no_recipe", "--tune", "--set", "jobs=3"], "jobs cannot be set"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_told(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"{__name__}:{arguments[0]}", *arguments[1:]]) == USAGE_EXIT_CODE
+    assert reason in capsys.readouterr().err
+
+
+def test_the_command_writes_the_recipe_and_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeCompiler(lambda recipe: COSTS[recipe.name])
+    fake.install(monkeypatch)
+    monkeypatch.setattr("xla_fsdp.preflight.__main__._load", lambda target: fake.build_step)
+    best, page, figures = (tmp_path / each for each in ("best.json", "page.html", "all.json"))
+    command = ["train:build_step", "--tune", "--budget", "30m", "--recipe_file", str(best)]
+    command += ["--html", str(page), "--json", str(figures), "--cache_dir", str(tmp_path)]
+    command += ["--sweep", "recipe=lean,fast", "--sweep", "batch=1,2,4", "--set", "depth=16"]
+    assert main([*command, "--mesh", "replica=2,shard=8"]) == 0
+    assert Recipe.load(best) == Recipe("fast", mesh={"replica": 2, "shard": 8})
+    assert f"The recipe is in {best}; train with batch=4" in capsys.readouterr().out
+    assert "<circle" in page.read_text()
+    assert json.loads(figures.read_text())["best"]["options"]["batch"] == 4
+
+
+@pytest.mark.parametrize("word", ["30", "m", "0m", "xm", "infh"])
+def test_what_is_no_time_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["x:y", "--tune", "--budget", word])
+    assert "is no time such as 90s, 30m or 2h" in capsys.readouterr().err
+
+
+def test_the_usual_recipes_differ() -> None:
+    assert len(set(RECIPES)) == len(RECIPES)

@@ -1,0 +1,90 @@
+"""What a search may try: recipes, meshes and batch sizes. Imports no torch_xla."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_fsdp.recipe.options import Recipe
+
+RECIPES = (
+    Recipe("lean", offload_activations=False),
+    Recipe("fast"),
+    Recipe("lean", offload_activations=False, remat="none"),
+    Recipe("lean"),
+    Recipe("fast", remat="none"),
+    Recipe("lean", remat="none"),
+    Recipe("plain"),
+    Recipe("plain", remat="none"),
+)
+"""Those tried by default, the most promising first: a budget may end the search."""
+
+MOST_DOUBLINGS = 10
+"""Of the first batch size, where no sizes are given."""
+
+LARGEST_TENSOR = 8
+"""Ranks along an axis ``tensor``, where no meshes are given."""
+
+SHARING = ("tensor", "context")
+"""Axes whose ranks share samples."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to build a step, but for the batch: a recipe, and swept options of ``build_step``."""
+
+    recipe: Recipe
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        options = [f"{name}={value}" for name, value in self.options]
+        return " ".join([recipe_text(self.recipe), *options])
+
+    def on(self, mesh: Mapping[str, int] | None) -> Way:
+        """Return the same on another mesh."""
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, mesh=mesh))
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """Return a recipe in a line: its name, the fields that are set, and the mesh."""
+    words = [recipe.name]
+    for field in dataclasses.fields(Recipe):
+        value = getattr(recipe, field.name)
+        if field.init and value is not None and field.name not in ("name", "mesh"):
+            words.append(f"{field.name}={value}")
+    axes = recipe.mesh if isinstance(recipe.mesh, tuple) else ()
+    return " ".join([*words, *(f"{axis}={size}" for axis, size in axes)])
+
+
+def ways(recipes: Sequence[Recipe], choices: Mapping[str, Sequence[Any]]) -> list[Way]:
+    """Return every recipe with every combination of other options."""
+    found = itertools.product(recipes, itertools.product(*choices.values()))
+    return [Way(recipe, tuple(zip(choices, values, strict=True))) for recipe, values in found]
+
+
+def meshes(num_ranks: int) -> list[dict[str, int] | None]:
+    """Return meshes of so many ranks: none (all of them shard), then those with replicas or tensor
+    parallelism."""
+    found: list[dict[str, int] | None] = [None]
+    for size in itertools.takewhile(lambda each: each < num_ranks, (2**n for n in range(1, 20))):
+        if num_ranks % size == 0:
+            found.append({"replica": size, "shard": num_ranks // size})
+            if size <= LARGEST_TENSOR:
+                found.append({"shard": num_ranks // size, "tensor": size})
+    return found
+
+
+def doubled(first: int) -> Iterator[int]:
+    """Yield batch sizes from ``first`` on."""
+    return (first * 2**n for n in range(MOST_DOUBLINGS + 1))
+
+
+def data_ranks(recipe: Recipe, num_ranks: int) -> int:
+    """Return how many of the ranks have samples of their own."""
+    for axis, size in recipe.mesh if isinstance(recipe.mesh, tuple) else ():
+        if axis in SHARING:
+            num_ranks //= size
+    return num_ranks

@@ -1,0 +1,48 @@
+"""Predict what a step needs from steps of fewer layers, or of smaller batches.
+
+Memory is the largest of many sums, each of them nearly linear in both, so it lies on or above the
+line through two smaller steps: what a prediction says does not fit, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+
+from xla_fsdp.preflight.report import Report
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one step needs on a rank: bytes of the chip's memory, and estimated seconds."""
+
+    needed: float
+    compute: float
+    blocking: float  # collectives under which no compute is scheduled
+    overlapped: float
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of the step, as ``StepTime.total``."""
+        return max(self.compute, self.overlapped) + self.blocking
+
+    @classmethod
+    def of(cls, report: Report) -> Figures:
+        """Return those of a compiled step."""
+        time = report.step_time
+        needed = report.memory.capacity - report.memory.left
+        return cls(needed, time.compute, time.blocking, time.overlapped)
+
+
+def figures_at(known: Mapping[int, Figures], size: int) -> Figures:
+    """Return figures at a size (layers, or samples) from those at two sizes or more, on the line
+    through the two beside it, or the two nearest."""
+    if size in known:
+        return known[size]
+    sizes = sorted(known)
+    below = sum(each < size for each in sizes)
+    first = min(max(below - 1, 0), len(sizes) - 2)
+    low, high = sizes[first : first + 2]
+    share = (size - low) / (high - low)
+    ends = zip(astuple(known[low]), astuple(known[high]), strict=True)
+    return Figures(*(max(begin + share * (end - begin), 0.0) for begin, end in ends))

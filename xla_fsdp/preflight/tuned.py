@@ -1,0 +1,196 @@
+"""What a search has tried: the winner, and why each of the others lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xla_fsdp.preflight.candidates import Way
+from xla_fsdp.preflight.prediction import Figures
+from xla_fsdp.preflight.report import Report, aligned, full_text
+from xla_fsdp.preflight.topologies import MIB
+from xla_fsdp.recipe.options import Recipe
+
+SHOWN = 10
+"""Rows of the table."""
+
+LONGEST_REASON = 160
+
+HEADINGS = (
+    "recipe and mesh", "batch", "needs MiB", "left MiB", "est. step ms", "per second", "by",
+    "lost because",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step that was compiled, predicted, or could not be.
+
+    Args:
+        way: its recipe, and swept options.
+        batch: samples of each rank that has its own.
+        figures: what it needs; None if that is not known.
+        rate: samples per second of all ranks, 0.0 if not known.
+        report: on the step as it is to run; None if it is predicted.
+        failed: why it has no figures.
+    """
+
+    way: Way
+    batch: int
+    figures: Figures | None = None
+    rate: float = 0.0
+    report: Report | None = None
+    failed: str = ""
+
+    def fits(self, capacity: int) -> bool:
+        """Return whether it is known to need at most so many bytes."""
+        return self.figures is not None and self.figures.needed <= capacity
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of ``tune``.
+
+    Args:
+        topology: name of the slice.
+        capacity: bytes of a chip's memory that a program may use.
+        candidates: all that were tried, by way.
+        length: tokens of a sample; None if ``build_step`` does not say.
+    """
+
+    topology: str
+    capacity: int
+    candidates: tuple[Candidate, ...]
+    length: int | None = None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest by estimate of those that were compiled as they are to run and fit."""
+        compiled = [each for each in self.candidates if each.report and each.fits(self.capacity)]
+        return max(compiled, key=lambda each: each.rate, default=None)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the best, with its mesh.
+
+        Raises:
+            ValueError: if nothing that was compiled fits.
+        """
+        if self.best is None:
+            raise ValueError(f"nothing that was tried fits {self.topology}:\n{self.text()}")
+        return self.best.way.recipe
+
+    def save(self, path: str | Path) -> None:
+        """Write the best recipe to a file, which ``Recipe.load`` and ``parallelize`` read."""
+        self.recipe.save(path)
+
+    @property
+    def unit(self) -> str:
+        """What rates count."""
+        return "samples" if self.length is None else "tokens"
+
+    def rate(self, candidate: Candidate) -> float:
+        """Return tokens per second of all ranks, or samples."""
+        return candidate.rate * (self.length or 1)
+
+    def ranking(self) -> list[Candidate]:
+        """Return the fastest of each way that fits; then those of which none fits; then those that
+        failed."""
+        by_way: dict[Way, list[Candidate]] = {}
+        for each in self.candidates:
+            by_way.setdefault(each.way, []).append(each)
+        return sorted(map(self._foremost, by_way.values()), key=self._rank)
+
+    def _foremost(self, candidates: Sequence[Candidate]) -> Candidate:
+        if (best := self.best) is not None and best in candidates:
+            return best
+        fitting = [each for each in candidates if each.fits(self.capacity)]
+        return max(fitting, key=lambda each: each.rate) if fitting else candidates[0]
+
+    def _rank(self, candidate: Candidate) -> tuple[bool, bool, bool, float]:
+        is_known = candidate.figures is not None
+        is_beaten = candidate != self.best
+        return is_beaten, not is_known, not candidate.fits(self.capacity), -candidate.rate
+
+    def reason(self, candidate: Candidate) -> str:
+        """Return why a candidate is not the best; empty for the best."""
+        if candidate.figures is None:
+            return candidate.failed
+        if not candidate.fits(self.capacity):
+            return f"lacks {(candidate.figures.needed - self.capacity) / MIB:,.0f} MiB"
+        if self.best is None or candidate.rate > self.best.rate:
+            return "the budget ended before it was compiled in full"
+        return "" if candidate == self.best else self._slower(candidate, self.best)
+
+    def _slower(self, candidate: Candidate, best: Candidate) -> str:
+        """Return by how much, and whether computing or waiting takes longer for each sample."""
+        own, least = candidate.figures, best.figures
+        assert own is not None
+        assert least is not None
+        # Seconds of all ranks for a sample, and the part of the step in which a rank computes.
+        seconds, shortest = 1 / candidate.rate, 1 / best.rate
+        computing = seconds * own.compute / own.seconds - shortest * least.compute / least.seconds
+        what = "compute" if 2 * computing > seconds - shortest else "waiting for collectives"
+        return f"{seconds / shortest - 1:.1%} more time for each sample, of it most in {what}"
+
+    def cells(self, candidate: Candidate) -> tuple[str, ...]:
+        """Return the row of a candidate under ``HEADINGS``."""
+        figures, reason = candidate.figures, self.reason(candidate)
+        if len(reason) > LONGEST_REASON:
+            reason = f"{reason[:LONGEST_REASON]}..."
+        name = str(candidate.way)
+        if figures is None:
+            return name, "", "", "", "", "", "", reason
+        return (
+            name,
+            str(candidate.batch),
+            f"{figures.needed / MIB:,.0f}",
+            f"{(self.capacity - figures.needed) / MIB:,.0f}",
+            f"{figures.seconds * 1e3:,.1f}",
+            f"{self.rate(candidate):,.0f} {self.unit}",
+            "compiled" if candidate.report else "predicted",
+            reason,
+        )
+
+    def text(self) -> str:
+        """Return a table of the best, why the others lost, and the report on the best."""
+        ranking = self.ranking()
+        shown = [HEADINGS, *(self.cells(each) for each in ranking[:SHOWN])]
+        lines = aligned(shown, left=(0, 6, 7))
+        lines += [f"{each.way}: {self.reason(each)}" for each in ranking[SHOWN:]]
+        return "\n".join([*lines, "", *self._answer()])
+
+    def _answer(self) -> list[str]:
+        if self.best is None or self.best.report is None:
+            return [f"Nothing that was compiled in full fits {self.topology}."]
+        rate = f"{self.rate(self.best):,.0f} {self.unit}/s by estimate"
+        head = f"Fastest that fits: {self.best.way}, batch {self.best.batch}, {rate}"
+        return [head, "", full_text(self.best.report)]
+
+    def to_json(self) -> str:
+        """Return all that was tried as JSON, and the report on the best in full."""
+        best = self.best
+        report = best.report if best else None
+        facts = {
+            "topology": self.topology,
+            "capacity": self.capacity,
+            "unit": self.unit,
+            "candidates": [self._facts(each) for each in self.candidates],
+            "best": json.loads(report.to_json()) if report else None,
+        }
+        return json.dumps(facts, indent=1, default=str)
+
+    def _facts(self, candidate: Candidate) -> dict[str, Any]:
+        figures = asdict(candidate.figures) if candidate.figures else {}
+        return {
+            "way": str(candidate.way),
+            "batch": candidate.batch,
+            "fits": candidate.fits(self.capacity),
+            "rate": self.rate(candidate),
+            "compiled": candidate.report is not None,
+            "reason": self.reason(candidate),
+            **figures,
+        }

@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", flags)
-    print(
-        "| blocks | way | rank, ms | of which torch_xla | process, ms per rank | inputs | goal, ms |"
-    )
+    print("| blocks | way | rank, ms | torch_xla, ms | process, ms per rank | inputs | goal, ms |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for blocks in options.blocks:
         shape = gpt.Shape(options.width, blocks, length=8, vocabulary=256)

@@ -172,13 +172,21 @@ def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     del storages
     views = map(torch._C._functionalization.get_view_meta_sequence, tensors)
     for tensor, value, count, view in zip(tensors, values, uses, views, strict=True):
-        if count != _USES_OF_ONE:
-            put([tensor], [value])
-        elif view:  # of a tensor that is gone, as parameters are: a root from now on
-            own = torch._from_functional_tensor(value).data
-            tensor.data = torch._to_functional_tensor(own)
-        else:
+        alone = count == _USES_OF_ONE
+        if alone and not view:
             torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        elif not (alone and _becomes_root(tensor, value)):
+            put([tensor], [value])
+
+
+def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
+    """Give a value to the only view of a tensor that is gone, as parameters are, so that it is no
+    view any more; return False if torch refuses that, between inference tensors and others."""
+    own = torch._to_functional_tensor(torch._from_functional_tensor(value).data)
+    if not torch._has_compatible_shallow_copy_type(tensor, own):
+        return False
+    tensor.data = own
+    return True
 
 
 def unshare(tensors: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from test.common.replay import JOBS, STEPS, run_jobs
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import compile_step, fully_shard
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.optim import WholeParameterOptimizer
 
 scenarios = Scenarios(__name__)
@@ -926,6 +928,99 @@ def test_views_of_parameters_follow_replays() -> None:
     (traced, _), (compiled, replays) = result("views")
     assert compiled == traced
     assert replays == 3
+
+
+def touched(*, compiled: bool) -> list[Any]:
+    """Return what a layer, a buffer, a view and results hold while views come and go and others
+    change the weight between steps; and the replays."""
+    model, optimizer = job_of_sgd()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    model.register_buffer("total", torch.zeros((), device=ops.device()))
+    [weight, *_] = model.parameters()
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        model.total = model.total + loss.detach()
+        return model.total
+
+    step: Any = compile_step(train) if compiled else train
+    found, totals = [], []
+    view = None
+    for number in range(14):
+        if number == 6:
+            gone = weight.detach()
+            gone.mul_(0.5)
+            del gone
+        elif number == 7:
+            view = weight.detach()[:1]
+        elif number == 9:
+            view = None
+        elif number == 10:
+            weight.data = weight.data.clone()
+        elif number == 11:
+            weight.data.mul_(2.0)
+        elif number == 12:
+            taken = weight.detach().clone()
+        totals.append(step(torch.full((2, 3), 0.1 * number).to(ops.device())))
+        ops.sync()
+        found.append([each.tolist() for each in (weight, weight.detach(), weight.view(-1))])
+        found.append([] if view is None else view.tolist())
+    found += [each.item() for each in totals] + [taken.tolist(), model.total.item()]
+    states = [state["momentum_buffer"].tolist() for state in optimizer.state.values()]
+    return [found, states, step.replays if compiled else 0]
+
+
+@scenario
+def touches(rank: int) -> list[Any]:
+    return [touched(compiled=compiled) for compiled in (False, True)]
+
+
+def test_replays_follow_views_that_come_and_go_and_changes_between_steps() -> None:
+    (*traced, _), (*compiled, replays) = result("touches")
+    assert compiled == traced
+    assert replays >= 9
+
+
+@scenario
+def worked(rank: int) -> dict[str, Any]:
+    """Return what a worker sees, and what becomes of it."""
+    worker = Worker()
+    with torch.inference_mode():
+        inference = worker.call(torch.is_inference_mode_enabled)
+    seen = str(ops.device()), worker.call(lambda: str(ops.device()))
+    raised = message(functools.partial(worker.call, functools.partial(divmod, 1, 0)))
+    held = torch.ones(2)
+    left = weakref.ref(held)
+    worker.call(functools.partial(torch.neg, held))
+    del held
+    gc.collect()
+    kept = left() is not None
+    thread = worker.thread
+    another = thread.ident != threading.get_ident()
+    del worker
+    thread.join(timeout=10)
+    return {
+        "inference": (inference, torch.is_inference_mode_enabled()),
+        "devices": seen,
+        "raised": raised,
+        "kept": kept,
+        "another": another,
+        "alive": thread.is_alive(),
+    }
+
+
+def test_a_worker_calls_for_its_rank_and_ends_with_it() -> None:
+    found = result("worked")
+    assert found["inference"] == (True, False)
+    own, its = found["devices"]
+    assert own == its
+    assert "division" in found["raised"]
+    assert found["another"]
+    assert not found["kept"]
+    assert not found["alive"]
 
 
 # ---------------------------------------------------------------- tensors that move

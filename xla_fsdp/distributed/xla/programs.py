@@ -7,6 +7,7 @@ in every step; here the caller names them once.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from xla_fsdp.distributed.xla.host import copies
 STEP_FACTOR, STEP_ADDED = 7012063, 1012031
 DRAW_FACTOR, DRAW_ADDED = 214013, 2531011
 MOST_DRAWS = 1 << 16
+
+_ADDRESS = operator.attrgetter("_cdata")
+_USES_OF_ONE = 2  # of a storage that one tensor has, by that and by the object that is asked
 
 CACHE_SIZE = 2048  # of torch_xla, unless XLA_COMPILATION_CACHE_SIZE says another
 
@@ -154,9 +158,35 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give each tensor the buffer of a value of its shape, as an in-place change would."""
     # Not _replace_xla_tensor, after which views of the tensor still have the old value.
     for tensor, value in zip(tensors, values, strict=True):
-        torch._functionalize_replace(tensor, torch._from_functional_tensor(value))
+        # Its ``data`` is another object than that of ``value``, which ``put_alone`` may change.
+        torch._functionalize_replace(tensor, torch._from_functional_tensor(value).data)
         torch._functionalize_commit_update(tensor)
         torch._functionalize_sync(tensor)
+
+
+def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Do the same as ``put``, right after ``separate``, in half the time for tensors that have no
+    views. ``ops.num_changes`` does not count it."""
+    storages = [*map(Tensor.untyped_storage, tensors)]
+    uses = [*map(torch._C._storage_Use_Count, map(_ADDRESS, storages))]
+    del storages
+    views = map(torch._C._functionalization.get_view_meta_sequence, tensors)
+    for tensor, value, count, view in zip(tensors, values, uses, views, strict=True):
+        alone = count == _USES_OF_ONE
+        if alone and not view:
+            torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        elif not (alone and _becomes_root(tensor, value)):
+            put([tensor], [value])
+
+
+def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
+    """Give a value to the only view of a tensor that is gone, as parameters are, so that it is no
+    view any more; return False if torch refuses that, between inference tensors and others."""
+    own = torch._to_functional_tensor(torch._from_functional_tensor(value).data)
+    if not torch._has_compatible_shallow_copy_type(tensor, own):
+        return False
+    tensor.data = own
+    return True
 
 
 def unshare(tensors: Sequence[Tensor]) -> None:

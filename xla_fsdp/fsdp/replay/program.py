@@ -19,10 +19,11 @@ from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.host import settle
+from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Counts, Key, OptimizerNumbers
-from xla_fsdp.fsdp.replay.watch import Slot, SlotReader, kind
+from xla_fsdp.fsdp.replay.watch import Entry, Slot, SlotReader, kind
 
 Reference = tuple[Any, ...]
 """Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("object", n),
@@ -319,8 +320,13 @@ class Program:
 
     # ------------------------------------------------------------ a replay
 
-    def replay(self, arguments: Sequence[Any], numbers: OptimizerNumbers) -> list[Any]:
+    def replay(
+        self, arguments: Sequence[Any], numbers: OptimizerNumbers, worker: Worker
+    ) -> list[Any]:
         """Run the program after ``why_not``; return the leaves of what the step returns.
+
+        Args:
+            worker: makes the results, which are then in memory next to each other.
 
         Raises:
             programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
@@ -339,19 +345,29 @@ class Program:
         for number in (*self.emptied, *self.new):  # old gradients are freed before the step
             self.slots[number].set(None)
         try:
-            results = programs.run_again(self.code, inputs)
+            leaves = worker.call(lambda: self._run(inputs, changed, arguments))
         except programs.ProgramGoneError:
             for slot, value in replaced:
                 slot.set(value)
             raise
-        del inputs, replaced
-        self._put(results, changed)
         programs.count_change(changed)
         self.compiled = programs.compiled()
         self._advance_seed()
         self._advance_numbers(numbers)
         for context, units in self.unreduced:
             context.unreduced[:] = units
+        return leaves
+
+    def _run(
+        self, inputs: list[Tensor], changed: Sequence[Tensor], arguments: Sequence[Any]
+    ) -> list[Any]:
+        results = programs.run_again(self.code, inputs)
+        inputs.clear()
+        self._put_new(results)
+        values = [results[number] for _, number in self._changed_at]
+        split = self._num_counted
+        programs.put(changed[:split], values[:split])
+        programs.put_alone(changed[split:], values[split:])
         return self.leaves(results, arguments)
 
     def separate(self) -> None:
@@ -378,12 +394,13 @@ class Program:
     def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """Put the results of the program where they belong."""
         pool = self._pool(self._reader.read(), arguments)
-        self._put(results, [pool[at] for at, _ in self._changed_at])
+        self._put_new(results)
+        changed = self._changed_at
+        programs.put([pool[at] for at, _ in changed], [results[number] for _, number in changed])
 
-    def _put(self, results: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+    def _put_new(self, results: Sequence[Tensor]) -> None:
         for slot, number in self._new_at:
             slot.set(results[number])
-        programs.put(changed, [results[number] for _, number in self._changed_at])
 
     # Positions are those in the pool: what slots hold, arguments, host inputs, objects.
 
@@ -400,13 +417,24 @@ class Program:
 
     @functools.cached_property
     def _changed_at(self) -> list[tuple[int, int]]:
-        """Where the tensors are that change in place, each with the number of its result."""
-        return [
+        """Where the tensors are that change in place, each with the number of its result; first
+        those whose changes are counted."""
+        found = [
             (self._at(goal), number)
             for number, goals in enumerate(self.outputs)
             for goal in goals
             if goal[0] != "result" and not self._is_new(goal)
         ]
+        return sorted(found, key=lambda each: not self._is_counted(each[0]))
+
+    @functools.cached_property
+    def _num_counted(self) -> int:
+        """How many of them are counted."""
+        return sum(self._is_counted(at) for at, _ in self._changed_at)
+
+    def _is_counted(self, at: int) -> bool:
+        slot = self.slots[at] if at < len(self.slots) else None
+        return not isinstance(slot, Entry) or slot.is_counted
 
     @functools.cached_property
     def _new_at(self) -> list[tuple[Slot, int]]:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.distributed.xla.graph import tensor_id
+from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.param import UninitializedShard
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 from xla_fsdp.fsdp.replay.program import (
@@ -172,12 +173,16 @@ class _RankStep:
         if not isinstance(program, Program):
             return False, program
         try:
-            found = program.replay(leaves, self._watched.numbers)
+            found = program.replay(leaves, self._watched.numbers, self._worker)
         except programs.ProgramGoneError:
             self._programs[key].remove(program)
             return False, "torch_xla had dropped the program"
         self.replays += 1
         return True, pytree.tree_unflatten(found, program.returned.tree)
+
+    @functools.cached_property
+    def _worker(self) -> Worker:
+        return Worker()
 
     def _kinds(self, leaves: Sequence[Any]) -> list[Any]:
         """Return what programs depend on of each argument: all but the values of tensors."""

@@ -49,10 +49,16 @@ DEEPEST = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a dict."""
+    """A tensor in a dict.
+
+    Args:
+        is_counted: whether somebody may ask ``ops.num_changes`` of it: not of parameters and
+            states of optimizers.
+    """
 
     mapping: dict[Any, Any]
     key: Any
+    is_counted: bool = True
 
     @property
     def where(self) -> tuple[Any, ...]:
@@ -485,15 +491,16 @@ class Watched:
     def _places(self) -> Iterator[tuple[str, Slot]]:
         for module, label in self.labels.items():
             for mapping in (module._parameters, module._buffers, vars(module)):
+                is_counted = mapping is not module._parameters
                 for name, _ in mapping.items():  # of a wrapper none: the module inside has them
-                    yield f"{label}.{name}", Entry(mapping, name)
+                    yield f"{label}.{name}", Entry(mapping, name, is_counted)
         for param in self.params:
             yield "a gradient", Gradient(param)
         for number, optimizer in enumerate(self.optimizers):
             for state in optimizer.state.values():
                 if isinstance(state, dict):
                     for name in state:
-                        yield f"{_name(optimizer, number)}'s {name}", Entry(state, name)
+                        yield f"{_name(optimizer, number)}'s {name}", Entry(state, name, False)
             for group in optimizer.param_groups:
                 for name in group:
                     yield f"{_name(optimizer, number)}'s {name}", Entry(group, name)

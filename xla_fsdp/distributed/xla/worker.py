@@ -1,0 +1,69 @@
+"""A thread that makes a rank's calls of many small objects.
+
+glibc's malloc gives each thread an arena. What tracing leaves behind is spread over that of the
+thread that traces, where a thousand new tensors then take twice the time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch_xla
+
+from xla_fsdp.distributed.xla import ops
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Calls functions in a thread of its own, on the device of the rank that makes it.
+
+    The thread ends when nobody has the worker any more; it is a daemon, as one that is stuck in C++
+    must not delay the exit.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        name = f"worker of {ops.device()}"
+        arguments = (str(ops.device()), self._calls)
+        self.thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+        self.thread.start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, or raise what it raises; it looks past subclasses of
+        tensors, and is in inference mode if the caller is."""
+        future: Future[T] = Future()
+        self._calls.put((future, function, torch.is_inference_mode_enabled()))
+        interrupt: BaseException | None = None
+        while not future.done():
+            try:
+                future.exception()
+            except BaseException as error:  # of a signal: the call is not left half done
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        return future.result()
+
+
+def _serve(device: str, calls: SimpleQueue[Any]) -> None:
+    torch_xla._XLAC._xla_set_default_device(device)
+    while (call := calls.get()) is not None:
+        _answer(*call)
+        del call  # or the tensors would live until the next one
+
+
+def _answer(future: Future[Any], function: Callable[[], Any], inference: bool) -> None:
+    try:
+        with torch.inference_mode(inference), torch._C.DisableTorchFunctionSubclass():
+            found = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(found)

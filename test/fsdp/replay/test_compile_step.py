@@ -35,8 +35,8 @@ scenario = scenarios.add
 FEWEST_REPLAYS = {"changed": 10, "batch_norm": 10, "accumulation": 14, "adamw": 18, "sgd": 16}
 """Of 30 steps; what changes on purpose is traced."""
 QUICK = ["adamw", "accumulation"]
-# A plain step also returns what autograd still holds, a replay does not. How the compiler simplifies
-# and fuses depends on that, and on some processors the last bit does.
+# A plain step also returns what autograd still holds, a replay does not. The compiler simplifies
+# and fuses the two differently, which on some processors changes the last bit.
 SAME_ROUNDING = {"XLA_FLAGS": FAST_COMPILE + " --xla_disable_hlo_passes=algsimp,fusion"}
 
 

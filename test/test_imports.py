@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from test.common.import_graph import circles, import_graph, module_name
-from test.common.ranks import ROOT, run_python
+from test.common.ranks import ROOT, cached_outcome, run_python
 
 PACKAGE = ROOT / "xla_fsdp"
 IGNORED = ("__pycache__", "py.typed")
@@ -107,12 +108,37 @@ PUBLIC = {
     "xla_fsdp.integrations.transformers": "install",
 }
 
-ABSENT = """
+NAMES = """
 import importlib, json, sys
-for module, names in json.loads(sys.argv[1]).items():
-    found = importlib.import_module(module)
-    print(*(f"{module}.{name}" for name in names if getattr(found, name, None) is None))
+import xla_fsdp.launch, xla_fsdp
+names = xla_fsdp.__all__
+found = {
+    "names": names,
+    "absent from dir": sorted({*names} - {*dir(xla_fsdp)}),
+    "without a value": [name for name in names if getattr(xla_fsdp, name) is None],
+    "absent": [
+        f"{module}.{name}"
+        for module, names in json.loads(sys.argv[1]).items()
+        for name in names
+        if getattr(importlib.import_module(module), name, None) is None
+    ],
+    "launched": xla_fsdp.launch(int, num_ranks=1),
+}
+try:
+    xla_fsdp.nothing
+except AttributeError as error:
+    found["said"] = str(error)
+print(json.dumps(found))
 """
+
+
+@cached_outcome
+def names() -> dict[str, Any]:
+    """What a process finds in the package, by one import of everything."""
+    public = {module: names.split() for module, names in PUBLIC.items()}
+    done = run_python("-c", NAMES, json.dumps(public))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("module", LIGHT)
@@ -123,17 +149,12 @@ def test_torch_xla_is_not_loaded_by(module: str) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    absent = "[n for n in x.__all__ if getattr(x, n) is None or n not in dir(x)]"
-    code = f"import xla_fsdp as x; print({absent}, *x.__all__)"
-    done = run_python("-c", code)
-    assert done.stdout.startswith("[] "), done.stderr
-    assert set(done.stdout.split()[1:]) >= set(PUBLIC["xla_fsdp"].split())
+    assert names()["without a value"] == names()["absent from dir"] == []
+    assert set(names()["names"]) >= set(PUBLIC["xla_fsdp"].split())
 
 
 def test_public_modules_have_their_names() -> None:
-    names = {module: names.split() for module, names in PUBLIC.items()}
-    done = run_python("-c", ABSENT, json.dumps(names))
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+    assert names()["absent"] == []
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -149,14 +170,11 @@ def test_torch_xla_does_not_remark_that_there_is_no_tpu(place: str) -> None:
 
 
 def test_launch_is_a_function_even_after_importing_its_command() -> None:
-    code = "import xla_fsdp.launch, xla_fsdp; print(xla_fsdp.launch(int, num_ranks=1))"
-    done = run_python("-c", code)
-    assert done.stdout.strip() == "[0]", done.stderr
+    assert names()["launched"] == [0]
 
 
 def test_unknown_names_are_said() -> None:
-    done = run_python("-c", "import xla_fsdp; xla_fsdp.nothing")
-    assert "AttributeError: No xla_fsdp attribute nothing" in done.stderr
+    assert names()["said"] == "No xla_fsdp attribute nothing"
 
 
 # ---------------------------------------------------------------- the order of the packages

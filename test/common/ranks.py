@@ -69,7 +69,8 @@ def run_on_ranks(
 def run_warm(
     *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module (``-m``) or a file as ``run_python`` does, with torch and torch_xla imported."""
+    """Run a module (``-m``), code (``-c``) or a file as ``run_python`` does, in a process that has
+    imported torch, torch_xla and the package."""
     warm = warm_python()
     if not warm.fits(environment(env)):
         return run_python(*arguments, timeout=timeout, env=env)

@@ -1,9 +1,10 @@
-"""Python processes that have imported torch and torch_xla already, for tests that start many.
+"""Python processes that have imported torch, torch_xla and the package already, for tests that
+start many.
 
-Importing the two takes most of the time of a small test on ranks. A server process imports them
-once, before any device or thread of XLA exists, and forks a child for each program. A child has its
-own environment, working directory, streams, exit code and random state, as a new process would, but
-not its own seed of ``hash(str)``. Server and children end with the process that started them.
+Importing them takes most of the time of a small test on ranks. A server process imports them once,
+before any device or thread of XLA exists, and forks a child for each program. A child has its own
+environment, working directory, streams, exit code and random state, as a new process would, but not
+its own seed of ``hash(str)``. Server and children end with the process that started them.
 """
 
 from __future__ import annotations
@@ -161,6 +162,9 @@ def _run(arguments: Sequence[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = list(arguments)
         sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -171,6 +175,9 @@ def _import_what_takes_long() -> None:
     import pytest  # noqa: F401
     import torch_xla.core.xla_model
     import torch_xla.distributed.xla_multiprocessing  # noqa: F401
+
+    import test.common.models
+    import test.common.scenarios  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -573,7 +573,7 @@ def originals_are_back() -> list[Any]:
 @functools.cache
 def failures() -> tuple[dict[str, Any], str]:
     code = "import json, test.distributed.test_launch as t; print(json.dumps(t.several_failures()))"
-    done = run_python("-c", code, timeout=120)
+    done = run_warm("-c", code, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -600,7 +600,7 @@ def test_exit_codes_of_ranks_count() -> None:
 
 def test_a_plain_script_ends_with_the_exit_code_of_its_ranks() -> None:
     code = "import sys, xla_fsdp; xla_fsdp.launch(lambda rank: sys.exit(75), num_ranks=2)"
-    done = run_python("-c", code)
+    done = run_warm("-c", code)
     assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
 
 
@@ -677,7 +677,7 @@ def test_a_runtime_started_without_the_environment_is_refused() -> None:
             launcher.launch(print, num_ranks=2)
         except RuntimeError as error:
             print(error)"""
-    done = run_python("-c", code, env={"CPU_NUM_DEVICES": "1"})
+    done = run_warm("-c", code, env={"CPU_NUM_DEVICES": "1"})
     assert done.stdout.startswith("[0]\n"), done.stderr
     assert "needs 2 CPU devices, but torch_xla was started before with 1 " in done.stdout
     assert "Call launch before anything that uses a device" in done.stdout
@@ -936,7 +936,7 @@ def test_cli_runs_a_module(tmp_path: Path) -> None:
     )
     code = f"import os, sys; os.chdir({str(tmp_path)!r}); import xla_fsdp.launch as cli; "
     code += "sys.exit(cli.main(['--num_ranks', '2', '-m', 'pack', '-x']))"
-    done = run_python("-c", code)
+    done = run_warm("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ pack ['-x']\n" * 2
 

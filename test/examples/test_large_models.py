@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from test.common.ranks import run_on_ranks, run_python
+from test.common.ranks import run_on_ranks, run_warm
 
 SMALL_VIT = {"width": 32, "depth": 2, "heads": 2, "image": 28, "batch": 2}
 SMALL_LLAMA = {
@@ -55,9 +55,9 @@ def test_building_one_rank_is_reported(script: str, sizes: str) -> None:
     flags = [f"--{name}={both[name]}" for name in sizes.split()]
     start = r"rank 0 of 8: [\d.]+ million elements in its shards, built in .* "
     size = r"[\d.]+ GiB of "
-    done = run_python(f"examples/{script}", "--ranks=8", *flags)
+    done = run_warm(f"examples/{script}", "--ranks=8", *flags)
     assert re.match(rf"{start}{size}memory, {size}it shards in fp32$", done.stdout), done.stderr
-    more = run_python(f"examples/{script}", "--ranks=8", "--quick", "--optimizer", *flags)
+    more = run_warm(f"examples/{script}", "--ranks=8", "--quick", "--optimizer", *flags)
     assert "GiB of it shards and two moments in fp32\n" in more.stdout, more.stderr
 
 
@@ -68,7 +68,7 @@ def test_a_llama_learns_python_s_reference_and_writes_a_few_lines(more: str) -> 
         "--num_ranks=4 --mesh=replica=2,shard=2 --width=64 --blocks=2 --ffn=128 --length=64 "
         "--steps=150 --log_steps=50 --generate=40"
     ) + more
-    done = run_python("examples/llm/train.py", *flags.split(), "--prompt=The ", timeout=500)
+    done = run_warm("examples/llm/train.py", *flags.split(), "--prompt=The ", timeout=500)
     assert done.returncode == 0, done.stderr
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
@@ -80,9 +80,9 @@ def test_a_llama_learns_python_s_reference_and_writes_a_few_lines(more: str) -> 
 
 @pytest.mark.slow
 def test_wrong_flags_of_the_llama() -> None:
-    done = run_python("examples/llm/train.py", "--heads=3")
+    done = run_warm("examples/llm/train.py", "--heads=3")
     assert (done.returncode, "--heads must divide --width" in done.stderr) == (2, True)
-    short = run_python("examples/llm/train.py", "--text=pyproject.toml", "--length=100000")
+    short = run_warm("examples/llm/train.py", "--text=pyproject.toml", "--length=100000")
     assert (short.returncode, "Traceback" in short.stderr) == (1, False)
     assert "a window 100000: use less" in short.stderr
 
@@ -91,7 +91,7 @@ def losses_of(*flags: str) -> list[str]:
     """What examples/llm/train.py reports of each step."""
     sizes = [f"--{name}={SMALL_LLAMA[name]}" for name in ("width", "blocks", "heads", "kv_heads")]
     how = ["--length=16", "--batch_size=2", "--steps=3", "--log_steps=1", "--generate=4"]
-    done = run_python("examples/llm/train.py", *sizes, *how, *flags)
+    done = run_warm("examples/llm/train.py", *sizes, *how, *flags)
     assert done.returncode == 0, done.stderr
     return re.findall(r"loss ([\d.]+)", done.stdout)
 
@@ -106,6 +106,6 @@ def test_windows_cut_over_a_context_train_as_whole_ones() -> None:
 
 
 def test_a_context_wants_attention_that_sees_it() -> None:
-    done = run_python("examples/llm/train.py", "--context=2")
+    done = run_warm("examples/llm/train.py", "--context=2")
     assert done.returncode == 2
     assert "--context wants --attention xla_fsdp" in done.stderr

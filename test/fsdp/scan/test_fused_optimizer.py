@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 AFTER = ("reading", "adafactor")
 STATELESS = ("sgd", "adagrad")  # or with state from the start
-QUICK = ("adamw", "momentum", "sgd", "nadam", *AFTER)
+QUICK = ("adamw", "sgd", *AFTER)
 
 
 def model_of(kind: str = "stacked", *, net: Any = None, **options: Any) -> Any:

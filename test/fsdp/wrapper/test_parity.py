@@ -110,6 +110,9 @@ COMBINED = (
     "holding_flat", "holding_deep", "holding_keeps_params", "holding_remat",
     "holding_joint_backward", "remembering_root", "containers_remat", "remat_flat", "remat_deep",
     "no_sync_flat", "clip_flat", "evaluate_keeps_params", "wide_rows", "auto_lambda",
+    "bf16_flat", "bf16_fp32_reduce", "bf16_batch_norm", "batch_norm_remat_outside",
+    "holding_bf16", "holding_remat_outside", "holding_no_sync", "remat_no_barriers", "clip_inf",
+    "auto_size",
 )  # fmt: skip
 QUICK = (
     "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",

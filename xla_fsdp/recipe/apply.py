@@ -99,8 +99,8 @@ def parallelize(
     ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
     options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
-    sharded, scans = _shard(model, units, ends.modules, plan, options, ignored)
-    if ends.causal_lm is not None:
+    sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)
+    if ends.streams_loss:
         StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
     _watch_first_forward(sharded, scans, plan)
     made = _bind(optimizer, sharded, plan)
@@ -332,17 +332,74 @@ def _equal_lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Mo
 
 @dataclass
 class _Ends:
-    """Heads and embeddings.
+    """Heads and embeddings outside of blocks.
 
     Attributes:
-        modules: those that are to be units.
+        named: the modules of ``model`` outside of blocks, by name.
+        causal_lm: the model of transformers that ``model`` is or holds, or None.
         replaced: streamed ones by the modules whose places they took.
-        causal_lm: a model of transformers whose loss is to be streamed.
+        streams_loss: whether the loss of ``causal_lm`` is to come from its head.
     """
 
-    modules: list[nn.Module]
-    replaced: dict[nn.Module, nn.Module]
-    causal_lm: Any = None
+    model: nn.Module
+    named: Sequence[tuple[str, nn.Module]]
+    causal_lm: Any
+    plan: _Plan
+    ignored: Ignored
+    replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    streams_loss: bool = False
+
+    def units(self) -> list[nn.Module]:
+        """Return those that are units of their own: in any recipe those that are streamed, and both
+        ends of a causal language model."""
+        found: list[Any] = [each for _, each in self.named if isinstance(each, ENDS)]
+        if self.causal_lm is not None:
+            both = (self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings())
+            found = [each for each in both if isinstance(each, nn.Module)] + found
+        return list(dict.fromkeys([*found, *self.replaced.values()]))
+
+    def stream_head(self) -> None:
+        plan = self.plan
+        for name in (name for name, each in self.named if isinstance(each, LinearCrossEntropy)):
+            plan.do("streamed_head", name)
+        if plan.has("streamed_head"):
+            return
+        if self.causal_lm is None:
+            plan.leave_out(
+                "streamed_head",
+                "",
+                "only causal language models of transformers have a loss that is known; let the "
+                "forward compute it by a LinearCrossEntropy",
+            )
+            return
+        head = self.causal_lm.get_output_embeddings()
+        name = next(name for name, each in self.named if each is head)
+        if why := why_not_streamed(self.causal_lm) or _why_left(head, self.ignored):
+            plan.leave_out("streamed_head", name, why)
+            return
+        self._replace(name, LinearCrossEntropy.from_linear(head, reduction="none"))
+        self.streams_loss = True
+        plan.do("streamed_head", name)
+
+    def stream_embeddings(self) -> None:
+        tokens = None if self.causal_lm is None else self.causal_lm.get_input_embeddings()
+        found = [(name, each) for name, each in self.named if isinstance(each, nn.Embedding)]
+        for name, each in found:
+            if isinstance(each, StreamedEmbedding):
+                self.plan.do("streamed_embedding", name)
+            elif tokens is None or each is tokens:
+                if why := _why_whole(each, self.plan, self.ignored, is_large=each is tokens):
+                    self.plan.leave_out("streamed_embedding", name, why)
+                    continue
+                self._replace(name, StreamedEmbedding.from_embedding(each))
+                self.plan.do("streamed_embedding", name)
+        if not found:
+            self.plan.leave_out("streamed_embedding", "", "it has no nn.Embedding")
+
+    def _replace(self, name: str, new: nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        self.replaced[self.model.get_submodule(name)] = new
+        setattr(self.model.get_submodule(parent), own, new)
 
 
 def _stream_ends(
@@ -351,78 +408,14 @@ def _stream_ends(
     """Replace heads and embeddings outside of ``units`` by those that are never whole."""
     inside = {each for unit in units for each in unit.modules() if each is not unit}
     named = [(name, each) for name, each in model.named_modules() if each not in inside]
-    causal_lm = causal_lm_in(model)
-    if causal_lm is not None and plan.wants("compile_step"):
+    ends = _Ends(model, named, causal_lm_in(model), plan, ignored)
+    if ends.causal_lm is not None and plan.wants("compile_step"):
         trace_masks()
-    own = _ends_of(causal_lm) + [each for _, each in named if isinstance(each, ENDS)]
-    ends = _Ends([], {})
     if plan.wants("streamed_head"):
-        ends.causal_lm = _stream_head(model, named, causal_lm, ends, plan, ignored)
+        ends.stream_head()
     if plan.wants("streamed_embedding"):
-        _stream_embeddings(model, named, causal_lm, ends, plan, ignored)
-    found = dict.fromkeys(ends.replaced.get(each, each) for each in own)
-    ends.modules = list(dict.fromkeys([*found, *ends.replaced.values()]))
+        ends.stream_embeddings()
     return ends
-
-
-def _stream_head(
-    model: nn.Module,
-    named: Sequence[tuple[str, nn.Module]],
-    causal_lm: Any,
-    ends: _Ends,
-    plan: _Plan,
-    ignored: Ignored,
-) -> Any:
-    """Return the causal language model whose loss the head is to compute, or None."""
-    for name in (name for name, each in named if isinstance(each, LinearCrossEntropy)):
-        plan.do("streamed_head", name)
-    if plan.has("streamed_head"):
-        return None
-    if causal_lm is None:
-        plan.leave_out(
-            "streamed_head",
-            "",
-            "only causal language models of transformers have a loss that is known; let the "
-            "forward compute it by a LinearCrossEntropy",
-        )
-        return None
-    head = causal_lm.get_output_embeddings()
-    name = next(name for name, each in named if each is head)
-    if why := why_not_streamed(causal_lm) or _why_left(head, ignored):
-        plan.leave_out("streamed_head", name, why)
-        return None
-    _replace(model, name, LinearCrossEntropy.from_linear(head, reduction="none"), ends)
-    plan.do("streamed_head", name)
-    return causal_lm
-
-
-def _stream_embeddings(
-    model: nn.Module,
-    named: Sequence[tuple[str, nn.Module]],
-    causal_lm: Any,
-    ends: _Ends,
-    plan: _Plan,
-    ignored: Ignored,
-) -> None:
-    tokens = None if causal_lm is None else causal_lm.get_input_embeddings()
-    found = [(name, each) for name, each in named if isinstance(each, nn.Embedding)]
-    for name, each in found:
-        if isinstance(each, StreamedEmbedding):
-            plan.do("streamed_embedding", name)
-        elif tokens is None or each is tokens:
-            if why := _why_whole(each, plan, ignored, is_large=each is tokens):
-                plan.leave_out("streamed_embedding", name, why)
-                continue
-            _replace(model, name, StreamedEmbedding.from_embedding(each), ends)
-            plan.do("streamed_embedding", name)
-    if not found:
-        plan.leave_out("streamed_embedding", "", "it has no nn.Embedding")
-
-
-def _replace(model: nn.Module, name: str, new: nn.Module, ends: _Ends) -> None:
-    parent, _, own = name.rpartition(".")
-    ends.replaced[model.get_submodule(name)] = new
-    setattr(model.get_submodule(parent), own, new)
 
 
 def _why_whole(each: nn.Embedding, plan: _Plan, ignored: Ignored, *, is_large: bool) -> str:
@@ -444,14 +437,6 @@ def _why_left(module: nn.Module, ignored: Ignored) -> str:
     if placement_in(module, "weight") is not None:
         return "tensor parallelism has cut its weight"
     return ""
-
-
-def _ends_of(causal_lm: Any) -> list[nn.Module]:
-    """Return embedding and head of a causal language model, which are units in any recipe."""
-    if causal_lm is None:
-        return []
-    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    return [each for each in ends if isinstance(each, nn.Module)]
 
 
 # ---------------------------------------------------------------- wrapping and loops

@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "bfloat16": lambda model: wrapped(model, compute_dtype=torch.bfloat16),
     "no_barriers": lambda model: wrapped(model, **NO_BARRIERS),
 }
-QUICK = ("remat_inside", "remat_outside", "bfloat16")
+QUICK = ("remat_inside", "bfloat16")
 
 
 # ---------------------------------------------------------------- training

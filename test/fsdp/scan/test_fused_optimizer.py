@@ -21,7 +21,7 @@ from test.common.scenarios import Scenarios, make, message, nested
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
 
-STEPS = 4
+STEPS = 3
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

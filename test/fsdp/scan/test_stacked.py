@@ -70,7 +70,7 @@ CASES = {
         )
     ),
 }
-QUICK = ("clipped_adamw", "no_sync", "adapters", "numbers", "pattern")
+QUICK = ("clipped_adamw", "no_sync", "adapters", "pattern")
 SLOW = Runs({(n, name): c for n in (1, 3, 4, 8) for name, c in CASES.items() if c.fits(n)})
 
 

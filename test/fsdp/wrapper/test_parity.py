@@ -115,8 +115,8 @@ COMBINED = (
     "auto_size",
 )  # fmt: skip
 QUICK = (
-    "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "views", "remat", "no_sync",
-    "clip", "rows", "groups_of_two", "torus_2x2_wide", "torus_2x2x2",
+    "root", "nested", "deep_flat", "bf16", "batch_norm", "frozen", "remat", "no_sync",
+    "clip", "groups_of_two", "torus_2x2_wide", "torus_2x2x2",
     "hybrid_2x2", "hybrid_2x2_no_sync",
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]

@@ -157,7 +157,7 @@ def test_public_modules_have_their_names() -> None:
     assert names()["absent"] == []
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("place", ["first", pytest.param("last", marks=pytest.mark.slow)])
 def test_torch_xla_does_not_remark_that_there_is_no_tpu(place: str) -> None:
     # Without a device in the environment it says which one it takes.
     code = (

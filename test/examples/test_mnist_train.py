@@ -203,6 +203,7 @@ def test_resuming_without_a_complete_checkpoint_is_one_line(tmp_path: Path) -> N
 # ---------------------------------------------------------------- options
 
 
+@pytest.mark.slow
 def test_flat_bf16_rematerialized_units_chosen_by_size(tmp_path: Path) -> None:
     done = train(
         f"--ckpt_dir={tmp_path}",
@@ -227,6 +228,7 @@ def test_flat_bf16_rematerialized_units_chosen_by_size(tmp_path: Path) -> None:
     assert len(metadata["params"]) < len(owners)
 
 
+@pytest.mark.slow
 def test_fp16_rows_kept_after_forward_units_chosen_by_type(tmp_path: Path) -> None:
     done = train(
         f"--ckpt_prefix={tmp_path / 'here'}",

@@ -39,7 +39,10 @@ def compiled_with_temporary(generation: str, nbytes: int, cache_dir: Path) -> Co
     return compile_program(program, topology, cache_dir=cache_dir)
 
 
-@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize(
+    "generation",
+    [pytest.param(each, marks=() if each == "v5e" else pytest.mark.slow) for each in CHIPS],
+)
 def test_the_compiler_takes_what_the_table_says(generation: str, tmp_path: Path) -> None:
     usable = CHIPS[generation].usable_bytes
     fits = compiled_with_temporary(generation, usable - 4 * MIB, tmp_path)

@@ -103,8 +103,9 @@ CASES = {
     "auto_lambda": Case(policy="lambda"),
     "auto_remat": Case(policy="transformer", remat="inside"),
 }
-# Every case runs on every number of ranks. In the quick tests these do, on all numbers, and the
-# others on 3, which divide nothing, but for those that combine what is already there.
+# Every case runs on every number of ranks. In the quick tests these do, on 4 those with meshes and
+# toruses, and the others on 3, which divide nothing, but for those that combine what is already
+# there.
 COMBINED = (
     "root_flat", "bf16_buffers", "frozen_flat", "frozen_root", "views_flat",
     "holding_flat", "holding_deep", "holding_keeps_params", "holding_remat",
@@ -120,7 +121,12 @@ QUICK = (
     "hybrid_2x2", "hybrid_2x2_no_sync",
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
-IN_QUICK = [(n, name) for n, name in ALL if name in QUICK or (n == 3 and name not in COMBINED)]
+OF_FOUR = ("nested", "groups_of_two", "torus_2x2_wide", "hybrid_2x2", "hybrid_2x2_no_sync")
+IN_QUICK = [
+    (n, name)
+    for n, name in ALL
+    if name in (OF_FOUR if n == 4 else QUICK) or (n == 3 and name not in COMBINED)
+]
 QUICK_RUNS = Runs({(n, name): CASES[name] for n, name in IN_QUICK})
 OTHERS = Runs({(n, name): CASES[name] for n, name in ALL if (n, name) not in QUICK_RUNS.cases})
 

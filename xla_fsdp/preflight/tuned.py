@@ -128,8 +128,8 @@ class Tuned:
     def _slower(self, candidate: Candidate, best: Candidate) -> str:
         """Return by how much, and whether computing or waiting takes longer for each sample."""
         own, least = candidate.figures, best.figures
-        assert own is not None
-        assert least is not None
+        assert own is not None  # ``reason`` asks for those that are known,
+        assert least is not None  # and the best was compiled
         # Seconds of all ranks for a sample, and the part of the step in which a rank computes.
         seconds, shortest = 1 / candidate.rate, 1 / best.rate
         computing = seconds * own.compute / own.seconds - shortest * least.compute / least.seconds

@@ -182,7 +182,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
             {"params": [named[name] for name in plain], "weight_decay": 0.0},
         ],
         lr=RATE,
-        eps=1e-4,  # of smaller gradients fp32 has few digits, and a step is of their sign alone
+        eps=1e-5,  # of smaller gradients fp32 has few digits, and a step is of their sign alone
     )
 
 

@@ -116,6 +116,11 @@ def language_model(kind: str, tied: bool, **changes: Any) -> Any:
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes = {"n_positions": 16, "n_embd": WIDTH, "n_layer": 3, "n_head": 2, **drop}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **ids, **changes}))
+    if kind == "T5":
+        sizes = {"d_model": WIDTH, "d_kv": 4, "d_ff": 40, "num_layers": 3, "num_heads": 4}
+        more = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+        config = transformers.T5Config(**{**sizes, **more, **ids, **changes})
+        return transformers.T5ForConditionalGeneration(config)
     sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": 40,
@@ -139,6 +144,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
         for name, kind in (("llama", "Llama"), ("gpt2", "GPT2LMHead"), ("qwen", "Qwen2"))
         for tied in (True, False)
     },
+    "t5": partial(language_model, "T5", True),
 }
 
 
@@ -176,6 +182,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
             {"params": [named[name] for name in plain], "weight_decay": 0.0},
         ],
         lr=RATE,
+        eps=1e-5,  # of smaller gradients fp32 has few digits, and a step is of their sign alone
     )
 
 

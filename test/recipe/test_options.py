@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from xla_fsdp import Recipe
 from xla_fsdp.recipe.options import NAMES
@@ -39,9 +40,9 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
     [
         ("{", "is no recipe: it is not JSON"),
         ("[1]", "is no recipe: it holds a list"),
-        ('{"version": 2}', "is a recipe of version 2; this reads 1"),
+        ('{"version": 2}', "is a recipe of version 2; this xla_fsdp reads 1"),
         ('{"scna": true}', "is no recipe: it has scna; there are name, units, remat, scan"),
-        ('{"name": "best"}', "name is 'best'; give 'lean', 'fast', 'plain'"),
+        ('{"name": "best"}', "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'"),
         ('{"mesh": 8}', "mesh is 8; give sizes by name of the axis"),
         ('{"mesh": {"tensor": 2}}', "mesh has an axis tensor alone; give shard=1 before it"),
         ('{"mesh": {"shard": 0}}', "mesh has shard=0; sizes are whole numbers from 1"),
@@ -60,7 +61,18 @@ def test_a_file_that_holds_something_else(text: str, message: str, tmp_path: Pat
         ({"scan": "yes"}, "scan is 'yes'; give True, False or None"),
         ({"units": "Block"}, "units is 'Block'; give a tuple of names of classes"),
         ({"remat": "some"}, "remat is 'some'; give 'full', 'none' or a tuple of names"),
-        ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16', which is no dtype of torch"),
+        ({"units": (int,)}, "units is .*int.*; give a tuple of names of classes"),
+        ({"remat": 3}, "remat is 3; give 'full', 'none' or a tuple of names"),
+        ({"remat": ()}, r"remat is \(\); give 'full', 'none' or a tuple of names"),
+        ({"remat": [1]}, r"remat is \(1,\); give 'full', 'none' or a tuple of names"),
+        ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16', which is no floating-point dtype"),
+        ({"compute_dtype": "int32"}, "compute_dtype is 'int32', which is no floating-point dtype"),
+        ({"compute_dtype": 16}, "compute_dtype is 16, which is no floating-point dtype"),
+        ({"mesh": {}}, r"mesh is \(\); give sizes by name of the axis"),
+        ({"mesh": (2, 4)}, r"mesh is \(2, 4\); give sizes by name of the axis"),
+        ({"mesh": {"shard": True}}, "mesh has shard=True; sizes are whole numbers from 1"),
+        ({"mesh": {1: 2}}, r"mesh has the axes \[1\]; give each a name of its own"),
+        ({"mesh": (("shard", 2),) * 2}, "mesh has the axes .*; give each a name of its own"),
     ],
 )
 def test_values_that_a_field_cannot_have(fields: dict[str, object], message: str) -> None:
@@ -92,6 +104,23 @@ def test_explain_before_a_model_is_there(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.startswith("recipe 'fast', not applied to a model yet\n")
     assert "  scan: False\n  stacked: if the model allows\n" in shown
     assert "  offload_activations: False\n" in shown
+
+
+def test_a_dtype_is_kept_by_its_name() -> None:
+    assert Recipe(compute_dtype=torch.bfloat16) == Recipe(compute_dtype="bfloat16")
+
+
+def test_a_saved_recipe_is_readable_as_other_files_are(tmp_path: Path) -> None:
+    Recipe().save(tmp_path / "recipe.json")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "recipe.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_recipe_that_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Recipe().save(tmp_path / "folder")
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_recipe_is_hashable_and_equal_by_its_fields() -> None:

@@ -147,7 +147,20 @@ def refusals(rank: int) -> dict[str, str]:
 
         return parallelize(shard().model)
 
+    def foreign() -> Any:
+        return shard(optimizer=torch.optim.SGD(make(Transformer).parameters()), recipe="fast")
+
+    def inside() -> Any:
+        from xla_fsdp import parallelize
+
+        model = make(partial(nn.Linear, 4, 4))
+        done = parallelize(model, None, "plain")
+        return done, parallelize(model, None, "plain")
+
     cases = {
+        "foreign": foreign,
+        "inside": inside,
+        "maker": lambda: shard(optimizer=lambda params: None),
         "scan": lambda: shard("cnn", recipe=Recipe(scan=True)),
         "unequal": lambda: shard("mlp", recipe=Recipe(scan=True)),
         "head": lambda: shard(recipe=Recipe(streamed_head=True)),
@@ -167,6 +180,9 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 REFUSED = {
+    "foreign": "SGD holds no parameter of Transformer; make it of model.parameters() of this model",
+    "inside": "weight is sharded already; give the plain model",
+    "maker": "was called with the sharded parameters and returned None; let it return",
     "scan": "the recipe sets scan, which Cnn does not allow. scan: left out for Cnn: no list holds",
     "unequal": "the recipe sets scan, which Mlp does not allow. scan: left out for blocks: block 1",
     "head": "the recipe sets streamed_head, which Transformer does not allow",
@@ -187,8 +203,49 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str) -> None:
     found = scenarios.result("refusals")[name]
-    assert found.startswith("TypeError" if name == "optimizer" else "ValueError")
+    assert found.startswith("TypeError" if name in ("optimizer", "maker") else "ValueError")
     assert REFUSED[name] in found
+
+
+# ---------------------------------------------------------------- caches of transformers
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]]).expand(2, 6)
+"""Positions of two texts in each row."""
+
+
+@scenarios.add
+def without_caches(rank: int) -> dict[str, Any]:
+    from xla_fsdp import Recipe
+
+    found: dict[str, Any] = {}
+    for recipe in (Recipe("plain"), Recipe("plain", remat="none")):
+        model, _, done = shard("llama_untied", recipe=recipe)
+        loss = model(ids(), labels=ids(), position_ids=PACKED.to(ids().device)).loss
+        found[f"packed {recipe.remat}"] = loss.item()
+        found["explained"] = done._report
+    model = shard("t5").model
+    loss = model(ids(), labels=ids()).loss
+    loss.backward()
+    return found | {"t5": loss.item()}
+
+
+def plain_loss(name: str, **options: Any) -> float:
+    model, tokens = make(MODELS[name]), torch.arange(1, 13).reshape(2, 6)
+    model.config.use_cache = False
+    return float(model(tokens, labels=tokens, **options).loss.detach())
+
+
+def test_packed_texts_are_kept_apart_in_every_recipe() -> None:
+    found = scenarios.result("without_caches")
+    expected = plain_loss("llama_untied", position_ids=PACKED)
+    assert found["packed None"] == found["packed none"] == pytest.approx(expected, abs=1e-6)
+    # The texts' tokens see one another where nobody asks for the positions.
+    assert expected != pytest.approx(plain_loss("llama_untied"), abs=1e-6)
+    assert any(each.startswith("  use_cache: False in the config") for each in found["explained"])
+
+
+def test_a_decoder_with_a_config_of_its_own_makes_no_cache() -> None:
+    assert scenarios.result("without_caches")["t5"] == pytest.approx(plain_loss("t5"), abs=1e-5)
 
 
 @scenarios.add

@@ -25,6 +25,7 @@ from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
+from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.scan import BlockScan, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
@@ -220,9 +221,8 @@ def _problems(
     policy: Policy | None,
     options: dict[str, Any],
 ) -> Iterator[str]:
-    for name, _ in named_fsdp_modules(model):
-        yield f"{name or 'the model'} is sharded already; give the plain model"
-        break
+    if sharded := next(_sharded_in(model), None):
+        yield f"{sharded} is sharded already; give the plain model"
     if owned := [name for name in OWNED if name in options]:
         yield f"{', '.join(owned)} is what a recipe decides; set its fields instead"
     if policy is not None and recipe.units is not None:
@@ -236,6 +236,11 @@ def _problems(
         )
     if recipe.compute_dtype is not None and options.get("compute_dtype") is not None:
         yield "compute_dtype is given, and the recipe has one; give one"
+    if isinstance(optimizer, Optimizer) and not _share_parameters(optimizer, model):
+        yield (
+            f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}; make it of "
+            f"model.parameters() of this model, or give a function that makes one"
+        )
     if isinstance(optimizer, Optimizer) and optimizer.state:
         yield (
             f"{type(optimizer).__name__} has made steps before; parallelize first, then load its "
@@ -243,10 +248,22 @@ def _problems(
         )
 
 
+def _sharded_in(model: nn.Module) -> Iterator[str]:
+    """Yield what is sharded, by name; a unit of ``fully_shard``, or the module inside of a wrapper,
+    shows by its parameters alone."""
+    yield from (name or "the model" for name, _ in named_fsdp_modules(model))
+    yield from (name for name, each in model.named_parameters() if is_sharded(each))
+
+
+def _share_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
+    own = set(model.parameters())
+    return any(each in own for group in optimizer.param_groups for each in group["params"])
+
+
 def _options_of(recipe: Recipe) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if recipe.compute_dtype is not None:
-        options["compute_dtype"] = getattr(torch, recipe.compute_dtype)
+        options["compute_dtype"] = getattr(torch, str(recipe.compute_dtype))
     if (mesh := recipe.init_mesh()) is not None:
         options["mesh"] = mesh[tuple(name for name in mesh.axis_names if name != TENSOR)]
     return options
@@ -468,9 +485,7 @@ def _shard(
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         return recurse or module in wrapped
 
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False) and (recomputed or plan.wants("scan")):
-        config.use_cache = False  # a loop cannot take it, and recomputing would append to it again
+    _turn_caches_off(model, plan)
     wrap_children(model, policy, wrap, ignored)
     if recomputed:
         plan.do("remat", "full")
@@ -481,6 +496,18 @@ def _shard(
             f"{plan.kind} runs as one"
         )
     return XlaFullyShardedDataParallel(model, **options), scans
+
+
+def _turn_caches_off(model: nn.Module, plan: _Plan) -> None:
+    """Let models of transformers make no cache in training: loops cannot take it, and recomputing
+    would append to it again. With one, transformers does not look at how ``position_ids`` pack
+    texts, so it is off in recipes that could have it, too."""
+    configs = [getattr(each, "config", None) for each in model.modules()]  # of T5's decoder, too
+    caching: list[Any] = [each for each in configs if getattr(each, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        plan.do("use_cache", "False in the config; texts packed by position_ids are kept apart")
 
 
 def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:
@@ -591,7 +618,12 @@ def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: _Plan) -> An
     if isinstance(optimizer, Optimizer):
         hold_shards(optimizer)
     elif optimizer is not None:
-        optimizer = optimizer(model.parameters())
+        maker, optimizer = optimizer, optimizer(model.parameters())
+        if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+            raise TypeError(
+                f"{maker!r} was called with the sharded parameters and returned "
+                f"{optimizer!r}; let it return the optimizer that it makes"
+            )
     if plan.wants("step_in_backward"):
         if why := _why_not_in_backward(optimizer):
             plan.leave_out("step_in_backward", "", why)

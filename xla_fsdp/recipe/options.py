@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    import torch
+
     from xla_fsdp.distributed.mesh import Mesh
 
 P = ParamSpec("P")
@@ -46,8 +48,8 @@ class Recipe:
         name: what the choice is for. "lean" takes the least memory and hides the most traffic;
             "fast" copies nothing to the host, and steps after backward, so that gradients can be
             clipped; "plain" is ordinary nesting: recomputed units, and nothing else.
-        units: names of classes whose modules are units (default: the elements of every list of
-            modules of one class).
+        units: names of classes whose modules are units, () for none inside of the model (default:
+            the elements of every list of modules of one class).
         remat: "full" (default) recomputes units in backward, "none" keeps all activations; names
             of activations to keep are for units that run as a loop.
         scan: run lists of units as one loop each.
@@ -60,7 +62,8 @@ class Recipe:
         step_in_backward: step each parameter as soon as its gradient is reduced. Gradients are
             gone after backward, and cannot be clipped.
         compile_step: let ``compile`` trace a step a few times, and then replay it.
-        compute_dtype: name of the dtype in which parameters are gathered and used ("bfloat16").
+        compute_dtype: the dtype in which parameters are gathered and used, or its name
+            ("bfloat16"), which is what the field holds then.
         mesh: sizes of the mesh's axes by name, as {"replica": 2, "shard": 4}. Over an axis
             ``tensor`` the model is cut before, with the mesh that ``init_mesh`` returns.
 
@@ -78,7 +81,7 @@ class Recipe:
     streamed_embedding: bool | None = None
     step_in_backward: bool | None = None
     compile_step: bool | None = None
-    compute_dtype: str | None = None
+    compute_dtype: str | torch.dtype | None = None
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
     # What parallelize did. A list, as the first forward may show that blocks cannot be a loop.
     _report: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -86,6 +89,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
             self._set("mesh", tuple(self.mesh.items()))
+        if str(self.compute_dtype).startswith("torch."):
+            self._set("compute_dtype", str(self.compute_dtype).removeprefix("torch."))
         for each in ("units", "remat"):
             if isinstance(given := getattr(self, each), list):
                 self._set(each, tuple(given))
@@ -157,9 +162,10 @@ class Recipe:
         if self.mesh is not None:
             known["mesh"] = dict(self.mesh)
         # Every rank may write, and another one read already.
-        with tempfile.NamedTemporaryFile("w", dir=Path(path).parent, delete=False) as file:
-            file.write(json.dumps({"version": VERSION, **known}, indent=2) + "\n")
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+            whole = Path(folder, "recipe.json")
+            whole.write_text(json.dumps({"version": VERSION, **known}, indent=2) + "\n")
+            whole.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
@@ -179,13 +185,19 @@ class Recipe:
     @classmethod
     def _made_of(cls, values: dict[str, Any], source: str) -> Recipe:
         if (version := values.pop("version", VERSION)) != VERSION:
-            raise ValueError(f"{source} is a recipe of version {version}; this reads {VERSION}")
+            raise ValueError(
+                f"{source} is a recipe of version {version}; this xla_fsdp reads {VERSION}. "
+                f"Upgrade it, or write the recipe again by Recipe.save"
+            )
         if unknown := sorted(set(values) - set(_fields())):
             raise ValueError(
                 f"{source} is no recipe: it has {', '.join(unknown)}; there are "
                 f"{', '.join(_fields())}"
             )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
 
     @classmethod
     def of(cls, given: Recipe | Mapping[str, Any] | str) -> Recipe:
@@ -230,19 +242,41 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name in SWITCHES:
         if not isinstance(given := getattr(recipe, name), bool | None):
             yield f"{name} is {given!r}; give True, False or None"
-    if isinstance(recipe.units, str):
+    if not (recipe.units is None or _are_names(recipe.units)):
         yield f"units is {recipe.units!r}; give a tuple of names of classes"
-    if isinstance(recipe.remat, str) and recipe.remat not in ("full", "none"):
+    if not (recipe.remat in (None, "full", "none") or (recipe.remat and _are_names(recipe.remat))):
         yield f"remat is {recipe.remat!r}; give 'full', 'none' or a tuple of names"
-    if recipe.compute_dtype is not None:
-        import torch
+    if not (recipe.compute_dtype is None or _is_floating(recipe.compute_dtype)):
+        yield (
+            f"compute_dtype is {recipe.compute_dtype!r}, which is no floating-point dtype of "
+            f"torch; give one such as 'bfloat16'"
+        )
+    yield from _problems_of_mesh(recipe.mesh)
 
-        if not isinstance(getattr(torch, recipe.compute_dtype, None), torch.dtype):
-            yield f"compute_dtype is {recipe.compute_dtype!r}, which is no dtype of torch"
-    if not isinstance(recipe.mesh, tuple | None):
-        yield f"mesh is {recipe.mesh!r}; give sizes by name of the axis"
-    if isinstance(recipe.mesh, tuple) and [name for name, _ in recipe.mesh] == ["tensor"]:
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, tuple) and all(isinstance(each, str) for each in given)
+
+
+def _is_floating(name: Any) -> bool:
+    import torch
+
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _problems_of_mesh(mesh: Any) -> Iterator[str]:
+    if mesh is None:
+        return
+    pairs = mesh if isinstance(mesh, tuple) else ()
+    if not pairs or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
+        yield f"mesh is {mesh!r}; give sizes by name of the axis, as {{'replica': 2, 'shard': 4}}"
+        return
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names) or not _are_names(tuple(names)):
+        yield f"mesh has the axes {names}; give each a name of its own"
+    if names == ["tensor"]:
         yield "mesh has an axis tensor alone; give shard=1 before it"
-    for name, size in recipe.mesh if isinstance(recipe.mesh, tuple) else ():
-        if not isinstance(size, int) or size < 1:
+    for name, size in pairs:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             yield f"mesh has {name}={size}; sizes are whole numbers from 1"

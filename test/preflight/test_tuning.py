@@ -14,7 +14,7 @@ from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
-from xla_fsdp.preflight.candidates import RECIPES, data_ranks, meshes
+from xla_fsdp.preflight.candidates import RECIPES, data_ranks, meshes, recipe_of, recipe_text
 from xla_fsdp.preflight.html import tuned_page
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.program import Program
@@ -147,6 +147,27 @@ def test_a_recipe_with_a_mesh_keeps_it(search: Search) -> None:
     assert {each.way.recipe for each in tuned.candidates} == {recipe}
 
 
+@pytest.mark.parametrize("mesh", [None, {"replica": 2, "shard": 8}])
+def test_a_recipe_is_read_as_the_table_writes_it(
+    mesh: dict[str, int] | None, tmp_path: Path
+) -> None:
+    for each in RECIPES:
+        recipe = dataclasses.replace(each, mesh=mesh)
+        assert recipe_of(recipe_text(recipe)) == recipe
+        assert recipe_of(recipe) is recipe
+    file = tmp_path / "my own.json"
+    FAST.save(file)
+    assert recipe_of(f"{file} remat=none scan=off") == Recipe("fast", remat="none", scan=False)
+    assert recipe_of(str(file)) == FAST
+    for text, problem in {
+        "lean rematt=none": "rematt=none is neither a field of a recipe",
+        "leaner remat=none": "there is no recipe 'leaner'",
+        "lean scan=perhaps": "scan is 'perhaps'; give True, False or None",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            recipe_of(text)
+
+
 def test_layers_are_not_swept(search: Search) -> None:
     with pytest.raises(ValueError, match="depth is the number of layers, and cannot be swept"):
         search(choices={"recipe": [LEAN], "depth": [16, 32]})
@@ -272,6 +293,12 @@ def test_the_budget_ends_the_search(search: Search) -> None:
     assert [tuned.reason(each) for each in larger] == [
         "the budget ended before it was compiled in full"
     ]
+
+
+def test_time_for_the_fastest_is_not_kept_once_it_is_compiled(search: Search) -> None:
+    recipes = [LEAN, FAST, Recipe("lean", remat="none")]
+    _, fake = search(choices={"recipe": recipes, "batch": [1]}, budget=100, seconds=30)
+    assert fake.compiled == [("lean", 32, 1), ("fast", 32, 1), ("lean", 32, 1)]  # until 90
 
 
 def test_nothing_is_known_if_the_budget_ends_first(search: Search) -> None:

@@ -216,9 +216,9 @@ def test_what_fails_is_told_and_the_search_goes_on(search: Search) -> None:
         "ValueError: gradients are gone",
         "the TPU compiler refused the program: JaxRuntimeError: no such layout",
     ]
-    table = tuned.text()
-    assert "ValueError: gradients are gone" in table
-    assert "exit code -9" in table
+    told = tuned.text().splitlines()
+    assert "plain shard=16: ValueError: gradients are gone" in told
+    assert "fast shard=16: the TPU compiler ended with exit code -9" in told
 
 
 def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> None:
@@ -289,6 +289,7 @@ def test_the_budget_ends_the_search(search: Search) -> None:
     assert (tuned.best.way.recipe.name, tuned.best.batch) == ("lean", 2)
     reasons = {each.way.recipe.name: tuned.reason(each) for each in tuned.candidates[-2:]}
     assert set(reasons.values()) == {"the budget ended before it was compiled"}
+    assert f"fast shard=16; plain shard=16: {reasons['fast']}" in tuned.text().splitlines()
     larger = [each for each in tuned.candidates if each.batch == 4]
     assert [tuned.reason(each) for each in larger] == [
         "the budget ended before it was compiled in full"
@@ -352,6 +353,8 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
     assert rows[1].split()[:3] == ["fast", "shard=16", "2"]
     assert "43,243 tokens" in rows[1]  # 100 tokens each
     assert "Fastest that fits: fast shard=16, batch 2, 43,243 tokens/s by estimate" in rows
+    # fast at 4: 1000 + 32 * 500 MiB = 17,000
+    assert "Other batches of it: 1: 38,095 tokens/s; 4: lacks 875 MiB" in rows
     assert "HBM per rank (MiB), fits" in tuned.text()
 
 

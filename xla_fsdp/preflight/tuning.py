@@ -30,7 +30,6 @@ from xla_fsdp.preflight.trials import (
     samples_per_second,
 )
 from xla_fsdp.preflight.tuned import Candidate, Tuned
-from xla_fsdp.recipe.options import Recipe
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,

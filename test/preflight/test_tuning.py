@@ -216,9 +216,9 @@ def test_what_fails_is_told_and_the_search_goes_on(search: Search) -> None:
         "ValueError: gradients are gone",
         "the TPU compiler refused the program: JaxRuntimeError: no such layout",
     ]
-    told = tuned.text().splitlines()
-    assert "plain shard=16: ValueError: gradients are gone" in told
-    assert "fast shard=16: the TPU compiler ended with exit code -9" in told
+    told = tuned.text()
+    assert "\nValueError: gradients are gone:\n  plain shard=16\n" in told
+    assert "\nthe TPU compiler ended with exit code -9:\n  fast shard=16\n" in told
 
 
 def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> None:
@@ -289,7 +289,7 @@ def test_the_budget_ends_the_search(search: Search) -> None:
     assert (tuned.best.way.recipe.name, tuned.best.batch) == ("lean", 2)
     reasons = {each.way.recipe.name: tuned.reason(each) for each in tuned.candidates[-2:]}
     assert set(reasons.values()) == {"the budget ended before it was compiled"}
-    assert f"fast shard=16; plain shard=16: {reasons['fast']}" in tuned.text().splitlines()
+    assert f"\n{reasons['fast']}:\n  fast shard=16\n  plain shard=16\n" in tuned.text()
     larger = [each for each in tuned.candidates if each.batch == 4]
     assert [tuned.reason(each) for each in larger] == [
         "the budget ended before it was compiled in full"

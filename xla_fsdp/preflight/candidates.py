@@ -74,15 +74,18 @@ def recipe_of(given: Recipe | Mapping[str, Any] | str) -> Recipe:
         return Recipe.of(given)
     base = Recipe.of(" ".join(each for each in words if "=" not in each))
     known = {each.name for each in dataclasses.fields(Recipe) if each.init}
-    fields = {name: _SWITCHED.get(each, each) for name, each in pairs.items() if name in known}
+    fields: dict[str, Any] = {
+        name: _SWITCHED.get(each, each) for name, each in pairs.items() if name in known
+    }
     axes = {name: each for name, each in pairs.items() if name not in known}
     if wrong := [f"{name}={size}" for name, size in axes.items() if not size.isdecimal()]:
         raise ValueError(
             f"{given!r}: {', '.join(wrong)} is neither a field of a recipe ({', '.join(known)}) "
             f"nor an axis of a mesh and its size"
         )
-    mesh = {name: int(size) for name, size in axes.items()} or base.mesh
-    return dataclasses.replace(base, **{"mesh": mesh, **fields})
+    if axes:
+        fields["mesh"] = {name: int(size) for name, size in axes.items()}
+    return dataclasses.replace(base, **fields)
 
 
 def ways(recipes: Sequence[Recipe], choices: Mapping[str, Sequence[Any]]) -> list[Way]:

@@ -164,8 +164,8 @@ class Tuned:
         for each in ranking:
             if each not in known:
                 by_reason.setdefault(self.reason(each), []).append(str(each.way))
-        if by_reason:
-            lines += ["", *(f"{'; '.join(ways)}: {why}" for why, ways in by_reason.items())]
+        for why, ways in by_reason.items():
+            lines += ["", f"{why}:", *(f"  {way}" for way in ways)]
         return "\n".join([*lines, "", *self._answer()])
 
     def _answer(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,14 @@ from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
-from xla_fsdp.preflight.candidates import RECIPES, data_ranks, meshes, recipe_of, recipe_text
+from xla_fsdp.preflight.candidates import (
+    RECIPES,
+    batch_sizes,
+    data_ranks,
+    meshes,
+    recipe_of,
+    recipe_text,
+)
 from xla_fsdp.preflight.html import tuned_page
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.program import Program
@@ -56,14 +64,14 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Search:
 
 def test_the_fastest_that_fits_is_found_and_compiled_in_full(search: Search) -> None:
     tuned, _ = search()
-    # lean: 1000 + 32 * (100 + 50 * 4) = 10,600 at batch 4, 17,000 at 8; fast: 17,000 at 4.
+    # lean: 1000 + 32 * (100 + 50 * 6) = 13,800 at batch 6, 17,000 at 8; fast: 17,000 at 4.
     best = tuned.best
     assert best is not None
     assert best.report is not None
-    # fast at 2: 16 * 2 / (10 + 64) = 432 samples/s; lean at 4: 16 * 4 / (10 + 153.6) = 391
-    assert (best.way.recipe.name, best.batch) == ("fast", 2)
-    assert best.rate == pytest.approx(16 * 2 / 0.074, rel=1e-3)
-    assert best.report.memory.peak == 10_600 * MIB
+    # fast at 3: 16 * 3 / (10 + 96) = 453 samples/s; lean at 6: 16 * 6 / (10 + 230.4) = 399
+    assert (best.way.recipe.name, best.batch) == ("fast", 3)
+    assert best.rate == pytest.approx(16 * 3 / 0.106, rel=1e-3)
+    assert best.report.memory.peak == 13_800 * MIB
     names = [each.way.recipe.name for each in tuned.ranking()]
     assert names == ["fast", "lean", "plain"]
 
@@ -179,6 +187,10 @@ def test_other_options_are_swept(search: Search) -> None:
     tuned, _ = search(choices={"recipe": [LEAN], "length": [50, 100]})
     assert tuned.ranking()[0].way.options == (("length", 50),)
     assert tuned.ranking()[1].failed == "the same program as lean shard=16 length=50"
+
+
+def test_batches_are_tried_between_doubled_ones() -> None:
+    assert list(itertools.islice(batch_sizes(2), 8)) == [2, 4, 6, 8, 12, 16, 24, 32]
 
 
 def test_ranks_along_tensor_and_context_share_samples() -> None:
@@ -347,14 +359,14 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
     tuned, _ = search()
     [best, lean, plain] = tuned.ranking()
     assert tuned.reason(best) == ""
-    assert tuned.reason(lean) == "10.5% more time for each sample, of it most in compute"
+    assert tuned.reason(lean) == "13.4% more time for each sample, of it most in compute"
     assert tuned.reason(plain) == "lacks 875 MiB"
     rows = tuned.text().splitlines()
-    assert rows[1].split()[:3] == ["fast", "shard=16", "2"]
-    assert "43,243 tokens" in rows[1]  # 100 tokens each
-    assert "Fastest that fits: fast shard=16, batch 2, 43,243 tokens/s by estimate" in rows
+    assert rows[1].split()[:3] == ["fast", "shard=16", "3"]
+    assert "45,283 tokens" in rows[1]  # 100 tokens each
+    assert "Fastest that fits: fast shard=16, batch 3, 45,283 tokens/s by estimate" in rows
     # fast at 4: 1000 + 32 * 500 MiB = 17,000
-    assert "Other batches of it: 1: 38,095 tokens/s; 4: lacks 875 MiB" in rows
+    assert "Other batches of it: 1: 38,095 tokens/s; 2: 43,243 tokens/s; 4: lacks 875 MiB" in rows
     assert "HBM per rank (MiB), fits" in tuned.text()
 
 

@@ -106,9 +106,12 @@ def meshes(num_ranks: int) -> list[dict[str, int] | None]:
     return found
 
 
-def doubled(first: int) -> Iterator[int]:
-    """Yield batch sizes from ``first`` on."""
-    return (first * 2**n for n in range(MOST_DOUBLINGS + 1))
+def batch_sizes(first: int) -> Iterator[int]:
+    """Yield ``first``, doubled again and again, and from the second on the size halfway to the next
+    one, which is predicted for nothing."""
+    yield first
+    for n in range(1, MOST_DOUBLINGS + 1):
+        yield from (first * 2**n, first * 3 * 2 ** (n - 1))
 
 
 def data_ranks(recipe: Recipe, num_ranks: int) -> int:

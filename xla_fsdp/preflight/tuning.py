@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import check_options, mesh_on
-from xla_fsdp.preflight.candidates import RECIPES, Way, doubled, meshes, recipe_of, ways
+from xla_fsdp.preflight.candidates import RECIPES, Way, batch_sizes, meshes, recipe_of, ways
 from xla_fsdp.preflight.compiler import check_installed
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.report import Report
@@ -105,7 +105,7 @@ def tune(
     check_contract(build_step, {**options, **{name: each[0] for name, each in tried.items()}})
     check_installed()
     recipes = [recipe_of(each) for each in tried.pop(RECIPE, RECIPES)]
-    batches = sorted(tried.pop(BATCH, doubled(_default(build_step, BATCH) or 1)))
+    batches = sorted(tried.pop(BATCH, batch_sizes(_default(build_step, BATCH) or 1)))
     options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
     _check_depth(build_step, depth_option, tried)
     depth, length = (

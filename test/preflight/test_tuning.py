@@ -126,6 +126,24 @@ def test_a_winner_that_does_not_hold_gives_way_to_the_next(search: Search) -> No
     assert ("lean", 32, 10) in fake.compiled
 
 
+def test_times_of_a_program_that_is_refused_predict_nothing(search: Search) -> None:
+    class Bent(Cost):
+        def mib(self, depth: int, batch: int) -> float:
+            return 1000 + 30 * batch**3
+
+    batches = [1, 2, 6, 10]
+    tuned, fake = search(
+        lambda recipe: Bent(is_loop=True, mib_of_chip=16_125),
+        choices={"recipe": [LEAN], "batch": batches},
+    )
+    # By 10, which is refused, 6 would take 284 ms: longer for each sample than 2, which takes 74.
+    assert fake.compiled == [("lean", 32, each) for each in (1, 2, 10, 6)]
+    assert tuned.best is not None
+    assert tuned.best.batch == 6
+    refused = max(tuned.candidates, key=lambda each: each.batch)
+    assert tuned.reason(refused) == "lacks 14,875 MiB"
+
+
 def test_the_fastest_two_are_tried_on_other_meshes(search: Search) -> None:
     def costs(recipe: Recipe) -> Cost:
         axes = dict(recipe.mesh or ())

@@ -7,6 +7,7 @@ is predicted of the others. Each part is cut short by the budget.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -190,9 +191,17 @@ class _Line:
         self.reports[batch], self.figures[batch] = report, Figures.of(report)
 
     def figures_at(self, batch: int) -> Figures | None:
-        if batch in self.figures or len(self.figures) > 1:
-            return figures_at(self.figures, batch)
-        return None
+        if batch in self.figures:
+            return self.figures[batch]
+        if len(self.figures) < 2:
+            return None
+        found = figures_at(self.figures, batch)
+        # What the compiler refuses as too large it has made slower to save memory.
+        refused = {each for each, report in self.reports.items() if report.memory.too_large_by}
+        sound = {each: known for each, known in self.figures.items() if each not in refused}
+        if len(sound) < 2:
+            return found
+        return dataclasses.replace(figures_at(sound, batch), needed=found.needed)
 
 
 @dataclass

@@ -176,7 +176,7 @@ class Tuned:
         return [head, *self._other_batches(self.best), "", full_text(self.best.report)]
 
     def _other_batches(self, best: Candidate) -> Iterator[str]:
-        """Yield a line on the best way's smaller batches, and the first one that does not fit."""
+        """Yield a line on the best way's other batches that fit, and the first that does not."""
         own = [each for each in self.candidates if each.way == best.way and each != best]
         fitting = [each for each in own if each.fits(self.capacity)]
         others = [f"{each.batch}: {self.rate(each):,.0f} {self.unit}/s" for each in fitting]

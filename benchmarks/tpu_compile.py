@@ -9,8 +9,14 @@ an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs 
 under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
 fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
-alternating steps (JAX traces once). ``--write FILE`` writes the table and the command. Preflight
-caches compiled programs, so a second run takes only the time to trace.
+alternating steps (JAX traces once). ``--write FILE`` keeps each table in a file, with the command
+that makes it; other sections of the file stay. Preflight caches compiled programs, so a second run
+takes only the time to trace.
+
+    python benchmarks/tpu_compile.py --goals --models 1024x24 --topology v5e:4x4 --topology v5e:8x8
+
+makes one table of the streamed program, with a row for each model and topology, and what misses its
+goal in bold.
 """
 
 from __future__ import annotations
@@ -56,6 +62,14 @@ class Case:
     topology: Topology
 
     @property
+    def model(self) -> str:
+        return f"{self.shape.width}x{self.shape.blocks}"
+
+    def is_like(self, other: Case) -> bool:
+        """Return whether the model and the generation are the same."""
+        return (self.shape, self.topology.chip) == (other.shape, other.topology.chip)
+
+    @property
     def title(self) -> str:
         return (
             f"width {self.shape.width}, {self.shape.blocks} blocks, {self.topology.name} "
@@ -77,14 +91,34 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, and print the tables; return the exit code."""
     options = _parser().parse_args(argv)
-    lines = [_introduction(sys.argv[1:] if argv is None else argv)]
+    for title, lines in _goals(options) if options.goals else _tables(options):
+        print("\n".join(["", f"## {title}", "", *lines]), flush=True)
+        if options.write:  # after every case: a run may take hours
+            write_section(options.write, title, lines)
+    return 0
+
+
+def _tables(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Yield title and text of a section for each case."""
     for case in _cases(options):
         results, problems = _results(case, options)
-        lines += ["", f"## {case.title}", "", *table(results), *problems]
-        if options.write:  # after every case: a run may take hours
-            options.write.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    return 0
+        yield case.title, [*_command(options, [case]), *table(results), *problems]
+
+
+def _goals(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Yield title and text of the table of goals, again with each row that it gains."""
+    cases = list(_cases(options))
+    sizes = ", ".join(str(each) for each in sorted({each.topology.num_ranks for each in cases}))
+    names = ", ".join(dict.fromkeys(each.topology.name.partition(":")[0] for each in cases))
+    found: list[tuple[Case, Result]] = []
+    problems: list[str] = []
+    for case in cases:
+        try:
+            found.append((case, _examine("streamed", case, options)))
+        except CompileError as error:
+            problems += ["", f"{case.title}: {error}"]
+        title = f"Goals of the streamed program, {names}, {sizes} ranks"
+        yield title, [*_command(options, cases), *goals_table(found), *problems]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
     parser.add_argument(
         "--plain", action="store_true", help="compile ours without the flags that launch sets"
+    )
+    parser.add_argument(
+        "--goals", action="store_true", help="one table of the streamed program and its goals"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the tables")
     return parser
@@ -199,17 +236,41 @@ def tell(line: str) -> None:
 # ---------------------------------------------------------------- tables
 
 
-def _introduction(argv: Sequence[str]) -> str:
-    command = shlex.join(["python", "benchmarks/tpu_compile.py", *argv])
-    return (
-        f"# One training step as the TPU compiler makes it\n\n    {command}\n\n"
-        "Per rank and step. Peak is arguments, temporaries and program code together, as the "
-        "compiler lays them out in HBM. Wire bytes by ring accounting; hidden are "
-        "those under which compute is scheduled. Ours is compiled with the flags that launch sets "
-        "on TPU, unless --plain is given, the others without them. The last columns are ours "
-        "divided by the others. Compile times are those of the first compilation, with whatever "
-        "the machine did then."
-    )
+INTRODUCTION = """\
+# One training step as the TPU compiler makes it
+
+Per rank and step. Peak is arguments, temporaries and program code together, as the compiler lays
+them out in HBM. Wire bytes by ring accounting; hidden are those under which compute is scheduled.
+Steps are estimated as preflight does, with all hidden traffic for free. Ours is compiled with the
+flags that launch sets on TPU, unless --plain is given, the others without them. The last columns
+are ours divided by the others. Compile times are those of the first compilation, with whatever the
+machine did then.
+
+Each section has the command that made it; programs compiled before are kept."""
+HEADING = "\n\n## "
+
+
+def _command(options: argparse.Namespace, cases: Sequence[Case]) -> list[str]:
+    """Return the lines with the command that makes the section of these cases."""
+    models = dict.fromkeys(each.model for each in cases)
+    words = ["--goals"] if options.goals else []
+    words += ["--models", ",".join(models)]
+    for name in dict.fromkeys(each.topology.name for each in cases):
+        words += ["--topology", name]
+    for option in ("only", "rounds", "max_host_mem"):
+        if (value := getattr(options, option)) != _parser().get_default(option):
+            words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
+    words += ["--plain"] if options.plain else []
+    return [f"    {shlex.join(['python', 'benchmarks/tpu_compile.py', *words])}", ""]
+
+
+def write_section(path: Path, title: str, lines: Sequence[str]) -> None:
+    """Put a section in the place of that of the same title, or at the end of the file."""
+    text = path.read_text().rstrip("\n") if path.exists() else ""
+    sections = dict(each.split("\n", 1) for each in text.split(HEADING)[1:])
+    sections[title] = "\n".join(["", *lines]).rstrip("\n")
+    joined = [INTRODUCTION, *(f"{name}\n{body}" for name, body in sections.items())]
+    path.write_text(HEADING.join(joined) + "\n")
 
 
 def table(results: Sequence[Result]) -> list[str]:
@@ -269,6 +330,51 @@ def _figures(result: Result, flops: int) -> dict[str, float]:
     if result.trace_seconds:
         figures["tracing a step, CPU ms"] = 1e3 * statistics.median(result.trace_seconds)
     return figures
+
+
+GOALS = {
+    "blocking, % of wire": 10,
+    "wire / minimum": 1.05,
+    "code, MiB": 30,
+    "step / longer of compute and wire": 1.25,
+    "compile at 64 / at 16 ranks": 1.5,
+}
+"""Columns of the table of goals, and the most that each may be."""
+
+
+def goals_table(found: Sequence[tuple[Case, Result]]) -> list[str]:
+    """Return a Markdown table: one row per case, with what misses its goal in bold."""
+    labels = [f"{label} (at most {most})" for label, most in GOALS.items()]
+    labels += ["compile, CPU s", "tokens/s", "MFU, %"]
+    rows = [["", "width", "blocks", *labels], ["---", *["---:"] * (2 + len(labels))]]
+    for case, result in found:
+        reached = [_against(_reached(case, result, found)[each], GOALS[each]) for each in GOALS]
+        figures = _figures(result, result.report.step_time.model_flops)
+        others = ("compile, CPU s", "tokens/s, estimated", "MFU, estimated, %")
+        sizes = [str(case.shape.width), str(case.shape.blocks)]
+        rows.append([case.topology.name, *sizes, *reached, *(_shown(figures[o]) for o in others)])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _reached(
+    case: Case, result: Result, found: Sequence[tuple[Case, Result]]
+) -> dict[str, float | None]:
+    """Return the figures that have goals; None where there is none."""
+    report, compiled, time = result.report, result.compiled, result.report.step_time
+    ranks = {other.topology.num_ranks: each for other, each in found if other.is_like(case)}
+    at_16 = ranks.get(16) if case.topology.num_ranks == 64 else None
+    values = (
+        100 * report.blocking_bytes / report.wire_bytes,
+        report.wire_bytes / report.minimum_wire_bytes if report.minimum_wire_bytes else None,
+        compiled.code / MIB,
+        time.total / max(time.compute, time.blocking + time.overlapped),
+        compiled.cpu_seconds / at_16.compiled.cpu_seconds if at_16 else None,
+    )
+    return dict(zip(GOALS, values, strict=True))
+
+
+def _against(value: float | None, most: float) -> str:
+    return f"**{_shown(value)}**" if value is not None and value > most else _shown(value)
 
 
 def _by_kind(report: Report) -> dict[str, float]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -95,6 +98,80 @@ def test_the_benchmark_writes_figures_of_all_programs_and_their_ratios(tmp_path:
     traced = [bool(cell) for cell in rows["tracing a step, CPU ms"][: len(programs)]]
     assert traced == [*[True] * 6, False]
     assert "python benchmarks/tpu_compile.py --models 128x2" in table.read_text()
+
+
+# ---------------------------------------------------------------- sections and goals, quick
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tpu_compile
+
+    return tpu_compile
+
+
+def test_a_section_takes_the_place_of_its_older_self(benchmark: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    for title, line in (("one", "old"), ("two", "kept"), ("one", "new")):
+        benchmark.write_section(path, title, [line, ""])
+    intro, *sections = path.read_text().split("\n## ")
+    assert intro.startswith("# One training step")
+    assert sections == ["one\n\nnew\n", "two\n\nkept\n"]
+
+
+@dataclass
+class Figures:
+    """Of a compiled step; times in seconds."""
+
+    code_mib: int = 20
+    blocking_bytes: int = 10
+    minimum: int | None = 100
+    compute: float = 0.004
+    cpu_seconds: float = 10.0
+
+    def result(self, benchmark: ModuleType, topology: str) -> Any:
+        """A result of the benchmark with these figures, as far as tables read them."""
+        blocking, overlapped = 0.001, 0.002
+        time = SimpleNamespace(
+            total=max(self.compute, overlapped) + blocking, compute=self.compute,
+            blocking=blocking, overlapped=overlapped, model_flops=10**12,
+        )  # fmt: skip
+        report = SimpleNamespace(
+            topology=topology, step_time=time, traffic=[], wire_bytes=100,
+            blocking_bytes=self.blocking_bytes, minimum_wire_bytes=self.minimum,
+        )  # fmt: skip
+        compiled = SimpleNamespace(
+            peak=0, arguments=0, temporaries=0, code=self.code_mib * 2**20, on_host=0,
+            cpu_seconds=self.cpu_seconds, seconds=0,
+        )  # fmt: skip
+        return benchmark.Result("streamed", report, compiled, tokens=4000)
+
+
+def test_the_table_of_goals_marks_what_is_missed(benchmark: ModuleType) -> None:
+    cases = {
+        "v5e:4x4": Figures(),
+        "v5e:8x8": Figures(code_mib=31, blocking_bytes=11, minimum=50, compute=0.001,
+                           cpu_seconds=16),
+        "v6e:8x8": Figures(minimum=None, cpu_seconds=99),
+    }  # fmt: skip
+    shape = benchmark.gpt.Shape(1024, 24)
+    found = [
+        (benchmark.Case(shape, benchmark.find_topology(name)), each.result(benchmark, name))
+        for name, each in cases.items()
+    ]
+    heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
+                         for line in benchmark.goals_table(found)]  # fmt: skip
+    assert heading[3:5] == ["blocking, % of wire (at most 10)", "wire / minimum (at most 1.05)"]
+    assert heading[7:] == ["compile at 64 / at 16 ranks (at most 1.5)", "compile, CPU s",
+                           "tokens/s", "MFU, %"]  # fmt: skip
+    # 4000 tokens in 5 ms, and 10**12 operations of 197e12 a second; then in 3 ms.
+    assert rows == [
+        ["v5e:4x4", "1024", "24", "10", "1", "20", "1.25", "", "10", "800,000", "102"],
+        ["v5e:8x8", "1024", "24", "**11**", "**2**", "**31**", "1", "**1.6**", "16",
+         "1,333,333", "169"],
+        ["v6e:8x8", "1024", "24", "10", "", "20", "1.25", "", "99", "800,000", "21.8"],
+    ]  # fmt: skip
 
 
 def number(cell: str) -> float:

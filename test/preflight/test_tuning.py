@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,14 @@ from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
-from xla_fsdp.preflight.candidates import RECIPES, data_ranks, meshes
+from xla_fsdp.preflight.candidates import (
+    RECIPES,
+    batch_sizes,
+    data_ranks,
+    meshes,
+    recipe_of,
+    recipe_text,
+)
 from xla_fsdp.preflight.html import tuned_page
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.program import Program
@@ -56,14 +64,14 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Search:
 
 def test_the_fastest_that_fits_is_found_and_compiled_in_full(search: Search) -> None:
     tuned, _ = search()
-    # lean: 1000 + 32 * (100 + 50 * 4) = 10,600 at batch 4, 17,000 at 8; fast: 17,000 at 4.
+    # lean: 1000 + 32 * (100 + 50 * 6) = 13,800 at batch 6, 17,000 at 8; fast: 17,000 at 4.
     best = tuned.best
     assert best is not None
     assert best.report is not None
-    # fast at 2: 16 * 2 / (10 + 64) = 432 samples/s; lean at 4: 16 * 4 / (10 + 153.6) = 391
-    assert (best.way.recipe.name, best.batch) == ("fast", 2)
-    assert best.rate == pytest.approx(16 * 2 / 0.074, rel=1e-3)
-    assert best.report.memory.peak == 10_600 * MIB
+    # fast at 3: 16 * 3 / (10 + 96) = 453 samples/s; lean at 6: 16 * 6 / (10 + 230.4) = 399
+    assert (best.way.recipe.name, best.batch) == ("fast", 3)
+    assert best.rate == pytest.approx(16 * 3 / 0.106, rel=1e-3)
+    assert best.report.memory.peak == 13_800 * MIB
     names = [each.way.recipe.name for each in tuned.ranking()]
     assert names == ["fast", "lean", "plain"]
 
@@ -118,6 +126,24 @@ def test_a_winner_that_does_not_hold_gives_way_to_the_next(search: Search) -> No
     assert ("lean", 32, 10) in fake.compiled
 
 
+def test_times_of_a_program_that_is_refused_predict_nothing(search: Search) -> None:
+    class Bent(Cost):
+        def mib(self, depth: int, batch: int) -> float:
+            return 1000 + 30 * batch**3
+
+    batches = [1, 2, 6, 10]
+    tuned, fake = search(
+        lambda recipe: Bent(is_loop=True, mib_of_chip=16_125),
+        choices={"recipe": [LEAN], "batch": batches},
+    )
+    # By 10, which is refused, 6 would take 284 ms: longer for each sample than 2, which takes 74.
+    assert fake.compiled == [("lean", 32, each) for each in (1, 2, 10, 6)]
+    assert tuned.best is not None
+    assert tuned.best.batch == 6
+    refused = max(tuned.candidates, key=lambda each: each.batch)
+    assert tuned.reason(refused) == "lacks 14,875 MiB"
+
+
 def test_the_fastest_two_are_tried_on_other_meshes(search: Search) -> None:
     def costs(recipe: Recipe) -> Cost:
         axes = dict(recipe.mesh or ())
@@ -147,6 +173,27 @@ def test_a_recipe_with_a_mesh_keeps_it(search: Search) -> None:
     assert {each.way.recipe for each in tuned.candidates} == {recipe}
 
 
+@pytest.mark.parametrize("mesh", [None, {"replica": 2, "shard": 8}])
+def test_a_recipe_is_read_as_the_table_writes_it(
+    mesh: dict[str, int] | None, tmp_path: Path
+) -> None:
+    for each in RECIPES:
+        recipe = dataclasses.replace(each, mesh=mesh)
+        assert recipe_of(recipe_text(recipe)) == recipe
+        assert recipe_of(recipe) is recipe
+    file = tmp_path / "my own.json"
+    FAST.save(file)
+    assert recipe_of(f"{file} remat=none scan=off") == Recipe("fast", remat="none", scan=False)
+    assert recipe_of(str(file)) == FAST
+    for text, problem in {
+        "lean rematt=none": "rematt=none is neither a field of a recipe",
+        "leaner remat=none": "there is no recipe 'leaner'",
+        "lean scan=perhaps": "scan is 'perhaps'; give True, False or None",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            recipe_of(text)
+
+
 def test_layers_are_not_swept(search: Search) -> None:
     with pytest.raises(ValueError, match="depth is the number of layers, and cannot be swept"):
         search(choices={"recipe": [LEAN], "depth": [16, 32]})
@@ -158,6 +205,10 @@ def test_other_options_are_swept(search: Search) -> None:
     tuned, _ = search(choices={"recipe": [LEAN], "length": [50, 100]})
     assert tuned.ranking()[0].way.options == (("length", 50),)
     assert tuned.ranking()[1].failed == "the same program as lean shard=16 length=50"
+
+
+def test_batches_are_tried_between_doubled_ones() -> None:
+    assert list(itertools.islice(batch_sizes(2), 8)) == [2, 4, 6, 8, 12, 16, 24, 32]
 
 
 def test_ranks_along_tensor_and_context_share_samples() -> None:
@@ -195,9 +246,9 @@ def test_what_fails_is_told_and_the_search_goes_on(search: Search) -> None:
         "ValueError: gradients are gone",
         "the TPU compiler refused the program: JaxRuntimeError: no such layout",
     ]
-    table = tuned.text()
-    assert "ValueError: gradients are gone" in table
-    assert "exit code -9" in table
+    told = tuned.text()
+    assert "\nValueError: gradients are gone:\n  plain shard=16\n" in told
+    assert "\nthe TPU compiler ended with exit code -9:\n  fast shard=16\n" in told
 
 
 def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> None:
@@ -268,10 +319,17 @@ def test_the_budget_ends_the_search(search: Search) -> None:
     assert (tuned.best.way.recipe.name, tuned.best.batch) == ("lean", 2)
     reasons = {each.way.recipe.name: tuned.reason(each) for each in tuned.candidates[-2:]}
     assert set(reasons.values()) == {"the budget ended before it was compiled"}
+    assert f"\n{reasons['fast']}:\n  fast shard=16\n  plain shard=16\n" in tuned.text()
     larger = [each for each in tuned.candidates if each.batch == 4]
     assert [tuned.reason(each) for each in larger] == [
         "the budget ended before it was compiled in full"
     ]
+
+
+def test_time_for_the_fastest_is_not_kept_once_it_is_compiled(search: Search) -> None:
+    recipes = [LEAN, FAST, Recipe("lean", remat="none")]
+    _, fake = search(choices={"recipe": recipes, "batch": [1]}, budget=100, seconds=30)
+    assert fake.compiled == [("lean", 32, 1), ("fast", 32, 1), ("lean", 32, 1)]  # until 90
 
 
 def test_nothing_is_known_if_the_budget_ends_first(search: Search) -> None:
@@ -319,12 +377,14 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
     tuned, _ = search()
     [best, lean, plain] = tuned.ranking()
     assert tuned.reason(best) == ""
-    assert tuned.reason(lean) == "10.5% more time for each sample, of it most in compute"
+    assert tuned.reason(lean) == "13.4% more time for each sample, of it most in compute"
     assert tuned.reason(plain) == "lacks 875 MiB"
     rows = tuned.text().splitlines()
-    assert rows[1].split()[:3] == ["fast", "shard=16", "2"]
-    assert "43,243 tokens" in rows[1]  # 100 tokens each
-    assert "Fastest that fits: fast shard=16, batch 2, 43,243 tokens/s by estimate" in rows
+    assert rows[1].split()[:3] == ["fast", "shard=16", "3"]
+    assert "45,283 tokens" in rows[1]  # 100 tokens each
+    assert "Fastest that fits: fast shard=16, batch 3, 45,283 tokens/s by estimate" in rows
+    # fast at 4: 1000 + 32 * 500 MiB = 17,000
+    assert "Other batches of it: 1: 38,095 tokens/s; 2: 43,243 tokens/s; 4: lacks 875 MiB" in rows
     assert "HBM per rank (MiB), fits" in tuned.text()
 
 

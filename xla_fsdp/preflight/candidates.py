@@ -12,9 +12,9 @@ from xla_fsdp.recipe.options import Recipe
 
 RECIPES = (
     Recipe("lean", offload_activations=False),
-    Recipe("fast"),
     Recipe("lean", offload_activations=False, remat="none"),
     Recipe("lean"),
+    Recipe("fast"),
     Recipe("fast", remat="none"),
     Recipe("lean", remat="none"),
     Recipe("plain"),
@@ -27,6 +27,8 @@ MOST_DOUBLINGS = 10
 
 LARGEST_TENSOR = 8
 """Ranks along an axis ``tensor``, where no meshes are given."""
+
+_SWITCHED = {"on": True, "True": True, "off": False, "False": False}
 
 SHARING = ("tensor", "context")
 """Axes whose ranks share samples."""
@@ -59,6 +61,33 @@ def recipe_text(recipe: Recipe) -> str:
     return " ".join([*words, *(f"{axis}={size}" for axis, size in axes)])
 
 
+def recipe_of(given: Recipe | Mapping[str, Any] | str) -> Recipe:
+    """Return a recipe, also of the text that ``recipe_text`` makes of one: a name or a file, fields
+    and a mesh, as in "lean remat=none replica=2 shard=8".
+
+    Raises:
+        ValueError: for a name, file, field or size that there cannot be.
+        TypeError: as ``Recipe.of``.
+    """
+    words = given.split() if isinstance(given, str) else []
+    if not (pairs := dict(each.split("=", 1) for each in words if "=" in each)):
+        return Recipe.of(given)
+    base = Recipe.of(" ".join(each for each in words if "=" not in each))
+    known = {each.name for each in dataclasses.fields(Recipe) if each.init}
+    fields: dict[str, Any] = {
+        name: _SWITCHED.get(each, each) for name, each in pairs.items() if name in known
+    }
+    axes = {name: each for name, each in pairs.items() if name not in known}
+    if wrong := [f"{name}={size}" for name, size in axes.items() if not size.isdecimal()]:
+        raise ValueError(
+            f"{given!r}: {', '.join(wrong)} is neither a field of a recipe ({', '.join(known)}) "
+            f"nor an axis of a mesh and its size"
+        )
+    if axes:
+        fields["mesh"] = {name: int(size) for name, size in axes.items()}
+    return dataclasses.replace(base, **fields)
+
+
 def ways(recipes: Sequence[Recipe], choices: Mapping[str, Sequence[Any]]) -> list[Way]:
     """Return every recipe with every combination of other options."""
     found = itertools.product(recipes, itertools.product(*choices.values()))
@@ -77,9 +106,12 @@ def meshes(num_ranks: int) -> list[dict[str, int] | None]:
     return found
 
 
-def doubled(first: int) -> Iterator[int]:
-    """Yield batch sizes from ``first`` on."""
-    return (first * 2**n for n in range(MOST_DOUBLINGS + 1))
+def batch_sizes(first: int) -> Iterator[int]:
+    """Yield ``first``, doubled again and again, and from the second on the size halfway to the next
+    one, which is predicted for nothing."""
+    yield first
+    for n in range(1, MOST_DOUBLINGS + 1):
+        yield from (first * 2**n, first * 3 * 2 ** (n - 1))
 
 
 def data_ranks(recipe: Recipe, num_ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,14 @@ class Tuned:
     def text(self) -> str:
         """Return a table of the best, why the others lost, and the report on the best."""
         ranking = self.ranking()
-        shown = [HEADINGS, *(self.cells(each) for each in ranking[:SHOWN])]
-        lines = aligned(shown, left=(0, 6, 7))
-        lines += [f"{each.way}: {self.reason(each)}" for each in ranking[SHOWN:]]
+        known = [each for each in ranking if each.figures is not None][:SHOWN]
+        lines = aligned([HEADINGS, *map(self.cells, known)], left=(0, 6, 7))
+        by_reason: dict[str, list[str]] = {}
+        for each in ranking:
+            if each not in known:
+                by_reason.setdefault(self.reason(each), []).append(str(each.way))
+        for why, ways in by_reason.items():
+            lines += ["", f"{why}:", *(f"  {way}" for way in ways)]
         return "\n".join([*lines, "", *self._answer()])
 
     def _answer(self) -> list[str]:
@@ -168,7 +173,17 @@ class Tuned:
             return [f"Nothing that was compiled in full fits {self.topology}."]
         rate = f"{self.rate(self.best):,.0f} {self.unit}/s by estimate"
         head = f"Fastest that fits: {self.best.way}, batch {self.best.batch}, {rate}"
-        return [head, "", full_text(self.best.report)]
+        return [head, *self._other_batches(self.best), "", full_text(self.best.report)]
+
+    def _other_batches(self, best: Candidate) -> Iterator[str]:
+        """Yield a line on the best way's other batches that fit, and the first that does not."""
+        own = [each for each in self.candidates if each.way == best.way and each != best]
+        fitting = [each for each in own if each.fits(self.capacity)]
+        others = [f"{each.batch}: {self.rate(each):,.0f} {self.unit}/s" for each in fitting]
+        too_large = [each for each in own if each not in fitting and each.figures]
+        others += [f"{each.batch}: {self.reason(each)}" for each in too_large[:1]]
+        if others:
+            yield f"Other batches of it: {'; '.join(others)}"
 
     def to_json(self) -> str:
         """Return all that was tried as JSON, and the report on the best in full."""

@@ -7,6 +7,7 @@ is predicted of the others. Each part is cut short by the budget.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import check_options, mesh_on
-from xla_fsdp.preflight.candidates import RECIPES, Way, doubled, meshes, ways
+from xla_fsdp.preflight.candidates import RECIPES, Way, batch_sizes, meshes, recipe_of, ways
 from xla_fsdp.preflight.compiler import check_installed
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.report import Report
@@ -30,7 +31,6 @@ from xla_fsdp.preflight.trials import (
     samples_per_second,
 )
 from xla_fsdp.preflight.tuned import Candidate, Tuned
-from xla_fsdp.recipe.options import Recipe
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,
@@ -44,7 +44,7 @@ ON_OTHER_MESHES = 2
 """How many ways are tried on other meshes: the fastest ones."""
 
 FOR_COMPARING = 0.75
-"""Of the budget; the rest is for compiling the fastest in full."""
+"""Of the budget, while the fastest is only predicted; the rest is for compiling it in full."""
 
 RECIPE, BATCH, DEPTH, LENGTH = "recipe", "batch", "depth", "length"
 
@@ -81,7 +81,8 @@ def tune(
             sample, rates are in tokens.
         topology: name of the slice, as ``find_topology`` takes it.
         choices: values to try of options of ``build_step``, by name. Those of ``recipe`` (names,
-            files or ``Recipe``) and of ``batch`` take the place of the usual ones.
+            files, ``Recipe``, or texts as "lean remat=none") and of ``batch`` take the place of the
+            usual ones.
         tried_meshes: sizes by axis, to try in place of the usual ones.
         depth_option: name of the parameter for the number of layers.
         budget: seconds after which the search ends (default: when it is through).
@@ -104,8 +105,8 @@ def tune(
     tried = {name: list(values) for name, values in (choices or {}).items()}
     check_contract(build_step, {**options, **{name: each[0] for name, each in tried.items()}})
     check_installed()
-    recipes = [Recipe.of(each) for each in tried.pop(RECIPE, RECIPES)]
-    batches = sorted(tried.pop(BATCH, doubled(_default(build_step, BATCH) or 1)))
+    recipes = [recipe_of(each) for each in tried.pop(RECIPE, RECIPES)]
+    batches = sorted(tried.pop(BATCH, batch_sizes(_default(build_step, BATCH) or 1)))
     options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
     _check_depth(build_step, depth_option, tried)
     depth, length = (
@@ -190,9 +191,17 @@ class _Line:
         self.reports[batch], self.figures[batch] = report, Figures.of(report)
 
     def figures_at(self, batch: int) -> Figures | None:
-        if batch in self.figures or len(self.figures) > 1:
-            return figures_at(self.figures, batch)
-        return None
+        if batch in self.figures:
+            return self.figures[batch]
+        if len(self.figures) < 2:
+            return None
+        found = figures_at(self.figures, batch)
+        # What the compiler refuses as too large it has made slower to save memory.
+        refused = {each for each, report in self.reports.items() if report.memory.too_large_by}
+        sound = {each: known for each, known in self.figures.items() if each not in refused}
+        if len(sound) < 2:
+            return found
+        return dataclasses.replace(figures_at(sound, batch), needed=found.needed)
 
 
 @dataclass
@@ -203,6 +212,7 @@ class _Search:
     lines: list[_Line] = field(default_factory=list)
     _first_with: dict[tuple[str, ...], Way] = field(default_factory=dict)
     """The way that first traced programs of these digests."""
+    _comparing_ends: float = float("inf")
     _end: float = float("inf")
 
     @property
@@ -212,7 +222,7 @@ class _Search:
     def start(self, budget: float | None) -> None:
         if budget is not None:
             now = monotonic()
-            self.trials.deadline, self._end = now + FOR_COMPARING * budget, now + budget
+            self._comparing_ends, self._end = now + FOR_COMPARING * budget, now + budget
 
     # ------------------------------------------------------------ from a few compilations
 
@@ -229,6 +239,9 @@ class _Search:
                 self._measure(fitting, self.batches[1])
 
     def _measure(self, lines: Sequence[_Line], batch: int) -> None:
+        best = self._best()
+        is_predicted = best is None or best.report is None
+        self.trials.deadline = self._comparing_ends if is_predicted else self._end
         wanted = {line: self._trials_of(line, batch) for line in lines if not line.failed}
         found = self.trials.run(itertools.chain(*wanted.values()))
         for line, trials in wanted.items():
@@ -307,15 +320,15 @@ class _Search:
         usable = self.topology.chip.usable_bytes
         return [each for each in self.candidates() if each.fits(usable)]
 
+    def _best(self) -> Candidate | None:
+        return max(self._fitting(), key=lambda each: each.rate, default=None)
+
     # ------------------------------------------------------------ the winner
 
     def confirm(self) -> None:
         """Compile the fastest that fits in full, until it is one that was compiled so."""
         self.trials.deadline = self._end
-        while fitting := self._fitting():
-            best = max(fitting, key=lambda each: each.rate)
-            if best.report is not None:
-                return
+        while (best := self._best()) is not None and best.report is None:
             [line] = [each for each in self.lines if each.way == best.way]
             trial = Trial(best.way, best.batch, self.depth)
             outcome = self.trials.run([trial]).get(trial)

@@ -13,8 +13,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from test.common.replay import JOBS, STEPS, run_jobs
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import compile_step, fully_shard
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla import worker as worker_module
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.optim import WholeParameterOptimizer
 
@@ -808,6 +811,55 @@ def raising(rank: int) -> list[Any]:
 def test_a_step_that_raises_leaves_the_model_as_it_was() -> None:
     text, same, counts, replays = result("raising")
     assert (text, same, set(counts), replays) == ("ValueError: on purpose", True, {5.0}, 3)
+
+
+class Interrupted(Future):  # type: ignore[type-arg]
+    """A call whose caller is interrupted as soon as it waits."""
+
+    was_waited_for = False
+
+    def exception(self, timeout: float | None = None) -> Any:
+        if not self.was_waited_for:
+            self.was_waited_for = True
+            raise KeyboardInterrupt
+        return super().exception(timeout)
+
+
+def drops_out(*, interrupted: bool) -> list[Any]:
+    """Return parameters, counts, random number state, interrupts and replays after 30 steps."""
+    model = fsdp(make(lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ops.set_rng_state(7, ops.device())
+    interrupts = 0
+
+    @compile_step
+    def step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(STEPS):
+        replaced = Interrupted if interrupted and number % 3 == 1 else Future
+        with mock.patch.object(worker_module, "Future", replaced):
+            try:
+                step(torch.full((2, 3), 0.1 * number).to(ops.device()))
+            except KeyboardInterrupt:
+                interrupts += 1
+    values = [each.tolist() for each in model.parameters()]
+    counts = [state["step"].item() for state in optimizer.state.values()]
+    return [values, counts, ops.get_rng_state(ops.device()), interrupts, step.replays]
+
+
+@scenario
+def interrupts(rank: int) -> list[Any]:
+    return [drops_out(interrupted=each) for each in (False, True)]
+
+
+def test_an_interrupted_step_is_a_whole_one() -> None:
+    (*undisturbed, none, _), (*disturbed, interrupts, replays) = result("interrupts")
+    assert disturbed == undisturbed
+    assert (none, interrupts) == (0, STEPS // 3)
+    assert replays >= 15
 
 
 @scenario

@@ -406,7 +406,13 @@ class ScaledProducts(TorchFunctionMode):
 
 def upload(tensor: Tensor) -> Tensor:
     """Copy a host tensor to a new device buffer; ``to`` would make a scalar a constant."""
-    return torch_xla._XLAC._xla_tensors_from_aten([tensor], [str(device())], None)[0]
+    return upload_all([tensor])[0]
+
+
+def upload_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy host tensors to new device buffers at once."""
+    devices = [str(device())] * len(tensors)
+    return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), devices, None)
 
 
 def forget_token() -> None:

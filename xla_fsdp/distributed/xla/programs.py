@@ -197,7 +197,7 @@ def unshare(tensors: Sequence[Tensor]) -> None:
     """
     scalars = {tensor_id(each): each for each in tensors if not each.dim()}
     values = copies(list(scalars.values()))
-    put(list(scalars.values()), [ops.upload(value) for value in values])
+    put(list(scalars.values()), ops.upload_all(values))
 
 
 def run_pending() -> None:

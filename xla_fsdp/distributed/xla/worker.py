@@ -38,14 +38,18 @@ class Worker:
 
     def call(self, function: Callable[[], T]) -> T:
         """Return what ``function`` returns, or raise what it raises; it looks past subclasses of
-        tensors, and is in inference mode if the caller is."""
+        tensors, and is in inference mode if the caller is.
+
+        A signal's exception (KeyboardInterrupt) is raised when the call has ended.
+        """
         future: Future[T] = Future()
-        self._calls.put((future, function, torch.is_inference_mode_enabled()))
+        call = (future, function, torch.is_inference_mode_enabled())
         interrupt: BaseException | None = None
         while not future.done():
             try:
+                self._calls.put(call)  # perhaps again, after an interrupt: it is answered once
                 future.exception()
-            except BaseException as error:  # of a signal: the call is not left half done
+            except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -60,6 +64,8 @@ def _serve(device: str, calls: SimpleQueue[Any]) -> None:
 
 
 def _answer(future: Future[Any], function: Callable[[], Any], inference: bool) -> None:
+    if future.done():
+        return
     try:
         with torch.inference_mode(inference), torch._C.DisableTorchFunctionSubclass():
             found = function()

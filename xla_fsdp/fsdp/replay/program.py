@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,11 @@ class HostInput:
     value: Tensor
     device_value: Tensor
     candidates: set[Expression | None]
+
+    @property
+    def sources(self) -> frozenset[Any]:
+        """Keys of the numbers that the candidates are computed from."""
+        return frozenset().union(*(sources_of(each) for each in self.candidates if each))
 
     def same_constant(self, other: HostInput) -> bool:
         """Return whether both have the same value, to the bit."""
@@ -137,6 +143,8 @@ class Program:
     _counts: Counts | None = None
     _counted: list[float] = field(default_factory=list)
     _known: dict[Key, float] = field(default_factory=dict)
+    _used: Mapping[Key, float] = field(default_factory=dict)
+    _computed: list[tuple[frozenset[Any], HostInput]] = field(default_factory=list)
 
     def compact(self) -> Program:
         """Return the program without slots that it does not use."""
@@ -205,7 +213,8 @@ class Program:
         self.arguments = other.arguments
         self.numbers, self.objects = other.numbers, other.objects
         self.collectives, self.compiled = other.collectives, other.compiled
-        self._tensors, self._counts = [], None
+        self._tensors, self._counts, self._used = [], None, {}
+        self._computed = [(host.sources, host) for host in self.hosts if host.sources]
         self.confirmed = not unknown
         return unknown
 
@@ -298,20 +307,25 @@ class Program:
         return self._host_inputs_differ(self._known)
 
     def _host_inputs_differ(self, known: Mapping[Any, float]) -> str:
+        """Compute host inputs from numbers, unless these are what they were the last time."""
+        used, self._used = self._used, {}
+        changed = {key for key, value in known.items() if not _is_equal(value, used.get(key))}
         for compared, outcome in self.numbers.outcomes.items():
             if evaluate(compared, known) != outcome:
                 return "a comparison of numbers of the optimizer has another outcome"
-        for host in self.hosts:
-            if host.candidates == {None}:
-                continue
-            values = [
+        affected = [host for sources, host in self._computed if not changed.isdisjoint(sources)]
+        for host in affected:
+            first, *others = [
                 host.value if each is None else _number(each, known, host.value)
                 for each in host.candidates
             ]
-            if not all(_same(values[0], each) for each in values[1:]):
+            if not all(_same(first, each) for each in others):
                 return "numbers that were equal differ"
-            if not _same(values[0], host.value):
-                host.value, host.device_value = values[0], ops.upload(values[0])
+            host.value = first
+        on_device = ops.upload_all([host.value for host in affected])
+        for host, value in zip(affected, on_device, strict=True):
+            host.device_value = value
+        self._used = known
         return ""
 
     @functools.cached_property
@@ -326,7 +340,8 @@ class Program:
         """Run the program after ``why_not``; return the leaves of what the step returns.
 
         Args:
-            worker: makes the results, which are then in memory next to each other.
+            worker: makes the results, which are then in memory next to each other, and all other
+                changes, which an interrupt of the caller must not part from them.
 
         Raises:
             programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
@@ -341,33 +356,37 @@ class Program:
         inputs = [pool[at] if at >= 0 else seeds[at] for at in self._read_at]
         self._held = pool = []
         ops.runtime().repeat_collectives(self.collectives)
+        return worker.call(lambda: self._run(inputs, changed, arguments, numbers))
+
+    def _run(
+        self,
+        inputs: list[Tensor],
+        changed: Sequence[Tensor],
+        arguments: Sequence[Any],
+        numbers: OptimizerNumbers,
+    ) -> list[Any]:
+        """Run the program and change all that a step changes; empties ``inputs``."""
         replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
         for number in (*self.emptied, *self.new):  # old gradients are freed before the step
             self.slots[number].set(None)
         try:
-            leaves = worker.call(lambda: self._run(inputs, changed, arguments))
+            results = programs.run_again(self.code, inputs)
         except programs.ProgramGoneError:
             for slot, value in replaced:
                 slot.set(value)
             raise
-        programs.count_change(changed)
-        self.compiled = programs.compiled()
-        self._advance_seed()
-        self._advance_numbers(numbers)
-        for context, units in self.unreduced:
-            context.unreduced[:] = units
-        return leaves
-
-    def _run(
-        self, inputs: list[Tensor], changed: Sequence[Tensor], arguments: Sequence[Any]
-    ) -> list[Any]:
-        results = programs.run_again(self.code, inputs)
         inputs.clear()
         self._put_new(results)
         values = [results[number] for _, number in self._changed_at]
         split = self._num_counted
         programs.put(changed[:split], values[:split])
         programs.put_alone(changed[split:], values[split:])
+        programs.count_change(changed)
+        self.compiled = programs.compiled()
+        self._advance_seed()
+        self._advance_numbers(numbers)
+        for context, units in self.unreduced:
+            context.unreduced[:] = units
         return self.leaves(results, arguments)
 
     def separate(self) -> None:
@@ -488,6 +507,11 @@ def _shape(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, Tensor):
         return None
     return value.shape, value.dtype, value.device
+
+
+def _is_equal(first: float, second: float | None) -> bool:
+    """Return whether both are the same number; zeros differ by their sign."""
+    return first == second and math.copysign(1, first) == math.copysign(1, second)
 
 
 def _number(expression: Expression, known: Mapping[Any, float], like: Tensor) -> Tensor:

@@ -267,7 +267,8 @@ class _RankStep:
             self._give_up(f"the step reads the device at {trace.seen.first_read}")
             ops.sync()
             return result
-        result = trace.execute(result)
+        # In the worker, so that no interrupt parts what is donated from what takes its place.
+        result = self._worker.call(functools.partial(trace.execute, result))
         for module in trace.seen.modules:
             if module not in self._watched.labels:
                 self._modules.append(module)

@@ -25,15 +25,13 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_OPTIONS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+DICTS = (*HOOKS, "_parameters", "_modules")
 LIBRARIES = ("torch", "torch_xla", "numpy", "builtins", "functools")
 # In C, as a large model has thousands of parameters and attributes.
 _GRAD = operator.attrgetter("grad")
@@ -410,6 +408,7 @@ class Watched:
         self.params = self._find_params()
         self.numbers = OptimizerNumbers(self.optimizers)
         self._module_facts = [_ModuleFacts(module) for module in self.modules]
+        self._attributes = _attributes_of(self._module_facts)
         self._dicts = [each for module in self.modules for each in _dicts_of(module)]
         self._held: list[Any] = []
         self._facts_of_held: list[Any] = []
@@ -424,18 +423,25 @@ class Watched:
     def facts(self) -> list[Any]:
         """Return all facts now, to be compared with those of another time."""
         # Nothing is compared one by one if the very objects are held that were held before.
-        held = [*self._find_held()]
+        try:
+            held = [*self._find_held()]
+        except KeyError:  # an attribute is gone
+            held = []
         same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
         number = len(self.modules) + len(self.optimizers)
-        if not same:
+        if not (same and held):
             self._held = held
             self._facts_of_held = [read() for _, read in self._facts[:number]]
         return self._facts_of_held + [read() for _, read in self._facts[number:]]
 
     def _find_held(self) -> Iterator[Any]:
-        """Return what modules and optimizers hold."""
+        """Return what modules and optimizers hold, as far as facts come from it."""
+        # No more of a module than that: most of the time goes into touching a thousand objects.
         groups = (group for each in self.optimizers for group in each.param_groups)
+        attributes = (map(get, each) for get, each in self._attributes)
         return itertools.chain(
+            itertools.chain.from_iterable(itertools.chain.from_iterable(attributes)),
+            itertools.chain.from_iterable(map(len, each) for _, each in self._attributes),
             itertools.chain.from_iterable(map(dict.values, filter(None, self._dicts))),
             itertools.chain.from_iterable(each.state.values() for each in self.optimizers),
             itertools.chain.from_iterable(group["params"] for group in groups),
@@ -551,12 +557,21 @@ class Watched:
         return [*map(_REQUIRES_GRAD, self.params)], missing, hooks
 
 
+def _attributes_of(
+    facts: Sequence[_ModuleFacts],
+) -> list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], list[dict[str, Any]]]]:
+    """Return the attributes of modules, those with the same names together, and what reads those
+    that facts come from."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in facts:
+        found.setdefault((*each.names, *DICTS), []).append(each.attributes)
+    return [(operator.itemgetter(*names), each) for names, each in found.items()]
+
+
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the dicts that the facts of a module come from, but for buffers, which steps
     replace."""
-    attributes = vars(module)
-    names = (*HOOKS, "_parameters", "_modules")
-    found = [attributes, *(attributes[name] for name in names)]
+    found = [vars(module)[name] for name in DICTS]
     return [each for each in found if isinstance(each, dict)]  # those of a wrapper are views
 
 
@@ -564,11 +579,11 @@ class _ModuleFacts:
     """Reads the plain attributes, hooks and children of a module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = vars(module)
-        names = [name for name, each in self._attributes.items() if isinstance(each, PLAIN)]
+        self.attributes = vars(module)
+        names = [name for name, each in self.attributes.items() if isinstance(each, PLAIN)]
         self.names = sorted(names)
         self._plain = operator.itemgetter("training", *self.names)
-        self._hooks = operator.itemgetter(*HOOKS)
+        self._hooks = operator.itemgetter(*HOOKS, *HOOK_OPTIONS)
         self._held = operator.itemgetter("_parameters", "_buffers")
 
     def difference(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
@@ -580,7 +595,7 @@ class _ModuleFacts:
         return ", ".join(dict.fromkeys(found))
 
     def __call__(self) -> tuple[Any, ...]:
-        attributes = self._attributes
+        attributes = self.attributes
         try:
             plain = self._plain(attributes)
         except KeyError as gone:

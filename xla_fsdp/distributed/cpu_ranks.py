@@ -13,6 +13,7 @@ until it makes a collective, wraps a module or ends.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -373,6 +374,7 @@ class RankThread(threading.Thread):
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank_run = run
         self.rank = rank
+        self.process = os.getpid()
         self._steps = steps
 
     def run(self) -> None:
@@ -406,7 +408,8 @@ class RankThread(threading.Thread):
 def current_rank_thread() -> RankThread | None:
     """Return the calling thread if it is that of a rank, else None."""
     thread = threading.current_thread()
-    return thread if isinstance(thread, RankThread) else None
+    # In a process that it forked, such as a DataLoader's worker, there are no ranks.
+    return thread if isinstance(thread, RankThread) and thread.process == os.getpid() else None
 
 
 def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:

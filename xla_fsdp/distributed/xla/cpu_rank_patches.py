@@ -12,6 +12,8 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
+import queue
 import re
 import warnings
 import weakref
@@ -26,8 +28,10 @@ import torch_xla._internal.pjrt as pjrt
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
+from xla_fsdp.distributed.forks import QuietForks
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
@@ -67,6 +71,8 @@ def run_slot() -> RunSlot:
     _replace_seeding(slot)
     _replace_spawn(slot)
     _replace_process_groups(slot)
+    _replace_loader_thread(slot)
+    _prepare_forks(slot)
     return slot
 
 
@@ -482,6 +488,56 @@ def _replace_process_groups(slot: RunSlot) -> None:
         original(*args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
+
+
+def _replace_loader_thread(slot: RunSlot) -> None:
+    """Let ranks raise what the data loaders raise from which torch_xla's threads feed them.
+
+    Else such a thread prints it, and the rank's epoch ends early, or waits for ever.
+    """
+    original = ParallelLoader._loader_worker
+
+    @functools.wraps(original)
+    def loader_worker(loader: ParallelLoader) -> None:
+        if slot.run is not None:
+            loader._cpu_loader = _Told(loader._cpu_loader, loader._exception_queue)
+        original(loader)
+
+    ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
+
+
+@dataclass
+class _Told:
+    """A data loader that ends where ``loader`` raises, and tells the error to the rank it is for,
+    which raises it after the batches before."""
+
+    loader: Any
+    errors: queue.Queue[Exception]
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.loader
+        except Exception as error:
+            self.errors.put(error)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _prepare_forks(slot: RunSlot) -> None:
+    """Let ranks fork, as for workers of a DataLoader, while the others rest; in a child there is no
+    run, whose other ranks its copy of a rank's thread would wait for."""
+    forks = QuietForks()
+
+    def before() -> None:
+        if slot.run is not None:
+            forks.begin(slot.run.execution.locked)
+
+    def in_child() -> None:
+        slot.run = None
+        forks.end()
+
+    os.register_at_fork(before=before, after_in_parent=forks.end, after_in_child=in_child)
 
 
 # ---------------------------------------------------------------- collectives

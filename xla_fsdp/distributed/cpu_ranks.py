@@ -83,6 +83,9 @@ class Run:
         self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
+        # Ranks that have passed the gate, but not begun to execute; since when one executes.
+        self._to_execute: set[int] = set()
+        self._executing_since: float | None = None
         # The rank that excludes the others, by ``turn`` or because it has seeded, and in how
         # many blocks of ``turn`` it is (0 if it has only seeded).
         self._exclusive_rank: int | None = None
@@ -138,6 +141,13 @@ class Run:
             if self._gates_opened == opened_before:
                 raise Unwind
 
+    def begin_execution(self, rank: int) -> None:
+        """Note that ``rank``, which has passed the gate, has compiled, and executes."""
+        with self._changed:
+            self._to_execute.discard(rank)
+            if self._executing_since is None:
+                self._executing_since = time.monotonic()
+
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
         """Return the ``data`` of every rank, in order; raise Unwind if the run fails.
 
@@ -170,6 +180,8 @@ class Run:
         if difference is None:
             self._at_gate.clear()
             self._gates_opened += 1
+            self._to_execute = set(range(self.num_ranks))
+            self._executing_since = None
             self._changed.notify_all()
         else:
             self.fail(difference)
@@ -341,6 +353,14 @@ class Run:
         with self._changed:
             waiting = sorted(self._at_gate)
         return waiting, [r for r in range(self.num_ranks) if r not in waiting]
+
+    def late_to_execute(self, seconds: float) -> list[int]:
+        """Return the ranks whose part of collectives others have waited for ``seconds``, in XLA."""
+        with self._changed:
+            since = self._executing_since
+            if since is None or time.monotonic() - since < seconds:
+                return []
+            return sorted(self._to_execute)
 
     def idle_starter(self, seconds: float) -> int | None:
         """Return the rank that others wait for to start, if the process has computed nothing for

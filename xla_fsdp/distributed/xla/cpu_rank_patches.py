@@ -143,6 +143,9 @@ class _CpuRanks(PatchedRuntime):
         # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
         if self._run.needs_gate(rank):
             self._run.pass_gate(rank)
+            outputs = run()
+            self._run.begin_execution(rank)
+            return outputs
         return run()
 
     def traced_collectives(self) -> tuple[str, ...]:
@@ -310,7 +313,8 @@ def _replace_step_marker(slot: RunSlot) -> None:
         # rank that waits for the lock, so before: either all ranks have scheduled theirs (the
         # gate), or the execution is over.
         last = None
-        if slot.run.needs_gate(rank):
+        together = slot.run.needs_gate(rank)
+        if together:
             if rank in slot.run.in_collectives:
                 # A sync computes what is alive. The results of a collective may be so on one rank
                 # only, until the garbage collector or a thread of autograd drops them there, too.
@@ -320,6 +324,8 @@ def _replace_step_marker(slot: RunSlot) -> None:
             _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
+        if together:
+            slot.run.begin_execution(rank)
         del last
         if wait:  # not under the lock: the execution may need ranks that have yet to take it
             _wait_for(rank)

@@ -36,6 +36,7 @@ LAYERS = (
         "distributed.shard_layout",
         "distributed.pytree",
         "distributed.cpu_ranks",
+        "distributed.forks",
         "distributed.process_state",
         "distributed.tracebacks",
         "distributed.turns",

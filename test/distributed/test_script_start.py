@@ -315,6 +315,29 @@ def test_a_rank_that_computes_keeps_the_process(monkeypatch: pytest.MonkeyPatch)
     assert seen == [0, 0, 1, 1]
 
 
+def test_ranks_that_compile_while_others_wait_in_a_collective_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "WARN_AFTER", 0.3)
+    told: list[str] = []
+
+    def work(run: Run, rank: int) -> None:
+        for _ in range(2):  # in the second, all ranks have compiled
+            run.exchange(rank, b"")
+            if rank == 2 and not told:
+                while not (text := capsys.readouterr().err):
+                    time.sleep(0.05)
+                told.append(text)
+            run.begin_execution(rank)
+
+    run_threads(work)
+    assert told[0].startswith(
+        "xla_fsdp: ranks [0, 1] have waited 0.3 s in a collective for ranks [2], which still "
+        "compile"
+    )
+    assert "still compile" not in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_ranks_that_have_not_started() -> None:
     def work(run: Run, rank: int) -> None:
         run.fail(Failure(-1, "interrupted"))

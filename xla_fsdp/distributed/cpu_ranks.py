@@ -13,6 +13,7 @@ until it makes a collective, wraps a module or ends.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -82,6 +83,9 @@ class Run:
         self._traced: list[list[str]] = [[] for _ in range(self.num_ranks)]
         self._at_gate: dict[int, Arrival] = {}
         self._gates_opened = 0
+        # Ranks that have passed the gate, but not begun to execute; since when one executes.
+        self._to_execute: set[int] = set()
+        self._executing_since: float | None = None
         # The rank that excludes the others, by ``turn`` or because it has seeded, and in how
         # many blocks of ``turn`` it is (0 if it has only seeded).
         self._exclusive_rank: int | None = None
@@ -137,6 +141,13 @@ class Run:
             if self._gates_opened == opened_before:
                 raise Unwind
 
+    def begin_execution(self, rank: int) -> None:
+        """Note that ``rank``, which has passed the gate, has compiled, and executes."""
+        with self._changed:
+            self._to_execute.discard(rank)
+            if self._executing_since is None:
+                self._executing_since = time.monotonic()
+
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
         """Return the ``data`` of every rank, in order; raise Unwind if the run fails.
 
@@ -169,6 +180,8 @@ class Run:
         if difference is None:
             self._at_gate.clear()
             self._gates_opened += 1
+            self._to_execute = set(range(self.num_ranks))
+            self._executing_since = None
             self._changed.notify_all()
         else:
             self.fail(difference)
@@ -341,6 +354,14 @@ class Run:
             waiting = sorted(self._at_gate)
         return waiting, [r for r in range(self.num_ranks) if r not in waiting]
 
+    def late_to_execute(self, seconds: float) -> list[int]:
+        """Return the ranks whose part of collectives others have waited for ``seconds``, in XLA."""
+        with self._changed:
+            since = self._executing_since
+            if since is None or time.monotonic() - since < seconds:
+                return []
+            return sorted(self._to_execute)
+
     def idle_starter(self, seconds: float) -> int | None:
         """Return the rank that others wait for to start, if the process has computed nothing for
         ``seconds``, else None; to be called often."""
@@ -373,6 +394,7 @@ class RankThread(threading.Thread):
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank_run = run
         self.rank = rank
+        self.process = os.getpid()
         self._steps = steps
 
     def run(self) -> None:
@@ -406,7 +428,8 @@ class RankThread(threading.Thread):
 def current_rank_thread() -> RankThread | None:
     """Return the calling thread if it is that of a rank, else None."""
     thread = threading.current_thread()
-    return thread if isinstance(thread, RankThread) else None
+    # In a process that it forked, such as a DataLoader's worker, there are no ranks.
+    return thread if isinstance(thread, RankThread) and thread.process == os.getpid() else None
 
 
 def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:

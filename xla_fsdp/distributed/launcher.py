@@ -283,6 +283,8 @@ def _watch(run: Run, sync_timeout: float) -> None:
     while not run.wait(POLL):
         if run.longest_wait() > sync_timeout:
             run.fail(_timeout(run, sync_timeout))
+        elif late := run.late_to_execute(WARN_AFTER):
+            _warn_of_compilation(run, late, warned)
         # Not while a rank compiles, which ends by itself: the others can only wait for it.
         elif run.longest_wait() > WARN_AFTER and not run.execution.locked():
             _warn_once(run, warned)
@@ -312,6 +314,22 @@ def _warn_once(run: Run, warned: set[str]) -> None:
         "If such a rank is only slow, this is harmless. If it reads a value that needs a "
         "collective (.item(), .cpu(), print) and the waiting ranks do not, it can never get it, "
         "and XLA ends the process about 15 s after it began: read such values on all ranks.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _warn_of_compilation(run: Run, late: list[int], warned: set[str]) -> None:
+    others = [rank for rank in range(run.num_ranks) if rank not in late]
+    if str(late) in warned:
+        return
+    warned.add(str(late))
+    print(
+        f"xla_fsdp: ranks {others} have waited {WARN_AFTER:g} s in a collective for ranks {late}, "
+        "which still compile: their program is another one. XLA ends the process about 15 s after "
+        "the first began to wait. Let all ranks trace the same program: numbers that depend on the "
+        "rank as tensors, torch.tensor(rank).to(device), and the same tensors alive at "
+        "torch_xla.sync(). XLA_FLAGS=--xla_backend_optimization_level=0 shortens compilation.",
         file=sys.stderr,
         flush=True,
     )

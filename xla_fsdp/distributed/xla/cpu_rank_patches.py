@@ -12,6 +12,8 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
+import queue
 import re
 import warnings
 import weakref
@@ -26,8 +28,10 @@ import torch_xla._internal.pjrt as pjrt
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
+from xla_fsdp.distributed.forks import QuietForks
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
@@ -67,6 +71,8 @@ def run_slot() -> RunSlot:
     _replace_seeding(slot)
     _replace_spawn(slot)
     _replace_process_groups(slot)
+    _replace_loader_thread(slot)
+    _prepare_forks(slot)
     return slot
 
 
@@ -137,6 +143,9 @@ class _CpuRanks(PatchedRuntime):
         # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
         if self._run.needs_gate(rank):
             self._run.pass_gate(rank)
+            outputs = run()
+            self._run.begin_execution(rank)
+            return outputs
         return run()
 
     def traced_collectives(self) -> tuple[str, ...]:
@@ -304,7 +313,8 @@ def _replace_step_marker(slot: RunSlot) -> None:
         # rank that waits for the lock, so before: either all ranks have scheduled theirs (the
         # gate), or the execution is over.
         last = None
-        if slot.run.needs_gate(rank):
+        together = slot.run.needs_gate(rank)
+        if together:
             if rank in slot.run.in_collectives:
                 # A sync computes what is alive. The results of a collective may be so on one rank
                 # only, until the garbage collector or a thread of autograd drops them there, too.
@@ -314,6 +324,8 @@ def _replace_step_marker(slot: RunSlot) -> None:
             _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
+        if together:
+            slot.run.begin_execution(rank)
         del last
         if wait:  # not under the lock: the execution may need ranks that have yet to take it
             _wait_for(rank)
@@ -482,6 +494,56 @@ def _replace_process_groups(slot: RunSlot) -> None:
         original(*args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
+
+
+def _replace_loader_thread(slot: RunSlot) -> None:
+    """Let ranks raise what the data loaders raise from which torch_xla's threads feed them.
+
+    Else such a thread prints it, and the rank's epoch ends early, or waits for ever.
+    """
+    original = ParallelLoader._loader_worker
+
+    @functools.wraps(original)
+    def loader_worker(loader: ParallelLoader) -> None:
+        if slot.run is not None:
+            loader._cpu_loader = _Told(loader._cpu_loader, loader._exception_queue)
+        original(loader)
+
+    ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
+
+
+@dataclass
+class _Told:
+    """A data loader that ends where ``loader`` raises, and tells the error to the rank it is for,
+    which raises it after the batches before."""
+
+    loader: Any
+    errors: queue.Queue[Exception]
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.loader
+        except Exception as error:
+            self.errors.put(error)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _prepare_forks(slot: RunSlot) -> None:
+    """Let ranks fork, as for workers of a DataLoader, while the others rest; in a child there is no
+    run, whose other ranks its copy of a rank's thread would wait for."""
+    forks = QuietForks()
+
+    def before() -> None:
+        if slot.run is not None:
+            forks.begin(slot.run.execution.locked)
+
+    def in_child() -> None:
+        slot.run = None
+        forks.end()
+
+    os.register_at_fork(before=before, after_in_parent=forks.end, after_in_child=in_child)
 
 
 # ---------------------------------------------------------------- collectives

@@ -31,7 +31,13 @@ from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
+from xla_fsdp.recipe.causal_lm import (
+    StreamedLoss,
+    causal_lm_in,
+    models_of_transformers,
+    trace_masks,
+    why_not_streamed,
+)
 from xla_fsdp.recipe.options import SWITCHES, Recipe
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 
@@ -426,7 +432,7 @@ def _stream_ends(
     inside = {each for unit in units for each in unit.modules() if each is not unit}
     named = [(name, each) for name, each in model.named_modules() if each not in inside]
     ends = _Ends(model, named, causal_lm_in(model), plan, ignored)
-    if ends.causal_lm is not None and plan.wants("compile_step"):
+    if plan.wants("compile_step") and models_of_transformers(model):
         trace_masks()
     if plan.wants("streamed_head"):
         ends.stream_head()

@@ -492,6 +492,7 @@ def _shard(
         return recurse or module in wrapped
 
     _turn_caches_off(model, plan)
+    _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
     if recomputed:
         plan.do("remat", "full")
@@ -514,6 +515,15 @@ def _turn_caches_off(model: nn.Module, plan: _Plan) -> None:
         config.use_cache = False
     if caching:
         plan.do("use_cache", "False in the config; texts packed by position_ids are kept apart")
+
+
+def _choose_experts(model: nn.Module, plan: _Plan) -> None:
+    """Let mixtures of transformers not group tokens by expert, as they do by default: they count
+    them by ``torch.histc`` of integers, which torch_xla hands to torch, and torch has none."""
+    for each in models_of_transformers(model):
+        if getattr(each.config, "_experts_implementation", None) == "grouped_mm":
+            each.set_experts_implementation("batched_mm")
+            plan.do("experts", "batched_mm, as grouped_mm does not run on XLA")
 
 
 def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:

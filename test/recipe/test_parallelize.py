@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.recipes import MODELS, WIDTH, Block, Transformer, loss_of, optimizer_of
+from test.common.recipes import (
+    MODELS,
+    WIDTH,
+    Block,
+    Transformer,
+    language_model,
+    loss_of,
+    optimizer_of,
+)
 from test.common.scenarios import Scenarios, make, message
 
 scenarios = Scenarios(__name__)
@@ -246,6 +254,47 @@ def test_packed_texts_are_kept_apart_in_every_recipe() -> None:
 
 def test_a_decoder_with_a_config_of_its_own_makes_no_cache() -> None:
     assert scenarios.result("without_caches")["t5"] == pytest.approx(plain_loss("t5"), abs=1e-5)
+
+
+@scenarios.add
+def mixed(rank: int) -> tuple[float, list[str]]:
+    model, _, done = shard(mixture, recipe="plain")
+    return model(ids(), labels=ids()).loss.item(), done._report
+
+
+def mixture() -> Any:
+    return language_model("Mixtral", True, num_local_experts=4)
+
+
+def test_mixtures_compute_their_experts_in_a_way_that_xla_knows() -> None:
+    model, tokens = make(mixture), torch.arange(1, 13).reshape(2, 6)
+    loss, report = scenarios.result("mixed")
+    assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), abs=1e-5)
+    assert "  experts: batched_mm, as grouped_mm does not run on XLA" in report
+
+
+@scenarios.add
+def masked(rank: int) -> tuple[float, int]:
+    model, _, done = shard(bert, recipe="fast")
+    mask = (ids() % 6 > 2).long()
+    step = done.compile(lambda ids: model(ids, attention_mask=mask, labels=ids).loss)
+    return [step(ids()) for _ in range(4)][-1].item(), step.replays
+
+
+def bert() -> Any:
+    import transformers
+
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=20, num_hidden_layers=1, **sizes, **none)
+    return transformers.BertForMaskedLM(config)
+
+
+def test_steps_of_models_that_see_both_ways_are_replayed() -> None:
+    model, tokens = make(bert), torch.arange(1, 13).reshape(2, 6)
+    loss, replays = scenarios.result("masked")
+    expected = model(tokens, attention_mask=(tokens % 6 > 2).long(), labels=tokens).loss.item()
+    assert (loss, replays) == (pytest.approx(expected, abs=1e-5), 2)
 
 
 @scenarios.add

@@ -31,7 +31,13 @@ from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
+from xla_fsdp.recipe.causal_lm import (
+    StreamedLoss,
+    causal_lm_in,
+    models_of_transformers,
+    trace_masks,
+    why_not_streamed,
+)
 from xla_fsdp.recipe.options import SWITCHES, Recipe
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 
@@ -426,7 +432,7 @@ def _stream_ends(
     inside = {each for unit in units for each in unit.modules() if each is not unit}
     named = [(name, each) for name, each in model.named_modules() if each not in inside]
     ends = _Ends(model, named, causal_lm_in(model), plan, ignored)
-    if ends.causal_lm is not None and plan.wants("compile_step"):
+    if plan.wants("compile_step") and models_of_transformers(model):
         trace_masks()
     if plan.wants("streamed_head"):
         ends.stream_head()
@@ -486,6 +492,7 @@ def _shard(
         return recurse or module in wrapped
 
     _turn_caches_off(model, plan)
+    _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
     if recomputed:
         plan.do("remat", "full")
@@ -508,6 +515,15 @@ def _turn_caches_off(model: nn.Module, plan: _Plan) -> None:
         config.use_cache = False
     if caching:
         plan.do("use_cache", "False in the config; texts packed by position_ids are kept apart")
+
+
+def _choose_experts(model: nn.Module, plan: _Plan) -> None:
+    """Let mixtures of transformers not group tokens by expert, as they do by default: they count
+    them by ``torch.histc`` of integers, which torch_xla hands to torch, and torch has none."""
+    for each in models_of_transformers(model):
+        if getattr(each.config, "_experts_implementation", None) == "grouped_mm":
+            each.set_experts_implementation("batched_mm")
+            plan.do("experts", "batched_mm, as grouped_mm does not run on XLA")
 
 
 def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:

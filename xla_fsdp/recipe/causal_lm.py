@@ -33,11 +33,16 @@ OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 def causal_lm_in(model: nn.Module) -> Any:
     """Return the causal language model of transformers that ``model`` is or wraps, or None."""
+    models = models_of_transformers(model)
+    return next((each for each in models if _has_loss_of_tokens(each)), None)
+
+
+def models_of_transformers(model: nn.Module) -> list[Any]:
+    """Return the models of transformers that ``model`` is or contains."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
-        return None
-    models = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
-    return next((each for each in models if _has_loss_of_tokens(each)), None)
+        return []
+    return [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
 
 
 def _has_loss_of_tokens(model: Any) -> bool:

@@ -1192,3 +1192,140 @@ def raising_later(rank: int) -> str:
 
 def test_the_error_of_a_step_that_has_replaced_tensors_is_raised() -> None:
     assert result("raising_later") == "ValueError: on purpose"
+
+
+# ---------------------------------------------------------------- how steps are written
+
+
+@scenario
+def own_modules(rank: int) -> list[Any]:
+    """A step that makes modules for itself."""
+    layers = nn.Sequential(*[make(lambda: nn.Linear(3, 3)) for _ in range(3)]).to(ops.device())
+    step = compile_step(lambda x, y: nn.CrossEntropyLoss()(layers[:2](x), y))
+    y = torch.tensor([0, 2]).to(ops.device())
+    xs = [torch.full((2, 3), 0.1 * n).to(ops.device()) for n in range(6)]
+    found = [step(x, y).item() for x in xs]
+    wanted = [nn.functional.cross_entropy(layers[1](layers[0](x)), y).item() for x in xs]
+    return [found, wanted, step.replays]
+
+
+def test_a_step_may_make_a_loss_anew_each_time() -> None:
+    found, wanted, replays = result("own_modules")
+    assert found == pytest.approx(wanted)
+    assert replays == 4
+
+
+@scenario
+def views_returned(rank: int) -> list[Any]:
+    """A step that returns views of an argument and of a parameter, and keeps one of another."""
+    model = fsdp(make(lambda: nn.Linear(3, 3, bias=False)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = next(model.parameters())
+    kept = []
+
+    @compile_step
+    def step(x: Tensor, other: Tensor) -> Any:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        kept.append(other[1:])
+        return x[1:], weight.detach()[:2]
+
+    for n in range(5):
+        x, other = (torch.full((2, 3), scale * (n + 1)).to(ops.device()) for scale in (0.1, 2.0))
+        part, of_weight = step(x, other)
+        same = (
+            torch.equal(part.cpu(), x.cpu()[1:]),
+            torch.equal(of_weight.cpu(), weight.detach().cpu()[:2]),
+        )
+        assert same == (True, True), (n, part, x, of_weight, weight)
+        assert other.tolist() == [[2.0 * (n + 1)] * 3] * 2
+    return [[each.tolist() for each in kept], step.replays]
+
+
+def test_views_of_arguments_and_parameters_may_be_returned() -> None:
+    kept, replays = result("views_returned")
+    assert kept == [[[2.0 * (n + 1)] * 3] for n in range(len(kept))]
+    assert replays == 2  # the first step has no gradients yet
+
+
+class Trainer:
+    """Has a compiled step for a method, which calls a compiled function."""
+
+    factor = 1.0
+
+    def __init__(self, shift: float) -> None:
+        self.shift = shift
+
+    @compile_step
+    def step(self, x: Tensor) -> Tensor:
+        return doubled(x) * self.factor + self.shift
+
+
+@compile_step
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@scenario
+def methods(rank: int) -> list[Any]:
+    trainers = [Trainer(1.0), Trainer(5.0)]
+    found = []
+    for n in range(8):
+        if n == 4:
+            trainers[0].factor = 10.0
+        x = torch.full((2,), float(n)).to(ops.device())
+        found.append([each.step(x).sum().item() for each in trainers])
+    return [found, [each.step.replays for each in trainers], doubled.replays]
+
+
+def test_methods_and_steps_in_steps_are_compiled() -> None:
+    found, replays, inside = result("methods")
+    wanted = [(4.0 * n * (10 if n > 3 else 1) + 2, 4.0 * n + 10) for n in range(8)]
+    assert found == [list(each) for each in wanted]
+    assert (replays, inside) == ([4, 6], 0)
+
+
+@scenario
+def containers(rank: int) -> list[Any]:
+    weights = [1.0, 2.0]
+
+    @compile_step
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        batch["y"] = batch.pop("x") * weights[1]
+        return batch["y"]
+
+    found, left = [], []
+    for n in range(8):
+        weights[1] = 2.0 if n < 4 else 3.0
+        batch = {"x": torch.full((2,), float(n)).to(ops.device())}
+        found.append(step(batch)[0].item())
+        left.append([*batch])
+    return [found, left, step.replays]
+
+
+def test_numbers_in_lists_are_followed_and_the_callers_dicts_stay() -> None:
+    found, left, replays = result("containers")
+    assert found == [0.0, 2.0, 4.0, 6.0, 12.0, 15.0, 18.0, 21.0]
+    assert left == [["x"]] * 8
+    assert replays == 4
+
+
+@scenario
+def unknown_argument(rank: int) -> list[Any]:
+    import warnings
+
+    class Batch:
+        x = torch.ones(2).to(ops.device())
+
+    step = compile_step(lambda batch: batch.x.sum(), unknown="trace")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [step(Batch()).item() for _ in range(3)]
+    return [found, [str(each.message) for each in caught], step.replays]
+
+
+def test_a_step_with_unknown_arguments_can_be_traced_every_time() -> None:
+    found, [text], replays = result("unknown_argument")
+    assert (found, replays) == ([2.0] * 3, 0)
+    assert text.startswith("every step is traced, because a compiled step got a Batch; pass")

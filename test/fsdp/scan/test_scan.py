@@ -284,6 +284,14 @@ class Averaging(Block):
         return super().forward(x)
 
 
+class Numbering(Block):
+    """Changes a number of its own."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.scale += 0.5
+        return super().forward(x)
+
+
 class Unfolding(Block):
     """Computes with a view that torch_xla makes on the CPU."""
 
@@ -510,7 +518,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     found["Deciding"] = message(partial(scanned(set_scales, Deciding), batch()))
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
-        Noting, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy, Hooking, Retaining,
+        Noting, Numbering, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy, Hooking, Retaining,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -561,8 +569,9 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("HostRandom", ["draws random numbers on the host (by rand)", "device=x.device"]),
         ("Skipping", ["draws random numbers on the host (by random)"]),
         ("Noisy", ["draws random numbers on the host (by numpy.random)"]),
-        ("Averaging", ["assigns a tensor to its shift;", "lost"]),
-        ("Noting", ["assigns a tensor to its drop.aux_loss;", "lost"]),
+        ("Averaging", ["assigns a tensor or a number to its shift;", "lost"]),
+        ("Noting", ["assigns a tensor or a number to its drop.aux_loss;", "lost"]),
+        ("Numbering", ["assigns a tensor or a number to its scale;", "lost"]),
         ("Unfolding", ["calls unfold, which torch_xla computes on the host"]),
         ("Gamma", ["calls lgamma, which torch_xla computes on the host", "by other operators"]),
         ("Bits", ["calls view, which torch_xla computes on the host"]),

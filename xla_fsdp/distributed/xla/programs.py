@@ -164,6 +164,14 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._functionalize_sync(tensor)
 
 
+def put_apart(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Give tensors the buffer of a value of their shape; what they are views of stays as it is."""
+    for tensor in tensors:
+        is_view = torch._C._functionalization.get_view_meta_sequence(tensor)
+        if not (is_view and _becomes_root(tensor, value)):
+            put([tensor], [value])
+
+
 def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Do the same as ``put``, right after ``separate``, in half the time for tensors that have no
     views. ``ops.num_changes`` does not count it."""
@@ -175,13 +183,13 @@ def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         alone = count == _USES_OF_ONE
         if alone and not view:
             torch_xla._XLAC._replace_xla_tensor(tensor, value)
-        elif not (alone and _becomes_root(tensor, value)):
+        elif not (alone and _becomes_root(tensor, value)):  # as parameters: their base is gone
             put([tensor], [value])
 
 
 def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
-    """Give a value to the only view of a tensor that is gone, as parameters are, so that it is no
-    view any more; return False if torch refuses that, between inference tensors and others."""
+    """Give a value to a view, so that it is none any more; return False if torch refuses that,
+    between inference tensors and others."""
     own = torch._to_functional_tensor(torch._from_functional_tensor(value).data)
     if not torch._has_compatible_shallow_copy_type(tensor, own):
         return False

@@ -75,7 +75,8 @@ class Seen(TorchFunctionMode):
         self, numbers: HostNumbers, known: dict[int, tuple[Any, float]], *, refuses: bool
     ) -> None:
         super().__init__()
-        self.modules: dict[nn.Module, None] = {}
+        # Weak, as a module that the step makes for itself (a loss) is another one each time.
+        self.modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.optimizers: dict[int, Optimizer] = {}
         self.places: dict[Any, str] = {}
         self.first_read = ""

@@ -35,7 +35,7 @@ from xla_fsdp.fsdp.replay.program import (
     Returned,
     candidates_of,
 )
-from xla_fsdp.fsdp.replay.seen import CompileStepError, Seen, watching
+from xla_fsdp.fsdp.replay.seen import CompileStepError, Seen, is_traced, watching
 from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Somewhere, Watched, shown
 
 MANY_TRACES = 12
@@ -112,10 +112,17 @@ class CompiledStep:
         self._ranks: dict[str, _RankStep] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_traced():  # a part of the step around it
+            return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*args, **kwargs))
         return self._own(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None:
+            return self
+        if isinstance(instance, nn.Module):  # which is followed as an argument
+            return types.MethodType(self, instance)
+        bound = CompiledStep(types.MethodType(self._step, instance), refuses=self._refuses)
+        return vars(instance).setdefault(self.__name__, bound)  # type: ignore[attr-defined]
 
     @property
     def traces(self) -> Counter[str]:
@@ -158,12 +165,20 @@ class _RankStep:
         if self._traces_always or not ops.runtime().executes():
             return self._run_plainly(args, kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = tree, *self._kinds(leaves)
+        try:
+            key = tree, *self._kinds(leaves)
+        except TypeError as error:
+            if self._refuses:
+                raise
+            self._give_up(str(error))
+            return self._run_plainly(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # which makes it slow to look at parameters
             replayed, found = self._try_replay(key, leaves)
         if replayed:
             return found
         self._count(found)
+        # In containers of its own: what a step does to the caller's would not happen in a replay.
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
         return self._trace(key, args, kwargs, leaves)
 
     def _try_replay(self, key: Any, leaves: Sequence[Any]) -> tuple[bool, Any]:
@@ -269,9 +284,7 @@ class _RankStep:
             return result
         # In the worker, so that no interrupt parts what is donated from what takes its place.
         result = self._worker.call(functools.partial(trace.execute, result))
-        for module in trace.seen.modules:
-            if module not in self._watched.labels:
-                self._modules.append(module)
+        self._modules += [each for each in trace.seen.modules if each not in self._watched.labels]
         self._optimizers += trace.seen.optimizers.values()
         self._others = [weakref.ref(each) for each in trace.seen.tensors()]
         if self._watched.knows([*trace.seen.modules], [*trace.seen.optimizers.values()]):
@@ -524,7 +537,7 @@ class _Trace:
         for group, goal, value in zip(groups, goals, results, strict=True):
             # What the step's code has kept elsewhere, perhaps besides a place that it knows.
             elsewhere = [t for t in programs.find_pending(group) if not (goal and t._is_view())]
-            programs.put(elsewhere, [value] * len(elsewhere))
+            programs.put_apart(elsewhere, value)
         return self.program.leaves(results, self._arguments)
 
     def _numbers_after(self) -> Numbers:

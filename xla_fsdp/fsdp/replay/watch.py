@@ -235,6 +235,8 @@ class _Names:
             self.function(function.__func__)
         elif isinstance(function, types.FunctionType):
             self._code(function)
+        elif hasattr(function, "__wrapped__"):  # another compiled step
+            self.function(function.__wrapped__)
         else:
             self._objects.append((type(function).__name__, function, 0))
             call = vars(type(function)).get("__call__")
@@ -263,7 +265,7 @@ class _Names:
                     self._in_methods |= _names_in(function.__code__)
 
     def _follow_attributes(self, label: str, value: Any, depth: int) -> None:
-        for name, each in list(getattr(value, "__dict__", {}).items()):
+        for name, each in _attributes_in(value).items():
             # The state of an optimizer is known otherwise.
             named = name in self._attributes and not isinstance(value, Optimizer)
             simple = isinstance(each, (*PLAIN, Tensor)) or _is_object(each)
@@ -312,7 +314,9 @@ class _Names:
             found.modules.append(value)
         elif isinstance(value, Optimizer):
             found.optimizers.append(value)
-        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        elif isinstance(
+            value, types.FunctionType | types.MethodType | functools.partial
+        ) or hasattr(value, "__wrapped__"):
             if not _is_library(value):
                 self.function(value)
         elif id(value) in self._seen or depth >= DEEPEST or _is_library(value):
@@ -323,6 +327,8 @@ class _Names:
                 self._add(f"{label}[{key!r}]", each, Entry(value, key), depth + 1)
         elif isinstance(value, list | tuple):
             self._seen.add(id(value))
+            if isinstance(value, list):
+                found.plain.append((label, functools.partial(_PlainItems.of, value)))
             for number, each in enumerate(value):
                 if not isinstance(each, PLAIN):
                     held = Item(value, number) if isinstance(value, list) else None
@@ -330,6 +336,30 @@ class _Names:
         elif not isinstance(value, type | types.ModuleType):
             self._seen.add(id(value))
             self._objects.append((label, value, depth))
+
+
+def _attributes_in(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, and the plain ones of its classes, which it may hide later."""
+    if not hasattr(value, "__dict__"):
+        return {}
+    in_classes = [vars(base).items() for base in reversed(type(value).__mro__)]
+    plain = {name: each for base in in_classes for name, each in base if isinstance(each, PLAIN)}
+    return plain | vars(value)
+
+
+class _PlainItems(list[Any]):
+    """The plain values in a list, which are those of another time if those that both have are:
+    what a step appends, it appends while it is traced only."""
+
+    @classmethod
+    def of(cls, items: list[Any]) -> _PlainItems:
+        return cls(each if isinstance(each, PLAIN) else None for each in items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list) and all(map(operator.eq, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def _id_in(slot: Slot) -> int:

@@ -177,7 +177,7 @@ class BlockState:
         """Replace the tensors of the block inside.
 
         Raises:
-            ValueError: if the block itself assigns a tensor inside.
+            ValueError: if the block itself assigns a tensor, or changes a number, inside.
         """
         original = [dict(holder) for _, holder in self._holders]
         for (holder, key), tensor in zip(self._slots, tensors, strict=True):
@@ -187,9 +187,9 @@ class BlockState:
             yield
             if assigned := [_join(prefix, key) for prefix, _, key, _ in self._assigned(given)]:
                 raise ValueError(
-                    f"a scanned block assigns a tensor to its {', '.join(assigned)}; it would be "
-                    f"lost, as blocks run as one loop. Return it as a part of what goes from "
-                    f"block to block, or do not scan these blocks"
+                    f"a scanned block assigns a tensor or a number to its {', '.join(assigned)}; "
+                    f"it would be lost, as blocks run as one loop. Return it as a part of what "
+                    f"goes from block to block, or do not scan these blocks"
                 )
         finally:
             for _, holder, key, at in list(self._assigned(original)):
@@ -202,11 +202,17 @@ class BlockState:
         self, before: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[str, dict[str, Any], str, int]]:
         """Yield (module name, holder, key, index of the holder) of each tensor that was assigned,
-        replaced or deleted since the holders had the items ``before``."""
+        replaced or deleted, and each number that is another one, since the holders had the items
+        ``before``."""
         for at, ((prefix, holder), items) in enumerate(zip(self._holders, before, strict=True)):
             for key in [*items, *(key for key in holder if key not in items)]:
                 then, now = items.get(key), holder.get(key)
-                if then is not now and (isinstance(then, Tensor) or isinstance(now, Tensor)):
+                if then is not now and (
+                    isinstance(then, Tensor)
+                    or isinstance(now, Tensor)
+                    # What is None at first may be a size that the block remembers.
+                    or ({type(then), type(now)} <= {int, float} and then != now)
+                ):
                     yield prefix, holder, key, at
 
 

@@ -111,7 +111,7 @@ def measure(rank: int, way: str, shape: gpt.Shape, num_ranks: int) -> Measured:
         take()
     threads = [threading.current_thread()]
     if replays:
-        threads.append(step._own._worker.thread)
+        threads.append(step._own._replayer.thread)
     xm.wait_device_ops()
     xm.rendezvous("all ranks are warm")
     began, taken = time.process_time(), []
@@ -126,7 +126,7 @@ def measure(rank: int, way: str, shape: gpt.Shape, num_ranks: int) -> Measured:
     if not replays:
         return found
     [[*_, program]] = step._own._programs.values()
-    alone = _runs_alone(program, step._own._worker)
+    alone = _runs_alone(program, step._own._replayer)
     return replace(found, torch_xla=alone * 1e3, inputs=len(program.inputs))
 
 

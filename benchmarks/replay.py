@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py                              # the table, on two CPU ranks
     python benchmarks/replay.py --width 1024 --blocks 4 24   # slow on a CPU: the ranks compute, too
+    python benchmarks/replay.py --ranks 1 --width 960 --blocks 48 --steps 11   # in 9 GB
 
 Tracing and replaying cost the same for any width. The default is narrow, so that what the CPU ranks
 compute is small; ``process`` counts it, as well as autograd's threads. ``median`` and ``least`` are
@@ -94,7 +95,7 @@ def _wrappers(way: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return XlaFullyShardedDataParallel, checkpoint_module
 
 
-def measure(rank: int, way: str, shape: gpt.Shape, num_ranks: int) -> Measured:
+def measure(rank: int, way: str, shape: gpt.Shape, num_ranks: int, steps: int) -> Measured:
     """Return what a step costs the host, on one rank."""
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -111,22 +112,22 @@ def measure(rank: int, way: str, shape: gpt.Shape, num_ranks: int) -> Measured:
         take()
     threads = [threading.current_thread()]
     if replays:
-        threads.append(step._own._worker.thread)
+        threads.append(step._own._replayer.thread)
     xm.wait_device_ops()
     xm.rendezvous("all ranks are warm")
     began, taken = time.process_time(), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         before = _cpu_time(threads)
         take()
         taken.append(_cpu_time(threads) - before)
         xm.wait_device_ops()
-    process = (time.process_time() - began) / STEPS / num_ranks * 1e3
+    process = (time.process_time() - began) / steps / num_ranks * 1e3
     xm.rendezvous("all ranks are done")
     found = Measured(statistics.median(taken) * 1e3, min(taken) * 1e3, process)
     if not replays:
         return found
     [[*_, program]] = step._own._programs.values()
-    alone = _runs_alone(program, step._own._worker)
+    alone = _runs_alone(program, step._own._replayer, steps)
     return replace(found, torch_xla=alone * 1e3, inputs=len(program.inputs))
 
 
@@ -136,7 +137,7 @@ def _cpu_time(threads: Sequence[threading.Thread]) -> float:
     return sum(map(time.clock_gettime, clocks))
 
 
-def _runs_alone(program: Any, worker: Any) -> float:
+def _runs_alone(program: Any, worker: Any, steps: int) -> float:
     """Return the least seconds of a program of a step without arguments, run again and again with
     its own results in the places of the inputs that they replace."""
     import torch_xla.core.xla_model as xm
@@ -157,7 +158,7 @@ def _runs_alone(program: Any, worker: Any) -> float:
         return time.thread_time() - began
 
     taken = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         ops.runtime().repeat_collectives(program.collectives)
         taken.append(worker.call(run))
         xm.wait_device_ops()
@@ -172,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 24, 48])
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args(argv)
     flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
@@ -181,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for blocks in options.blocks:
         shape = gpt.Shape(options.width, blocks, length=8, vocabulary=256)
         for way in options.ways:
-            found = launch(measure, (way, shape, options.ranks), num_ranks=options.ranks)[0]
+            given = (way, shape, options.ranks, options.steps)
+            found = launch(measure, given, num_ranks=options.ranks)[0]
             print(_row(blocks, way, found), flush=True)
     return 0
 

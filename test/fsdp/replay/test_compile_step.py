@@ -1,6 +1,6 @@
 """``compile_step``: replayed steps are traced ones to the bit, or are refused.
 
-All jobs of a number of ranks run in one launch, 30 steps each, traced and replayed.
+A launch takes 30 steps of a job, traced and replayed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from test.common.ranks import FAST_COMPILE, ChildError, cached_outcome, run_on_r
 from test.common.replay import JOBS, STEPS, run_jobs
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import compile_step, fully_shard
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla import worker as worker_module
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.optim import WholeParameterOptimizer
@@ -43,14 +43,13 @@ QUICK = ["adamw", "accumulation"]
 WITHOUT_SIMPLIFYING = ("accumulation", "zero1")
 
 
-@cached_outcome
-def trained(num_ranks: int, *, simplified: bool) -> dict[str, Any]:
-    """Return what ``run_jobs`` finds on rank 0, of jobs whose programs are simplified or not."""
-    names = QUICK if num_ranks == 3 else list(JOBS)
-    names = [name for name in names if simplified != (name in WITHOUT_SIMPLIFYING)]
-    flags = FAST_COMPILE if simplified else f"{FAST_COMPILE} --xla_disable_hlo_passes=algsimp"
+def trained(num_ranks: int, name: str) -> dict[str, Any]:
+    """Return what ``run_jobs`` finds of a job on rank 0."""
+    flags = FAST_COMPILE
+    if name in WITHOUT_SIMPLIFYING:
+        flags += " --xla_disable_hlo_passes=algsimp"
     env = {"XLA_FLAGS": flags}
-    return run_on_ranks(run_jobs, num_ranks, names, timeout=1800, env=env)[0]
+    return run_on_ranks(run_jobs, num_ranks, [name], timeout=1800, env=env)[0][name]
 
 
 @cached_outcome
@@ -66,7 +65,7 @@ def result(name: str) -> Any:
 
 def check(num_ranks: int, name: str) -> None:
     """Assert that a job's replayed steps are those traced."""
-    found = trained(num_ranks, simplified=name not in WITHOUT_SIMPLIFYING)[name]
+    found = trained(num_ranks, name)
     assert not found["error"], found["error"]
     assert found["differences"] == []
     assert found["replays"] + sum(found["traces"].values()) == STEPS
@@ -1041,6 +1040,35 @@ def test_replays_follow_views_that_come_and_go_and_changes_between_steps() -> No
 
 
 @scenario
+def converted(rank: int) -> Any:
+    """Return the results of steps whose frozen scale gets data of another dtype, equally long."""
+    model, optimizer = job_of_sgd()
+    scale = nn.Parameter(torch.full((3,), 0.5).to(ops.device()).bfloat16(), requires_grad=False)
+    model.register_parameter("scale", scale)
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) * scale.float().mean()).square().sum()
+        loss.backward()
+        optimizer.step()
+        return (loss.detach() * 0 + scale.float()).sum()
+
+    step: Any = compile_step(train)
+    found = []
+    for number in range(8):
+        if number == 5:
+            scale.data = scale.data.half()
+        found.append(step(torch.full((2, 3), 0.1 * number).to(ops.device())).item())
+    return found, step.replays
+
+
+def test_data_of_another_dtype_is_no_replay() -> None:
+    found, replays = result("converted")
+    assert found == [1.5] * 8
+    assert replays >= 2
+
+
+@scenario
 def worked(rank: int) -> dict[str, Any]:
     """Return what a worker sees, and what becomes of it."""
     worker = Worker()
@@ -1077,6 +1105,43 @@ def test_a_worker_calls_for_its_rank_and_ends_with_it() -> None:
     assert found["another"]
     assert not found["kept"]
     assert not found["alive"]
+
+
+@scenario
+def called(rank: int) -> list[list[int]]:
+    """Return the threads that ran traced steps, and those that ran replays."""
+    model, optimizer = job_of_sgd()
+    threads: dict[str, list[int]] = {"run_traced": [], "run_again": []}
+
+    def noting(name: str) -> Any:
+        original = getattr(programs, name)
+
+        def run(*args: Any) -> Any:
+            threads[name].append(threading.get_ident())
+            return original(*args)
+
+        return mock.patch.object(programs, name, run)
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = compile_step(train)
+    with noting("run_traced"), noting("run_again"):
+        for number in range(8):
+            step(torch.full((number // 6 + 1, 3), 1.0).to(ops.device()))
+    return [*threads.values()]
+
+
+def test_replays_have_a_thread_that_has_run_nothing_traced() -> None:
+    traced, replayed = result("called")
+    assert len(traced) >= 3
+    assert len(replayed) >= 3
+    assert len({*replayed}) == 1
+    assert not {*traced} & {*replayed}
 
 
 # ---------------------------------------------------------------- tensors that move

@@ -1,7 +1,8 @@
 """A thread that makes a rank's calls of many small objects.
 
 glibc's malloc gives each thread an arena. What tracing leaves behind is spread over that of the
-thread that traces, where a thousand new tensors then take twice the time.
+thread that traces, and of the one that runs what was traced; a thousand new tensors take twice the
+time there.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ Reference = tuple[Any, ...]
 # In C, as there are a thousand tensors in each step.
 _REFERENT: Callable[[Any], Any] = weakref.ref.__call__
 _SIZE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass
@@ -252,11 +253,12 @@ class Program:
     def _are_known(self, held: Sequence[Any]) -> bool:
         """Return whether these are the tensors of the last time, or of their shapes."""
         kept = [held[number] for number in self._kept]
-        # Only its size can change in a tensor that is known (``tensor.data = other``).
+        # In a tensor that is known, only these can change (``tensor.data = other``).
         return (
             len(self._tensors) == len(kept)
             and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
             and all(map(operator.eq, map(_SIZE, kept), self._sizes))
+            and all(map(operator.is_, map(_DTYPE, kept), self._dtypes))
             and all(_shape(held[number]) == self.shapes[number] for number in self._replaced)
         )
 
@@ -268,6 +270,10 @@ class Program:
     @functools.cached_property
     def _sizes(self) -> list[torch.Size]:
         return [shape[0] for shape in map(self.shapes.__getitem__, self._kept) if shape]
+
+    @functools.cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        return [shape[1] for shape in map(self.shapes.__getitem__, self._kept) if shape]
 
     @functools.cached_property
     def _replaced(self) -> list[int]:

@@ -188,7 +188,7 @@ class _RankStep:
         if not isinstance(program, Program):
             return False, program
         try:
-            found = program.replay(leaves, self._watched.numbers, self._worker)
+            found = program.replay(leaves, self._watched.numbers, self._replayer)
         except programs.ProgramGoneError:
             self._programs[key].remove(program)
             return False, "torch_xla had dropped the program"
@@ -196,7 +196,12 @@ class _RankStep:
         return True, pytree.tree_unflatten(found, program.returned.tree)
 
     @functools.cached_property
-    def _worker(self) -> Worker:
+    def _replayer(self) -> Worker:
+        return Worker()
+
+    @functools.cached_property
+    def _tracer(self) -> Worker:
+        """Runs what was traced, which leaves memory scattered that replays would be slow in."""
         return Worker()
 
     def _kinds(self, leaves: Sequence[Any]) -> list[Any]:
@@ -282,8 +287,8 @@ class _RankStep:
             self._give_up(f"the step reads the device at {trace.seen.first_read}")
             ops.sync()
             return result
-        # In the worker, so that no interrupt parts what is donated from what takes its place.
-        result = self._worker.call(functools.partial(trace.execute, result))
+        # In a worker, so that no interrupt parts what is donated from what takes its place.
+        result = self._tracer.call(functools.partial(trace.execute, result))
         self._modules += [each for each in trace.seen.modules if each not in self._watched.labels]
         self._optimizers += trace.seen.optimizers.values()
         self._others = [weakref.ref(each) for each in trace.seen.tensors()]

@@ -196,11 +196,15 @@ class Collectives(Protocol):
         """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
         ...
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         """Return collectives whose reductions can overlap with compute.
 
         They are the same ones where no such reductions are known. They take more memory, so they
         are worth it only where something else is computed meanwhile.
+
+        Args:
+            at_end: nothing but the optimizer's step is computed meanwhile, so only what the first
+                axis of the torus has made smaller goes around rings.
         """
         ...
 
@@ -268,10 +272,12 @@ class XlaCollectives:
             XlaCollectives(across, number, self.num_shards // size),
         )
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         if not self.follows_torus:
             return self
-        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps)
+        return RingCollectives(
+            self.groups, self.rank, self.num_shards, self._steps, straight=1 if at_end else 0
+        )
 
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
@@ -281,12 +287,13 @@ class XlaCollectives:
             return gathered
         width = gathered.shape[-1]
         rows = gathered
-        for groups in self._steps:
-            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups)
+        for step, groups in enumerate(self._steps):
+            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups, step)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
-        """Reduce [size of a group, rows, width] to this rank's [..., rows, width]."""
+    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
+        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in ``step`` of
+        a reduction."""
         return ops.reduce_scatter(chunks, len(chunks), groups)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
@@ -300,10 +307,16 @@ class RingCollectives(XlaCollectives):
     ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
     Communication with Dependent Computation via Decomposition, ASPLOS 2023). As many bytes are sent
     as by a reduce-scatter; sums are rounded to the bucket's dtype at every rank.
+
+    Args:
+        arguments: those of ``XlaCollectives``.
+        straight: number of steps that are reduce-scatters nevertheless.
+        options: those of ``XlaCollectives``.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, straight: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._straight = straight
         self._orders: dict[str, Tensor] = {}  # on the device, by groups
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,9 +326,9 @@ class RingCollectives(XlaCollectives):
         """Return whether ``total`` is the result of a reduction that was large enough for rings."""
         return total.numel() * self.num_shards >= RING
 
-    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
-        if chunks.numel() < RING:
-            return super()._scatter(chunks, groups)
+    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
+        if step < self._straight or chunks.numel() < RING:
+            return super()._scatter(chunks, groups, step)
         # Uploaded once: each input of a program has a table in memory, and its slices code.
         key = repr(groups)
         if key not in self._orders:
@@ -392,7 +405,7 @@ class LocalCollectives:
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(local_rank, size), across)
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         """Return this object: nothing is communicated that compute could hide."""
         return self
 

@@ -118,17 +118,19 @@ class RingGate:
 
     def __init__(self) -> None:
         # One for all units among the same ranks, as each has inputs of the program.
-        self._rings: dict[Hashable, Collectives] = {}
+        self._rings: dict[tuple[Hashable, bool], Collectives] = {}
         self._last: list[Tensor] = []
         self._before: list[Tensor] = []
         self._reduced_in = -1  # number of the backward pass in which a unit last reduced
 
-    def of(self, group: FSDPParamGroup) -> Collectives:
-        """Return the collectives that reduce the gradients of a unit while others compute."""
+    def of(self, group: FSDPParamGroup, *, at_end: bool = False) -> Collectives:
+        """Return the collectives that reduce the gradients of a unit while others compute; for
+        ``at_end`` see ``Collectives.in_rings``."""
         own = group.collectives
-        if own.key not in self._rings:
-            self._rings[own.key] = own.in_rings()
-        return self._rings[own.key]
+        key = own.key, at_end
+        if key not in self._rings:
+            self._rings[key] = own.in_rings(at_end=at_end)
+        return self._rings[key]
 
     def unit_reduces(self) -> None:
         """Record that a unit reduces its gradients in the current backward pass."""
@@ -790,10 +792,10 @@ class FSDPState:
         self.context.watch()
         if not self.settings.sync_gradients or not self.group.reduces_plainly:
             return grad
-        # A head is followed by all units, which can hide rings, an embedding by nothing.
         rings, by = self.context.rings, self.group.collectives
-        if self.context.has_units and not rings.has_reduced:
-            by = rings.of(self.group)
+        if self.context.has_units:
+            # A head is followed by all units, which can hide rings, an embedding by none.
+            by = rings.of(self.group, at_end=rings.has_reduced)
         found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad

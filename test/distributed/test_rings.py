@@ -27,14 +27,14 @@ def stack_of(rank: int, size: int) -> Tensor:
 def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.collectives import RingCollectives, ring_reduce_scatter
+    from xla_fsdp.distributed.collectives import RingCollectives, ring_order, ring_reduce_scatter
 
     device = torch_xla.device()
     found: dict[str, Any] = {}
     for name, groups in RINGS.items():
         [(place, ring)] = [(g.index(rank), g) for g in groups if rank in g]
         stack = stack_of(rank, len(ring)).to(device)
-        found[name] = ring_reduce_scatter(stack, groups, place)
+        found[name] = ring_reduce_scatter(stack, groups, ring_order(len(ring), place).to(device))
     two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
     stack = stack_of(rank, RANKS).to(device)
     found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))

@@ -58,6 +58,7 @@ NODES = ("nodes", "more nodes")
 def quick() -> dict[str, Done]:
     jobs = {name: job_of(*each) for name, each in QUICK.items()}
     jobs.update({name: job_of(*QUICK["loop"], fault=fault) for name, fault in BROKEN.items()})
+    jobs["broken ring of a unit"] = job_of(*QUICK["nested"], fault="ring")
     jobs.update({name: Job("v5e:2x2", chip_training.unequal_nodes) for name in NODES})
     return run_jobs(jobs)
 
@@ -67,13 +68,14 @@ def test_training_equals_that_of_plain_torch(name: str) -> None:
     assert_right(QUICK[name][1], quick()[name])
 
 
-def test_reductions_go_around_rings_and_steps_settle_on_one_program() -> None:
-    done = quick()["loop"]
+@pytest.mark.parametrize("name", ["loop", "nested"])
+def test_reductions_go_around_rings_and_steps_settle_on_one_program(name: str) -> None:
+    done = quick()[name]
     assert "collective-permute" in done.programs[-1]
     assert done.runs[-2:] == (done.runs[-1],) * 2
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [*BROKEN, "broken ring of a unit"])
 def test_a_mistake_is_seen(name: str) -> None:
     done = quick()[name]
     assert not done.error, done.error

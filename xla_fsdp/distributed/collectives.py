@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -196,11 +196,15 @@ class Collectives(Protocol):
         """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
         ...
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         """Return collectives whose reductions can overlap with compute.
 
         They are the same ones where no such reductions are known. They take more memory, so they
         are worth it only where something else is computed meanwhile.
+
+        Args:
+            at_end: nothing but the optimizer's step is computed meanwhile, so only what the first
+                axis of the torus has made smaller goes around rings.
         """
         ...
 
@@ -268,10 +272,12 @@ class XlaCollectives:
             XlaCollectives(across, number, self.num_shards // size),
         )
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         if not self.follows_torus:
             return self
-        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps)
+        return RingCollectives(
+            self.groups, self.rank, self.num_shards, self._steps, straight=1 if at_end else 0
+        )
 
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
@@ -281,12 +287,13 @@ class XlaCollectives:
             return gathered
         width = gathered.shape[-1]
         rows = gathered
-        for groups in self._steps:
-            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups)
+        for step, groups in enumerate(self._steps):
+            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups, step)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
-        """Reduce [size of a group, rows, width] to this rank's [..., rows, width]."""
+    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
+        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in ``step`` of
+        a reduction."""
         return ops.reduce_scatter(chunks, len(chunks), groups)
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
@@ -300,17 +307,47 @@ class RingCollectives(XlaCollectives):
     ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
     Communication with Dependent Computation via Decomposition, ASPLOS 2023). As many bytes are sent
     as by a reduce-scatter; sums are rounded to the bucket's dtype at every rank.
+
+    Args:
+        arguments: those of ``XlaCollectives``.
+        straight: number of steps that are reduce-scatters nevertheless.
+        options: those of ``XlaCollectives``.
     """
 
-    def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
-        if chunks.numel() < RING:
-            return super()._scatter(chunks, groups)
-        rank = ops.rank()
-        [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
-        return ring_reduce_scatter(chunks, groups, local_rank)
+    def __init__(self, *arguments: Any, straight: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._straight = straight
+        self._orders: dict[str, Tensor] = {}  # on the device, by groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_orders": {}}  # device tensors are neither copied nor pickled
+
+    def went_around(self, total: Tensor) -> bool:
+        """Return whether ``total`` is the result of a reduction that was large enough for rings."""
+        return total.numel() * self.num_shards >= RING
+
+    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
+        if step < self._straight or chunks.numel() < RING:
+            return super()._scatter(chunks, groups, step)
+        # Uploaded once: each input of a program has a table in memory, and its slices code.
+        key = repr(groups)
+        if key not in self._orders:
+            rank = ops.rank()
+            [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
+            self._orders[key] = ops.upload(ring_order(len(chunks), local_rank))
+        return ring_reduce_scatter(chunks, groups, self._orders[key])
 
 
-def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tensor:
+def ring_order(size: int, local_rank: int) -> Tensor:
+    """Return the numbers of the chunks that a rank of a ring adds, step by step; its own is the
+    last one."""
+    path = folded(size)
+    place = path.index(local_rank)
+    order = [path[(place - 1 - step) % size] for step in range(size)]
+    return torch.tensor(order, dtype=torch.int32)
+
+
+def ring_reduce_scatter(chunks: Tensor, groups: Groups, order: Tensor) -> Tensor:
     """Return this rank's chunk of the sum over its ring.
 
     A partial sum of each chunk travels the ring and grows at every rank.
@@ -318,7 +355,8 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tens
     Args:
         chunks: [size of the ring, rows, width], one for each rank.
         groups: the ranks of each ring, in order; every rank of the job is in one.
-        local_rank: the caller's index in its ring.
+        order: what ``ring_order`` returns for the caller, on its device. It is an input of the
+            program, not a constant, so that every rank has the same program.
 
     Returns:
         A tensor [rows, width].
@@ -327,15 +365,10 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tens
     path = folded(size)
     onward = list(zip(path, path[1:] + path[:1], strict=True))
     sends = [(ring[at], ring[to]) for ring in groups for at, to in onward]
-    # The chunk to add at each step; this rank's own comes last. It is an input of the program, not
-    # a constant, so that every rank has the same program.
-    place = path.index(local_rank)
-    order = [path[(place - 1 - step) % size] for step in range(size)]
-    on_device = ops.upload(torch.tensor(order, dtype=torch.int32))
-    partial_sum = chunks.index_select(0, on_device[:1])
+    partial_sum = chunks.index_select(0, order[:1])
     for step in range(1, size):
         received = ops.collective_permute(partial_sum, sends)
-        partial_sum = received + chunks.index_select(0, on_device[step : step + 1])
+        partial_sum = received + chunks.index_select(0, order[step : step + 1])
     return partial_sum[0]
 
 
@@ -372,7 +405,7 @@ class LocalCollectives:
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(local_rank, size), across)
 
-    def in_rings(self) -> Collectives:
+    def in_rings(self, *, at_end: bool = False) -> Collectives:
         """Return this object: nothing is communicated that compute could hide."""
         return self
 

@@ -179,3 +179,32 @@ def test_second_gather_survives_optimization(tmp_path: Path) -> None:
         len(Program(dump.read_text()).all("all-gather", "all-gather-start")) for dump in dumps
     ]
     assert max(counts) == 2 * INNER_UNITS + 1
+
+
+def waits_for(rank: int) -> list[list[bool]]:
+    """Whether what enters a unit waits for the reductions of three units before it, the last one's
+    last: with large and with small gradients, and without rings."""
+    from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
+    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.distributed.xla.loop import depends_on
+    from xla_fsdp.fsdp.engine.state import RingGate
+
+    groups = [[0, 1]]
+    ring = RingCollectives(groups, rank, 2, steps=[groups])
+    plain = XlaCollectives(groups, rank, 2, steps=[groups])
+    found = []
+    for rows, by in ((512, ring), (1, ring), (512, plain)):
+        sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
+        gate = RingGate()
+        for each in sums:
+            gate.sent([each], by)
+        [ready] = gate.wait([ops.upload(torch.ones(2))])
+        found.append([ready is not None and depends_on(ready, each) for each in sums])
+        gate.clear()
+    return found
+
+
+def test_a_unit_waits_for_the_rings_of_all_units_but_the_last() -> None:
+    never = [False] * 3
+    for found in run_on_ranks(waits_for, 2):
+        assert found == [[True, True, False], never, never]

@@ -105,10 +105,24 @@ def test_without_barriers_and_torus_the_difference_shows() -> None:
     assert counts(found)["all-reduce"] > 0
 
 
+def wide() -> list[dict[str, Any]]:
+    """Reports on two and on four blocks whose matrices are large."""
+    return reports(TARGET, "--set", "width=1024", "--sweep", "depth=2,4")
+
+
 def test_equal_blocks_share_their_code() -> None:
-    wide = ("--set", "width=1024", "--sweep", "depth=2,4")
-    small, large = (each["memory"]["code"] for each in reports(TARGET, *wide))
+    small, large = (each["memory"]["code"] for each in wide())
     assert large - small <= 2 * 3 * 2**20  # a block's own takes 12 MiB
+
+
+def test_large_gradients_of_units_go_around_rings_under_compute() -> None:
+    gradients = 2 * 12 * 1024**2  # bytes of a block's matrices in bf16
+    found = wide()[1]
+    sent: Counter[tuple[str, bool]] = Counter()
+    for each in found["traffic"]:
+        sent[each["kind"], each["overlapped"]] += each["wire_bytes"]
+    assert sent["collective-permute", True] >= 3.5 * 15 / 16 * gradients
+    assert sent["reduce-scatter", False] <= 0.1 * 15 / 16 * gradients
 
 
 MESH = ("--mesh", "replica=2,shard=8")
@@ -136,10 +150,10 @@ def test_several_slices_are_one_job_with_replicas_across_them() -> None:
 
 
 def test_fp32_reductions_leave_gathers_and_products_in_bf16() -> None:
-    wide = ("--set", "depth=4", "--set", "width=1024", "--set", "fp32_reduce_scatter=on")
-    [found] = reports(TARGET, *wide)
+    options = ("--set", "depth=4", "--set", "width=1024", "--set", "fp32_reduce_scatter=on")
+    [found] = reports(TARGET, *options)
     dtypes = {(each["kind"], each["dtype"]) for each in found["traffic"]}
-    assert {dtype for kind, dtype in dtypes if kind == "reduce-scatter"} == {"f32"}
+    assert {dtype for kind, dtype in dtypes if kind != "all-gather"} == {"f32"}
     assert {dtype for kind, dtype in dtypes if kind == "all-gather"} == {"bf16"}
     assert not any("matrix products" in finding for finding in found["findings"])
     assert found["wire_bytes"] <= 1.05 * found["minimum_wire_bytes"]

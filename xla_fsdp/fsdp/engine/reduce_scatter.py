@@ -115,13 +115,13 @@ class ReduceScatter:
             self._params[at].expect_on_all_ranks("reduce-scatter of the gradient")
         return {each: self._scatter(each, packed, by) for each in self._buckets_of(packed)}
 
-    def scatter_alone(self, number: int, grad: Tensor) -> ReducedBuckets | None:
-        """Reduce-scatter the gradient of original parameter ``number``; return None if it would
-        share a bucket with others."""
+    def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets | None:
+        """Reduce-scatter the gradient of original parameter ``number`` by these collectives; return
+        None if it would share a bucket with others."""
         at = next(at for at, originals in self._originals.items() if number in originals)
         if len(self._originals[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
             return None
-        return self.scatter({number: grad}, [at])
+        return self.scatter({number: grad}, [at], by)
 
     def scatter_tensors(
         self, tensors: Sequence[Tensor], by: Collectives | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from xla_fsdp.distributed.collectives import Collectives, RingCollectives
 from xla_fsdp.distributed.higher_order import (
     explain_hooks,
     in_forward_mode,
@@ -107,6 +108,58 @@ class PrefetchGate:
         self._last = []
 
 
+class RingGate:
+    """Sends large gradients around rings, those of one unit while the next one computes.
+
+    The TPU compiler leaves reduce-scatters blocking, but hides rings under compute. It ends them as
+    late as it may, and they hold unsharded gradients meanwhile. So the backward of a unit waits for
+    all rings but those of the unit before it. Where there are no rings, nothing waits.
+    """
+
+    def __init__(self) -> None:
+        # One for all units among the same ranks, as each has inputs of the program.
+        self._rings: dict[tuple[Hashable, bool], Collectives] = {}
+        self._last: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._reduced_in = -1  # number of the backward pass in which a unit last reduced
+
+    def of(self, group: FSDPParamGroup, *, at_end: bool = False) -> Collectives:
+        """Return the collectives that reduce the gradients of a unit while others compute; for
+        ``at_end`` see ``Collectives.in_rings``."""
+        own = group.collectives
+        key = own.key, at_end
+        if key not in self._rings:
+            self._rings[key] = own.in_rings(at_end=at_end)
+        return self._rings[key]
+
+    def unit_reduces(self) -> None:
+        """Record that a unit reduces its gradients in the current backward pass."""
+        self._reduced_in = current_pass()
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether a unit has reduced its gradients in the current backward pass."""
+        return self._reduced_in == current_pass()
+
+    def sent(self, sums: Sequence[Tensor], by: Collectives) -> None:
+        """Let the backward of the unit after the next one wait for those ``sums`` of one unit that
+        come from rings."""
+        if isinstance(by, RingCollectives):
+            self._before += self._last
+            self._last = [each for each in sums if by.went_around(each)]
+
+    def wait(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients that enter a unit, not available before rings that should have ended."""
+        before, self._before = self._before, []
+        # Not by a barrier, which the compiler drops before it schedules.
+        ready = iter(ops.once_computed(before, [grad for grad in grads if grad is not None]))
+        return [None if grad is None else next(ready) for grad in grads]
+
+    def clear(self) -> None:
+        """Drop the stored tensors; as live tensors they would become outputs of the program."""
+        self._last, self._before = [], []
+
+
 class FSDPContext:
     """State shared by all units of one model; the root unit creates it.
 
@@ -118,6 +171,8 @@ class FSDPContext:
             inputs, stepped shards); else their units' parameters would still be in memory.
         forward_gate: orders the gathers in forward.
         backward_gate: orders the gathers in backward.
+        rings: orders the reductions that are hidden under compute.
+        has_units: whether there are units inside of the root.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is pending at the end of this one.
         unreduced: units with gradients left by ``no_sync``.
@@ -126,6 +181,8 @@ class FSDPContext:
     def __init__(self, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
         self.forward_gate, self.backward_gate = PrefetchGate(), PrefetchGate()
+        self.rings = RingGate()
+        self.has_units = False
         self.is_last = True
         # A list, not a set: all ranks must reduce in the same order.
         self.unreduced: list[FSDPState] = []
@@ -224,6 +281,7 @@ class FSDPContext:
     def _clear_pending(self) -> None:
         self.pending.clear()
         self.backward_gate.clear()
+        self.rings.clear()
 
 
 class StateRef:
@@ -345,6 +403,7 @@ class FSDPState:
         """Share the context of ``root``, a unit around this one."""
         self.settings.is_root = False
         self.context = root.context
+        self.context.has_units = True
 
     @property
     def state(self) -> ShardedState:
@@ -707,7 +766,7 @@ class FSDPState:
             else:
                 self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
             _prefetch(settings.backward_prefetch, before, in_backward=True)
-        return self._tie_grads(grads)
+        return self._tie_grads(self.context.rings.wait(grads))
 
     def unsharded_for_saved(self, call: ForwardCall) -> list[Tensor]:
         """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
@@ -733,11 +792,16 @@ class FSDPState:
         self.context.watch()
         if not self.settings.sync_gradients or not self.group.reduces_plainly:
             return grad
-        found = self.group.reduction.scatter_alone(number, grad)
+        rings, by = self.context.rings, self.group.collectives
+        if self.context.has_units:
+            # A head is followed by all units, which can hide rings, an embedding by none.
+            by = rings.of(self.group, at_end=rings.has_reduced)
+        found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad
         call.reduced_early.update(found)
         self.context.pending.extend(found.values())
+        rings.sent(list(found.values()), by)
         return None
 
     def refuse_unreduced(self) -> None:
@@ -766,10 +830,15 @@ class FSDPState:
             self.group.leave_unreduced(grads)
             self._remember_unreduced()
             return [None] * len(self.group.params)
-        reduced = self.group.reduce(grads, early)
+        rings, by = self.context.rings, self.group.collectives
+        if not (self.settings.is_root or self.group.reduction.has_hooks):
+            by = rings.of(self.group)
+            rings.unit_reduces()
+        reduced = self.group.reduce(grads, early, by)
         if self.group.has_unreduced:  # the all-reduce over replicas is still to come
             self._remember_unreduced()
         self.context.pending.extend(reduced.sums)
+        rings.sent(reduced.sums, by)
         return reduced.grads
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -13,6 +13,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -188,6 +190,20 @@ class Collectives(Protocol):
         """Sum ``gathered``, [num_shards * rows, width]; return this rank's [rows, width] of it."""
         ...
 
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return ``reduce_scatter(finish(left.t() @ right))``.
+
+        Where reductions can overlap with compute, parts of the product do.
+
+        Args:
+            left: [n, num_shards * rows].
+            right: [n, width].
+            finish: elementwise, such as a cast.
+        """
+        ...
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Combine ``value`` over the ranks by ``op``, "sum" or "max"."""
         ...
@@ -279,9 +295,15 @@ class XlaCollectives:
     def reduce_scatter(self, gathered: Tensor) -> Tensor:
         if not gathered.numel():
             return gathered
-        width = gathered.shape[-1]
-        rows = gathered
-        for groups in self._steps:
+        return self._scatter_along(self._steps, gathered, gathered.shape[-1])
+
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return self.reduce_scatter(finish(left.t() @ right))
+
+    def _scatter_along(self, steps: Sequence[Groups], rows: Tensor, width: int) -> Tensor:
+        for groups in steps:
             rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups)
         return rows.reshape(-1, width)
 
@@ -297,26 +319,51 @@ class RingCollectives(XlaCollectives):
     """Collectives over replica groups, whose large reductions go around rings.
 
     The TPU compiler leaves every reduce-scatter blocking, but starts a collective-permute early and
-    ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
-    Communication with Dependent Computation via Decomposition, ASPLOS 2023). As many bytes are sent
-    as by a reduce-scatter; sums are rounded to the bucket's dtype at every rank.
+    ends it late. A product is computed in parts, each before the round of the ring that adds it. So
+    JAX's windowed products hide reductions (S. Wang et al., Overlap Communication with Dependent
+    Computation via Decomposition, ASPLOS 2023). As many bytes are sent as by a reduce-scatter; sums
+    are rounded to the bucket's dtype at every rank.
     """
 
     def _scatter(self, chunks: Tensor, groups: Groups) -> Tensor:
         if chunks.numel() < RING:
             return super()._scatter(chunks, groups)
-        rank = ops.rank()
-        [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
-        return ring_reduce_scatter(chunks, groups, local_rank)
+        return ring_reduce_scatter(partial(chunks.index_select, 0), groups, _rank_in(groups))
+
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        first, *others = self._steps
+        size, width = len(first[0]), right.shape[-1]
+        if left.shape[-1] * width < RING:
+            return super().reduce_scatter_product(left, right, finish)
+        columns = left.reshape(len(left), size, -1)
+
+        def summand(number: Tensor) -> Tensor:
+            return finish(columns.index_select(1, number)[:, 0].t() @ right)[None]
+
+        rows = ring_reduce_scatter(summand, first, _rank_in(first))
+        return self._scatter_along(others, rows, width)
 
 
-def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tensor:
+def _rank_in(groups: Groups) -> int:
+    """Return the caller's index in its group."""
+    rank = ops.rank()
+    [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
+    return local_rank
+
+
+def ring_reduce_scatter(
+    summand: Callable[[Tensor], Tensor], groups: Groups, local_rank: int
+) -> Tensor:
     """Return this rank's chunk of the sum over its ring.
 
-    A partial sum of each chunk travels the ring and grows at every rank.
+    Two partial sums of each chunk travel toward its rank, one from either side, and grow at every
+    rank on the way. As many bytes are sent as in one direction, in half as many rounds.
 
     Args:
-        chunks: [size of the ring, rows, width], one for each rank.
+        summand: computes, from a rank's number in the ring, [1] int32, what the caller adds to the
+            chunk of that rank, [1, rows, width].
         groups: the ranks of each ring, in order; every rank of the job is in one.
         local_rank: the caller's index in its ring.
 
@@ -325,18 +372,28 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, local_rank: int) -> Tens
     """
     size = len(groups[0])
     path = folded(size)
-    onward = list(zip(path, path[1:] + path[:1], strict=True))
-    sends = [(ring[at], ring[to]) for ring in groups for at, to in onward]
-    # The chunk to add at each step; this rank's own comes last. It is an input of the program, not
-    # a constant, so that every rank has the same program.
-    place = path.index(local_rank)
-    order = [path[(place - 1 - step) % size] for step in range(size)]
-    on_device = ops.upload(torch.tensor(order, dtype=torch.int32))
-    partial_sum = chunks.index_select(0, on_device[:1])
-    for step in range(1, size):
-        received = ops.collective_permute(partial_sum, sends)
-        partial_sum = received + chunks.index_select(0, on_device[step : step + 1])
-    return partial_sum[0]
+    onward = [(ring[at], ring[to]) for ring in groups for at, to in pairwise([*path, path[0]])]
+    back = [(to, at) for at, to in onward]
+    place, rounds = path.index(local_rank), size // 2
+    # The chunks to add in each round: onward ever nearer ones, this rank's own last; then back,
+    # where the last ones to receive are for this rank. They are an input of the program, not a
+    # constant, so that every rank has the same program.
+    ahead = [path[(place + rounds - step) % size] for step in range(rounds + 1)]
+    behind = [path[(place + rounds + 1 + step) % size] for step in range(size - 1 - rounds)]
+    on_device = ops.upload(torch.tensor([*ahead, *behind], dtype=torch.int32))
+
+    def own(number: int) -> Tensor:
+        return summand(on_device[number : number + 1])
+
+    total = own(0)
+    from_ahead = own(rounds + 1) if behind else None
+    for step in range(1, rounds + 1):
+        total = ops.collective_permute(total, onward) + own(step)
+        if from_ahead is not None and step <= len(behind):
+            from_ahead = ops.collective_permute(from_ahead, back)
+            if step < len(behind):
+                from_ahead = from_ahead + own(rounds + 1 + step)
+    return (total if from_ahead is None else total + from_ahead)[0]
 
 
 def folded(size: int) -> list[int]:
@@ -384,6 +441,11 @@ class LocalCollectives:
         """Return this rank's [rows, width] of ``gathered``, [num_shards * rows, width], times
         ``num_shards``."""
         return gathered.chunk(self.num_shards)[self.rank] * self.num_shards
+
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return self.reduce_scatter(finish(left.t() @ right))
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Return ``value``, for ``op`` "sum" times ``num_shards``."""

@@ -6,6 +6,7 @@ sends is shown in ``fsdp/scan/test_tpu``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,12 @@ from test.common.ranks import cached_outcome, run_on_ranks
 from xla_fsdp.distributed.collectives import folded
 
 RANKS = 4
-RINGS = {"one": [[0, 1, 2, 3]], "two": [[0, 2], [1, 3]], "not in order": [[2, 0, 3, 1]]}
+RINGS = {
+    "one": [[0, 1, 2, 3]],
+    "two": [[0, 2], [1, 3]],
+    "not in order": [[2, 0, 3, 1]],
+    "alone": [[0], [1], [2], [3]],
+}
 ROWS, WIDTH = 512, 256  # more than collectives.RING
 
 
@@ -24,20 +30,39 @@ def stack_of(rank: int, size: int) -> Tensor:
     return torch.randn(size, ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
+def factors_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Two matrices; rows of their product are those of all ranks."""
+    generator = torch.Generator().manual_seed(30 + rank)
+    shapes = ((6, RANKS * ROWS), (6, WIDTH))
+    left, right = (torch.randn(shape, generator=generator) for shape in shapes)
+    return left, right
+
+
 def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.collectives import RingCollectives, ring_order, ring_reduce_scatter
+    from xla_fsdp.distributed.collectives import (
+        RingCollectives,
+        XlaCollectives,
+        ring_order,
+        ring_reduce_scatter,
+    )
 
     device = torch_xla.device()
     found: dict[str, Any] = {}
     for name, groups in RINGS.items():
         [(place, ring)] = [(g.index(rank), g) for g in groups if rank in g]
         stack = stack_of(rank, len(ring)).to(device)
-        found[name] = ring_reduce_scatter(stack, groups, ring_order(len(ring), place).to(device))
+        order = ring_order(len(ring), place).to(device)
+        found[name] = ring_reduce_scatter(partial(stack.index_select, 0), groups, order)
     two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
     stack = stack_of(rank, RANKS).to(device)
     found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))
+    left, right = factors_of(rank)
+    product = (left.to(device), right.to(device), torch.neg)
+    found["product"] = two_steps.reduce_scatter_product(*product)
+    plain = XlaCollectives(None, rank, RANKS, steps=[])
+    found["plain product"] = plain.reduce_scatter_product(*product)
     found["small"] = two_steps.reduce_scatter(torch.ones(RANKS, 5, device=device) * rank)
     torch_xla.sync()
     return {name: value.cpu() for name, value in found.items()}
@@ -61,6 +86,14 @@ def test_steps_along_two_axes_of_a_torus_leave_the_rank_its_chunk() -> None:
         expected = sum(stack_of(member, RANKS)[rank] for member in range(RANKS))
         torch.testing.assert_close(found["large"], expected)
         torch.testing.assert_close(found["small"], torch.full((1, 5), 6.0))
+
+
+@pytest.mark.parametrize("name", ["product", "plain product"])
+def test_a_product_is_reduced_like_its_result(name: str) -> None:
+    factors = [factors_of(member) for member in range(RANKS)]
+    expected = -sum(left.t() @ right for left, right in factors)
+    for rank, found in enumerate(outcomes()):
+        torch.testing.assert_close(found[name], expected[rank * ROWS : (rank + 1) * ROWS])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16])

@@ -13,6 +13,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -188,6 +190,20 @@ class Collectives(Protocol):
         """Sum ``gathered``, [num_shards * rows, width]; return this rank's [rows, width] of it."""
         ...
 
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return ``reduce_scatter(finish(left.t() @ right))``.
+
+        Where reductions can overlap with compute, parts of the product do.
+
+        Args:
+            left: [n, num_shards * rows].
+            right: [n, width].
+            finish: elementwise, such as a cast.
+        """
+        ...
+
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Combine ``value`` over the ranks by ``op``, "sum" or "max"."""
         ...
@@ -285,16 +301,23 @@ class XlaCollectives:
     def reduce_scatter(self, gathered: Tensor) -> Tensor:
         if not gathered.numel():
             return gathered
-        width = gathered.shape[-1]
-        rows = gathered
-        for step, groups in enumerate(self._steps):
-            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), groups, step)
+        return self._scatter_from(0, gathered, gathered.shape[-1])
+
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return self.reduce_scatter(finish(left.t() @ right))
+
+    def _scatter_from(self, first: int, rows: Tensor, width: int) -> Tensor:
+        """Take the steps of a reduction from the ``first`` on."""
+        for step in range(first, len(self._steps)):
+            rows = self._scatter(rows.reshape(len(self._steps[step][0]), -1, width), step)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
-        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in ``step`` of
+    def _scatter(self, chunks: Tensor, step: int) -> Tensor:
+        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in this step of
         a reduction."""
-        return ops.reduce_scatter(chunks, len(chunks), groups)
+        return ops.reduce_scatter(chunks, len(chunks), self._steps[step])
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         return ops.all_reduce(op, value, self.groups) if value.numel() else value
@@ -304,9 +327,10 @@ class RingCollectives(XlaCollectives):
     """Collectives over replica groups, whose large reductions go around rings.
 
     The TPU compiler leaves every reduce-scatter blocking, but starts a collective-permute early and
-    ends it late. The same rings hide reductions in JAX's windowed products (S. Wang et al., Overlap
-    Communication with Dependent Computation via Decomposition, ASPLOS 2023). As many bytes are sent
-    as by a reduce-scatter; sums are rounded to the bucket's dtype at every rank.
+    ends it late. A product is computed in parts, each before the round of the ring that adds it. So
+    JAX's windowed products hide reductions (S. Wang et al., Overlap Communication with Dependent
+    Computation via Decomposition, ASPLOS 2023). As many bytes are sent as by a reduce-scatter; sums
+    are rounded to the bucket's dtype at every rank.
 
     Args:
         arguments: those of ``XlaCollectives``.
@@ -317,7 +341,7 @@ class RingCollectives(XlaCollectives):
     def __init__(self, *arguments: Any, straight: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._straight = straight
-        self._orders: dict[str, Tensor] = {}  # on the device, by groups
+        self._orders: dict[int, Tensor] = {}  # on the device, by step
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_orders": {}}  # device tensors are neither copied nor pickled
@@ -326,34 +350,60 @@ class RingCollectives(XlaCollectives):
         """Return whether ``total`` is the result of a reduction that was large enough for rings."""
         return total.numel() * self.num_shards >= RING
 
-    def _scatter(self, chunks: Tensor, groups: Groups, step: int) -> Tensor:
-        if step < self._straight or chunks.numel() < RING:
-            return super()._scatter(chunks, groups, step)
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        size, width = len(self._steps[0][0]), right.shape[-1]
+        if not self._goes_around(left.shape[-1] * width, 0):
+            return super().reduce_scatter_product(left, right, finish)
+        columns = left.reshape(len(left), size, -1)
+
+        def summand(number: Tensor) -> Tensor:
+            return finish(columns.index_select(1, number)[:, 0].t() @ right)[None]
+
+        rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
+        return self._scatter_from(1, rows, width)
+
+    def _scatter(self, chunks: Tensor, step: int) -> Tensor:
+        if not self._goes_around(chunks.numel(), step):
+            return super()._scatter(chunks, step)
+        summand = partial(chunks.index_select, 0)
+        return ring_reduce_scatter(summand, self._steps[step], self._order(step))
+
+    def _goes_around(self, size: int, step: int) -> bool:
+        return step >= self._straight and size >= RING
+
+    def _order(self, step: int) -> Tensor:
         # Uploaded once: each input of a program has a table in memory, and its slices code.
-        key = repr(groups)
-        if key not in self._orders:
+        if step not in self._orders:
             rank = ops.rank()
-            [local_rank] = [ring.index(rank) for ring in groups if rank in ring]
-            self._orders[key] = ops.upload(ring_order(len(chunks), local_rank))
-        return ring_reduce_scatter(chunks, groups, self._orders[key])
+            [local_rank] = [ring.index(rank) for ring in self._steps[step] if rank in ring]
+            self._orders[step] = ops.upload(ring_order(len(self._steps[step][0]), local_rank))
+        return self._orders[step]
 
 
 def ring_order(size: int, local_rank: int) -> Tensor:
-    """Return the numbers of the chunks that a rank of a ring adds, step by step; its own is the
-    last one."""
+    """Return the ranks of a ring for whose chunks one of them computes summands, in turn, [size]
+    int32: first those for what is sent onward, ever nearer ones, its own last, then those for what
+    is sent back."""
     path = folded(size)
-    place = path.index(local_rank)
-    order = [path[(place - 1 - step) % size] for step in range(size)]
-    return torch.tensor(order, dtype=torch.int32)
+    place, rounds = path.index(local_rank), size // 2
+    ahead = [path[(place + rounds - step) % size] for step in range(rounds + 1)]
+    behind = [path[(place + rounds + 1 + step) % size] for step in range(size - 1 - rounds)]
+    return torch.tensor([*ahead, *behind], dtype=torch.int32)
 
 
-def ring_reduce_scatter(chunks: Tensor, groups: Groups, order: Tensor) -> Tensor:
+def ring_reduce_scatter(
+    summand: Callable[[Tensor], Tensor], groups: Groups, order: Tensor
+) -> Tensor:
     """Return this rank's chunk of the sum over its ring.
 
-    A partial sum of each chunk travels the ring and grows at every rank.
+    Two partial sums of each chunk travel toward its rank, one from either side, and grow at every
+    rank on the way. As many bytes are sent as in one direction, in half as many rounds.
 
     Args:
-        chunks: [size of the ring, rows, width], one for each rank.
+        summand: computes, from a rank's number in the ring, [1] int32, what the caller adds to the
+            chunk of that rank, [1, rows, width].
         groups: the ranks of each ring, in order; every rank of the job is in one.
         order: what ``ring_order`` returns for the caller, on its device. It is an input of the
             program, not a constant, so that every rank has the same program.
@@ -363,13 +413,23 @@ def ring_reduce_scatter(chunks: Tensor, groups: Groups, order: Tensor) -> Tensor
     """
     size = len(groups[0])
     path = folded(size)
-    onward = list(zip(path, path[1:] + path[:1], strict=True))
-    sends = [(ring[at], ring[to]) for ring in groups for at, to in onward]
-    partial_sum = chunks.index_select(0, order[:1])
-    for step in range(1, size):
-        received = ops.collective_permute(partial_sum, sends)
-        partial_sum = received + chunks.index_select(0, order[step : step + 1])
-    return partial_sum[0]
+    onward = [(ring[at], ring[to]) for ring in groups for at, to in pairwise([*path, path[0]])]
+    back = [(to, at) for at, to in onward]
+    rounds = size // 2
+    steps_back = size - 1 - rounds
+
+    def own(number: int) -> Tensor:
+        return summand(order[number : number + 1])
+
+    total = own(0)
+    from_ahead = own(rounds + 1) if steps_back else None
+    for step in range(1, rounds + 1):
+        total = ops.collective_permute(total, onward) + own(step)
+        if from_ahead is not None and step <= steps_back:
+            from_ahead = ops.collective_permute(from_ahead, back)
+            if step < steps_back:
+                from_ahead = from_ahead + own(rounds + 1 + step)
+    return (total if from_ahead is None else total + from_ahead)[0]
 
 
 def folded(size: int) -> list[int]:
@@ -417,6 +477,11 @@ class LocalCollectives:
         """Return this rank's [rows, width] of ``gathered``, [num_shards * rows, width], times
         ``num_shards``."""
         return gathered.chunk(self.num_shards)[self.rank] * self.num_shards
+
+    def reduce_scatter_product(
+        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return self.reduce_scatter(finish(left.t() @ right))
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Return ``value``, for ``op`` "sum" times ``num_shards``."""

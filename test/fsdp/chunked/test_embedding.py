@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from test.common.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet, WideSignsNet
 from test.common.parity import Case, Runs, assert_parity, run_cases, whole
-from test.common.ranks import run_on_ranks
+from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from xla_fsdp import StreamedEmbedding
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.chunks import Chunks, cut_into
-from xla_fsdp.fsdp.chunked.embedding import _pays
+from xla_fsdp.fsdp.chunked.embedding import part_size
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -241,7 +242,7 @@ def apart(rank: int, model: Any, plain: Any, of: Of = batch) -> dict[str, float]
     [numbers] = to_device(of(rank))
     found = model(numbers)
     found.square().mean().backward()
-    expected = [plain(of(each)) for each in range(RANKS)]
+    expected = [plain(of(each)) for each in range(ops.world_size())]
     torch.stack([each.square().mean() for each in expected]).mean().backward()
     assert found.shape == expected[rank].shape
     of_output = (found.detach().cpu() - expected[rank]).abs().max().item()
@@ -488,17 +489,82 @@ def test_a_large_table_is_sent_where_that_is_less() -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "pays"), [(35_000, True), (35_001, False), (60_000, False), (1, True)]
-)
-def test_rows_are_sent_where_that_is_less(num_rows: int, pays: bool) -> None:
+SIX_RANKS = 6
+
+
+def of_parts(rank: int) -> Tensor:
+    """Of all parts, the first and last rows of each shard among them, some twice, and no rows."""
+    shard = -(-LARGE["rows"] // SIX_RANKS)
+    ends = [each * shard + at for each in range(SIX_RANKS) for at in (0, shard - 1)]
+    numbers = (torch.arange(7_000) * 11 + rank * 5_000) % LARGE["rows"]
+    return torch.cat([torch.tensor(ends).clamp(max=LARGE["rows"] - 1), numbers, numbers[:10]])
+
+
+def in_parts(rank: int) -> tuple[list[int], dict[str, float], list[bool]]:
+    """Loops and gathers of a table's rows, distances from the plain model, and which of the rows
+    -1 and 0 are NaN."""
+    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.distributed.xla.host import settle
+
+    model = streamed(net(**LARGE))
+    settle()
+    numbers = torch.cat([torch.tensor([-1, 0]), of_parts(rank)[2:]])
+    rows = model.tokens(*to_device(numbers))
+    text = lowered_hlo([rows])
+    counts = [text.count(f" {each}(") for each in ("while", "all-gather", "reduce-scatter")]
+    is_nan = rows[:2].isnan().all(1).tolist()
+    return counts, differences(rank, net(**LARGE), of=of_parts), is_nan
+
+
+@cached_outcome
+def parts() -> list[tuple[list[int], dict[str, float], list[bool]]]:
+    return run_on_ranks(in_parts, SIX_RANKS)
+
+
+def test_ranks_gather_parts_of_a_table_and_send_rows_in_smaller_groups() -> None:
+    for counts, found, is_nan in parts():
+        assert counts == [0, 2, 1]  # gathered are the part and the numbers
+        assert max(found.values()) < TOLERANCE, found
+        assert is_nan == [True, False]
+
+
+def test_rows_are_sent_where_that_is_less() -> None:
     like = {"dtype": torch.float32, "reduce_dtype": torch.float32, "width": 64}
     weights: Any = SimpleNamespace(shard_rows=35_001, num_ranks=2, **like)
-    assert _pays(weights, num_rows) == pays
+    sizes = {rows: part_size(weights, rows) for rows in (1, 35_000, 35_001, 60_000)}
+    assert sizes == {1: 1, 35_000: 1, 35_001: None, 60_000: None}
     weights.reduce_dtype = torch.bfloat16  # rows travel in float32, their gradients, too
-    assert _pays(weights, 26_000) != _pays(weights, 27_000)
-    weights.num_ranks = 10**6
-    assert not _pays(weights, num_rows)
+    assert (part_size(weights, 26_000), part_size(weights, 27_000)) == (1, None)
+    weights.num_ranks = 10**6 + 3  # a prime
+    assert part_size(weights, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rows", "size"),
+    [(4, 1024, 1), (16, 1024, 2), (64, 1024, 8), (256, 1024, 32), (64, 8, 1), (64, 8192, 32)],
+)
+def test_parts_are_those_with_the_least_traffic(num_ranks: int, num_rows: int, size: int) -> None:
+    """Of a table of 50,304 rows in bf16."""
+    bf16 = {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    shard_rows = -(-50_304 // num_ranks)
+    weights: Any = SimpleNamespace(num_ranks=num_ranks, shard_rows=shard_rows, width=512, **bf16)
+
+    def sent(size: int) -> int:
+        return (num_ranks // size - 1) * num_rows + (size - 1) * shard_rows
+
+    assert part_size(weights, num_rows) == size
+    divisors = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
+    assert sent(size) == min(map(sent, divisors))
+
+
+def test_parts_and_rows_fit_their_limit() -> None:
+    bf16 = {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    weights: Any = SimpleNamespace(num_ranks=64, shard_rows=2048, width=4096, **bf16)
+    assert part_size(weights, 64) == 1
+    assert part_size(weights, 128) == 2  # both take 32 MiB
+    assert part_size(weights, 256) is None
+    weights.width = 2048
+    assert part_size(weights, 256) == 2
 
 
 @scenarios.add

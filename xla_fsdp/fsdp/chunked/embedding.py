@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.xla.loop import LoopCache
@@ -35,19 +36,22 @@ from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 EXCHANGE_BYTES = 2**26
-"""Maximum size of the rows that all ranks ask for, to send them and not the table."""
+"""Maximum size of the rows that a group of ranks asks for, and of the part of the table that each
+of its ranks gathers, to send rows and not the whole table."""
 
 
 class StreamedEmbedding(nn.Embedding, ChunkedModule):
     """An ``nn.Embedding`` whose table is never unsharded, as a unit of its own under FSDP.
 
-    If this sends less than the table, and the rows of all ranks take at most 64 MiB, each rank
-    looks up the rows that all ranks ask for in its own shard, and only rows and their gradients are
-    sent; all ranks must then ask for the same number of rows. Otherwise a loop gathers one piece of
-    all shards at a time and copies the rows of the input from it; backward computes the gradient of
-    one piece at a time and reduces it to the shards immediately. This sends as much as gathering
-    the table at once. Gradients that ``no_sync`` accumulates, or that a user's hook reduces, are
-    unsharded. Without FSDP, or as a part of a larger unit, this is an ``nn.Embedding``.
+    If this sends less than the whole table, each rank looks up the rows that a group of ranks asks
+    for in a part of the table, and only rows and their gradients are sent within the group; all
+    ranks must then ask for the same number of rows. The part is the rank's own shard, or is
+    gathered from ranks beside it, so that the group is smaller: whatever sends the least, with at
+    most 64 MiB for rows and part. Otherwise a loop gathers one piece of all shards at a time and
+    copies the rows of the input from it; backward computes the gradient of one piece at a time and
+    reduces it to the shards immediately. This sends as much as gathering the table at once.
+    Gradients that ``no_sync`` accumulates, or that a user's hook reduces, are unsharded. Without
+    FSDP, or as a part of a larger unit, this is an ``nn.Embedding``.
 
     Args:
         num_embeddings: rows of the table.
@@ -159,10 +163,11 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         chunks = weights.cut(self.pieces, 0, weights.dtype)
         if not isinstance(input, Tensor) or chunks.count == 1:  # no use in a loop of one chunk
             return None
+        size = part_size(weights, input.numel()) if self.pieces is None else None
         strategy: LookupStrategy = (
-            ExchangeRows(weights, loops)
-            if self.pieces is None and _pays(weights, input.numel())
-            else GatherChunks(weights, chunks, loops)
+            GatherChunks(weights, chunks, loops)
+            if size is None
+            else ExchangeRows(weights, loops, *_divided(weights.group.collectives, size))
         )
         padding = -1 if self.padding_idx is None else self.padding_idx
         return EmbeddingCall(unit, weights, strategy, padding).rows
@@ -171,12 +176,33 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
 # ---------------------------------------------------------------- as a unit of its own
 
 
-def _pays(weights: ChunkedWeights, num_rows: int) -> bool:
-    """Return whether sending this many rows and their gradients is less than gathering the table
-    and reducing its gradient, and fits ``EXCHANGE_BYTES``."""
-    sent = weights.dtype.itemsize
-    less = num_rows * 2 * sent < weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
-    return less and weights.num_ranks * num_rows * weights.width * sent <= EXCHANGE_BYTES
+def part_size(weights: ChunkedWeights, num_rows: int) -> int | None:
+    """Return of how many shards each rank gathers a part, so that sending ``num_rows`` rows to
+    each rank, and their gradients, sends the least; None if gathering the whole table and reducing
+    its gradient sends no more, or nothing fits ``EXCHANGE_BYTES``."""
+    sent, ranks = weights.dtype.itemsize, weights.num_ranks
+    of_row, of_shard = 2 * sent, weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
+
+    def held(size: int) -> int:  # a rank's own shard is there in any case
+        of_part = size * weights.shard_rows if size > 1 else 0
+        return (ranks // size * num_rows + of_part) * weights.width * sent
+
+    def traffic(size: int) -> int:
+        return (ranks // size - 1) * num_rows * of_row + (size - 1) * of_shard
+
+    # A part of all shards is the whole table.
+    sizes = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    fitting = [each for each in sizes[:-1] if held(each) <= EXCHANGE_BYTES]
+    best = min([*fitting, ranks], key=traffic)
+    return None if traffic(best) >= traffic(ranks) else best
+
+
+def _divided(collectives: Collectives, size: int) -> tuple[Collectives, Collectives]:
+    """Return collectives among ``size`` neighbours, and among one of each such neighbours."""
+    if size == 1:
+        return LocalCollectives(), collectives
+    smaller = collectives.split(size)
+    return smaller.within, smaller.across
 
 
 @dataclass(frozen=True)

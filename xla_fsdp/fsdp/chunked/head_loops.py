@@ -118,8 +118,11 @@ def backward_loop(
         grad = exact.to(config.dtype)
         found = [*following, *(each + (grad @ chunk.to(config.dtype)) for each in so_far)]
         if needed.weight:
-            of_chunk = (grad.t() @ hidden).to(weights.dtype)
-            found.append(weights.reduce(of_chunk) if needed.reduced else of_chunk)
+            found.append(
+                weights.reduce_product(grad, hidden)
+                if needed.reduced
+                else (grad.t() @ hidden).to(weights.dtype)
+            )
         return [*found, exact.sum(0)] if needed.bias else found
 
     specs = [

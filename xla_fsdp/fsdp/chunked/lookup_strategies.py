@@ -1,8 +1,9 @@
 """Two ways to look up rows of a sharded table without the unsharded table or gradient.
 
 ``GatherChunks`` gathers the table chunk by chunk in a loop. With ``ExchangeRows`` each rank looks
-up the rows that all ranks ask for in its own shard, and the found rows are sent; this takes memory
-for the rows of all ranks, and for their gradients in float32.
+up the rows that other ranks ask for in its own shard, or in a part of the table that it gathers,
+and the found rows are sent; this takes memory for the part, for the rows, and for the gradients of
+both in float32.
 
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Loop, LoopCache, TensorSpec, trace_body
 from xla_fsdp.fsdp.chunked.chunks import Chunks
@@ -85,37 +87,44 @@ class GatherChunks:
 
 @dataclass(frozen=True)
 class ExchangeRows:
-    """Send the rows that all ranks ask for. Gradients of equal numbers are summed in float32, over
-    all ranks."""
+    """Gather a part of the table among some ranks, of which each rank of a group has another one;
+    within the group send the rows that its ranks ask for. Gradients of equal numbers are summed in
+    float32 within the group, and those of a part then among the ranks that have gathered it."""
 
     weights: ChunkedWeights
-    cache: LoopCache  # stores the number of this rank's first row
+    cache: LoopCache  # stores the number of the first row of this rank's part
+    part: Collectives  # among the ranks whose shards are one part
+    group: Collectives  # among ranks that together have the table
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        collectives = self.weights.group.collectives
-        row, is_here = self._locate(collectives.all_gather(numbers))
-        own = self.weights.sent_rows(shards)
+        row, is_here = self._locate(self.group.all_gather(numbers))
+        part = self.part.all_gather(self.weights.sent_rows(shards))
         # Only one rank sends a row, the others zeros, so the sums are exact.
-        return collectives.reduce_scatter(torch.where(is_here[:, None], own[row], 0.0))
+        return self.group.reduce_scatter(torch.where(is_here[:, None], part[row], 0.0))
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        collectives, reduction = self.weights.group.collectives, self.weights.group.reduction
-        row, is_here = self._locate(collectives.all_gather(numbers))
-        all_grads = collectives.all_gather(grad)
-        found = _scatter_add(self.weights.shard_rows, row, is_here, all_grads)
-        return reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
+        reduction = self.weights.group.reduction
+        row, is_here = self._locate(self.group.all_gather(numbers))
+        all_grads = self.group.all_gather(grad)
+        found = _scatter_add(self._part_rows, row, is_here, all_grads)
+        own = reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
+        return own if self.part.num_shards == 1 else self.part.reduce_scatter(own)
+
+    @property
+    def _part_rows(self) -> int:
+        return self.part.num_shards * self.weights.shard_rows
 
     def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row in this rank's shard for each number, [n], 0 if it is on another rank, and
-        whether it is on this rank, [n] bool."""
-        row = numbers - self.cache.get("first row", self._first_row)
-        is_here = (row >= 0) & (row < self.weights.shard_rows)
+        """Return the row in this rank's part for each number, [n], 0 if it is in another one, and
+        whether it is in this part, [n] bool."""
+        key = ("first row", self.part.num_shards)
+        row = numbers - self.cache.get(key, self._first_row)
+        is_here = (row >= 0) & (row < self._part_rows)
         return torch.where(is_here, row, 0), is_here
 
     def _first_row(self) -> Tensor:
         # An input, not a constant: all ranks must have the same program.
-        first = self.weights.group.collectives.rank * self.weights.shard_rows
-        return ops.upload(torch.tensor([first], dtype=torch.int32))
+        return ops.upload(torch.tensor([self.group.rank * self._part_rows], dtype=torch.int32))
 
 
 def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:

@@ -198,9 +198,9 @@ def forward_program(
         own, _ = inputs.sliced(values[num_carry:])
         ys: list[Tensor] = []
         for at, position in enumerate(blocks.positions):
-            # Start the prefetch only after the last other gather. Otherwise XLA starts all gathers
-            # early, and none is left for the last matmul of the block to hide.
-            params, following = _gathered(blocks, own, following, at, at + 1, follows_last=True)
+            # Otherwise XLA starts all gathers early, and leaves one of them blocking, as matmuls
+            # hide one gather at a time; and none is left for the last matmul of the block.
+            params, following = _gathered(blocks, own, following, at, at + 1, in_turn=True)
             recorded = _record(blocks, position, own, at, params, x, needs)
             replays.append(recorded.replay)
             kept = [x, *recorded.kept] if collects or needs is not None else []
@@ -403,11 +403,11 @@ def _gathered(
     at: int,
     next_at: int,
     *,
-    follows_last: bool = False,
+    in_turn: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gather the large parameters of the block at position ``at``, and prefetch for the next one,
-    at ``next_at`` of this or the next iteration; with ``follows_last``, prefetch after the last
-    other gather has finished.
+    at ``next_at`` of this or the next iteration; ``in_turn``, start each gather after the one
+    before it has finished, the prefetch last.
 
     Returns:
         All unsharded originals of this block, and the prefetched ones of the next block.
@@ -415,12 +415,15 @@ def _gathered(
     own, weights = inputs.blocks[at], blocks.positions[at].weights
     sent = dict(zip(weights.large, own.sent, strict=True))
     now = [at for at in weights.large if at not in weights.prefetched]
-    own_now = weights.gather(now, [sent[at] for at in now], cast_in_loop)
+    own_now: list[Tensor] = []
+    for run in [[at] for at in now] if in_turn and weights.travel_alone(now) else [now]:
+        ready = [sent[at] for at in run]
+        own_now += weights.gather(run, _after(own_now, ready) if in_turn else ready, cast_in_loop)
     following = blocks.positions[next_at % len(blocks.positions)]
     next_sent = inputs.blocks[next_at % len(blocks.positions)].sent
     to_follow = [next_sent[at] for at in following.prefetched_sent]
-    if follows_last:
-        to_follow = ops.after_(own_now[-1:], [each.clone() for each in to_follow])
+    if in_turn:
+        to_follow = _after(own_now, to_follow)
     followed = following.weights.gather(following.weights.prefetched, to_follow, cast_in_loop)
     found: dict[int, Tensor] = {}
     for params, tensors in (
@@ -430,6 +433,10 @@ def _gathered(
     ):
         found.update(zip(weights.originals(params), tensors, strict=True))
     return [found[original] for original in range(weights.group.num_originals)], followed
+
+
+def _after(gathered: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
+    return ops.after_(gathered[-1:], [each.clone() for each in sent])
 
 
 def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

@@ -56,6 +56,10 @@ class BlockWeights:
         """Return the indices of the originals that these parameters hold."""
         return [original for at in params for original in self._originals[at]]
 
+    def travel_alone(self, params: Sequence[int]) -> bool:
+        """Whether each of these parameters is gathered by a collective of its own."""
+        return all(len(each.packing.sent_shape) > 1 for each in self._params(params))
+
     def gather(
         self,
         params: Sequence[int],

@@ -582,6 +582,30 @@ def test_backward_passes_work_after_one_without_devices() -> None:
     assert failures()[0]["slopes"] == [6.0] * 3
 
 
+def autograd_threads_at_entry() -> list[int]:
+    """Return how many threads autograd has where each rank begins; runs in a child."""
+    from xla_fsdp.distributed.xla import cpu_rank_patches
+
+    found: list[int] = []
+    enter = cpu_rank_patches.enter_cpu_rank
+
+    def enter_counted(rank: int) -> None:
+        names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+        found.append(sum(name.startswith("pt_autograd") for name in names))
+        enter(rank)
+
+    cpu_rank_patches.enter_cpu_rank = enter_counted
+    launcher.launch(slope, num_ranks=3)
+    return found
+
+
+def test_autograd_has_started_before_ranks_do() -> None:
+    # Several first backward passes of a process at once end it now and then.
+    code = "import test.distributed.test_launch as t; print(t.autograd_threads_at_entry())"
+    done = run_warm("-c", code, timeout=60)
+    assert done.stdout == "[3, 3, 3]\n", done.stderr
+
+
 def test_a_rank_that_raises_is_named() -> None:
     assert failures()[0]["raise"] == [1, "rank 1 raised KeyError: 'lost'", "KeyError('lost')"]
 

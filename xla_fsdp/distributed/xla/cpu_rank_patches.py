@@ -174,7 +174,9 @@ def prepare_cpu_ranks() -> None:
     pjrt.initialize_multiprocess(0, 1)
     # A world size asked for before this point was cached as 1.
     xr._WORLD_SIZE = None
-    ops.let_backward_reach_devices()  # starts autograd's threads while there are no others
+    # Starts autograd's threads while there are no others. Where several ranks made the first
+    # backward of a process at once, it ended with a segmentation fault in 4 of 1,767 runs.
+    ops.let_backward_reach_devices()
 
 
 def enter_cpu_rank(rank: int) -> None:

@@ -211,7 +211,7 @@ def test_a_unit_waits_for_the_rings_of_all_units_but_the_last() -> None:
 
 
 def beside_loop(rank: int) -> list[bool]:
-    """Whether a unit's reductions go around rings: of a model without a loop of blocks, with one."""
+    """Whether a unit reduces around rings: without a loop of blocks in the model, and with one."""
     from types import SimpleNamespace
 
     from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives

@@ -208,3 +208,22 @@ def test_a_unit_waits_for_the_rings_of_all_units_but_the_last() -> None:
     never = [False] * 3
     for found in run_on_ranks(waits_for, 2):
         assert found == [[True, True, False], never, never]
+
+
+def beside_loop(rank: int) -> list[bool]:
+    """Whether a unit reduces around rings: without a loop of blocks in the model, and with one."""
+    from types import SimpleNamespace
+
+    from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
+    from xla_fsdp.fsdp.engine.state import RingGate
+
+    groups = [[0, 1]]
+    unit: Any = SimpleNamespace(collectives=XlaCollectives(groups, rank, 2, steps=[groups]))
+    gate = RingGate()
+    found = [isinstance(gate.of(unit), RingCollectives)]
+    gate.beside_loop = True
+    return [*found, isinstance(gate.of(unit), RingCollectives)]
+
+
+def test_units_around_a_loop_use_no_rings() -> None:
+    assert run_on_ranks(beside_loop, 2) == [[True, False]] * 2

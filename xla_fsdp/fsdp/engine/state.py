@@ -114,9 +114,14 @@ class RingGate:
     The TPU compiler leaves reduce-scatters blocking, but hides rings under compute. It ends them as
     late as it may, and they hold unsharded gradients meanwhile. So the backward of a unit waits for
     all rings but those of the unit before it. Where there are no rings, nothing waits.
+
+    Attributes:
+        beside_loop: whether blocks of the model run as a loop; units around it then use no rings,
+            which would only take memory, as XLA overlaps no collective with a loop.
     """
 
     def __init__(self) -> None:
+        self.beside_loop = False
         # One for all units among the same ranks, as each has inputs of the program.
         self._rings: dict[tuple[Hashable, bool], Collectives] = {}
         self._last: list[Tensor] = []
@@ -127,6 +132,8 @@ class RingGate:
         """Return the collectives that reduce the gradients of a unit while others compute; for
         ``at_end`` see ``Collectives.in_rings``."""
         own = group.collectives
+        if self.beside_loop:
+            return own
         key = own.key, at_end
         if key not in self._rings:
             self._rings[key] = own.in_rings(at_end=at_end)

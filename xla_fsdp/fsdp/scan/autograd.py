@@ -176,6 +176,7 @@ def _forward(
 ) -> _Forward:
     unit = call.first_unit
     with torch.no_grad():
+        unit.context.rings.beside_loop = True
         before = unit.context.forward_gate.swap([x])
         # Free what computed x, such as an embedding's unsharded table, before large parameters are
         # stacked; otherwise both are in memory at once.

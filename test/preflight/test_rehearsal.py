@@ -48,7 +48,7 @@ QUICK: dict[str, tuple[str, Case]] = {
             tolerance=0.05,
         ),
     ),
-    "streamed ends": ("v5e:2x2", Case("SignsToLossNet", options=ROWS, computes_loss=True)),
+    "streamed ends": ("v5e:2x4", Case("SignsToLossNet", options=ROWS, computes_loss=True)),
 }
 BROKEN = {"broken ring": "ring", "stale input": "stale"}
 NODES = ("nodes", "more nodes")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from test.common.ranks import cached_outcome
 from test.common.tpu_reports import counts, reports
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
@@ -70,3 +71,44 @@ def test_traffic(program: str) -> None:
     # Row numbers, which an embedding sends in place of its table, are integers.
     of_integers = {"s32"} if program in ("streamed", "offloaded") else set()
     assert {each["dtype"] for each in found["traffic"]} == {"bf16", *of_integers}
+
+
+@cached_outcome
+def on_many_chips(topology: str) -> dict[str, Any]:
+    where = ("--topology", topology)
+    [found] = reports("test.common.tpu_benchmark:build", "--set", "program=streamed", *where)
+    return found
+
+
+MANY_CHIPS = ("v5e:8x8", "v6e:8x8")
+
+
+def bytes_of(found: dict[str, Any], kind: str, *, overlapped: bool) -> int:
+    return sum(
+        each["wire_bytes"]
+        for each in found["traffic"]
+        if each["kind"] == kind and each["overlapped"] is overlapped
+    )
+
+
+@pytest.mark.parametrize("topology", MANY_CHIPS)
+def test_traffic_on_many_chips(topology: str) -> None:
+    found = on_many_chips(topology)
+    assert found["blocking_bytes"] <= 0.1 * found["wire_bytes"]
+    # Sending rows within groups of 8 ranks takes a quarter of what a table takes.
+    assert found["wire_bytes"] <= 0.92 * found["minimum_wire_bytes"]
+    assert found["memory"]["code"] <= 30 * MIB
+
+
+@pytest.mark.parametrize("topology", MANY_CHIPS)
+def test_products_hide_their_reductions_on_many_chips(topology: str) -> None:
+    found = on_many_chips(topology)
+    blocking, hidden = (
+        bytes_of(found, "collective-permute", overlapped=overlapped) for overlapped in (False, True)
+    )
+    assert blocking <= 0.03 * hidden
+
+
+def test_of_a_block_at_most_the_smallest_matrix_is_waited_for() -> None:
+    """In forward, on v6e: 50 MB. A matrix of an MLP takes 198."""
+    assert bytes_of(on_many_chips("v6e:8x8"), "all-gather", overlapped=False) <= 110 * MB

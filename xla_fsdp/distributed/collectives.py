@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,10 @@ def _flat_together(run: Sequence[int], shapes: Mapping[int, Shape]) -> list[list
 RING = 2**18
 """Buckets of fewer elements are not sent around rings: their reduce-scatter takes little time."""
 
+Meanwhile = Literal["loop", "units", "step"]
+"""What is computed while a reduction travels: a loop's body, other units, or nothing but the
+optimizer's step."""
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes of an element, in which adding zeros changes no bit (of NaN and -0 it
 would in floating point)."""
@@ -212,15 +216,11 @@ class Collectives(Protocol):
         """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
         ...
 
-    def in_rings(self, *, at_end: bool = False) -> Collectives:
-        """Return collectives whose reductions can overlap with compute.
+    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
+        """Return collectives whose reductions can overlap with what is computed meanwhile.
 
         They are the same ones where no such reductions are known. They take more memory, so they
         are worth it only where something else is computed meanwhile.
-
-        Args:
-            at_end: nothing but the optimizer's step is computed meanwhile, so only what the first
-                axis of the torus has made smaller goes around rings.
         """
         ...
 
@@ -288,12 +288,10 @@ class XlaCollectives:
             XlaCollectives(across, number, self.num_shards // size),
         )
 
-    def in_rings(self, *, at_end: bool = False) -> Collectives:
+    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
         if not self.follows_torus:
             return self
-        return RingCollectives(
-            self.groups, self.rank, self.num_shards, self._steps, straight=1 if at_end else 0
-        )
+        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps, meanwhile)
 
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
@@ -333,14 +331,23 @@ class RingCollectives(XlaCollectives):
     are rounded to the bucket's dtype at every rank.
 
     Args:
-        arguments: those of ``XlaCollectives``.
-        straight: number of steps that are reduce-scatters nevertheless.
-        options: those of ``XlaCollectives``.
+        groups, rank, num_shards, steps: those of ``XlaCollectives``.
+        meanwhile: what the rings are to be hidden under.
     """
 
-    def __init__(self, *arguments: Any, straight: int = 0, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._straight = straight
+    def __init__(
+        self,
+        groups: ops.Groups,
+        rank: int,
+        num_shards: int,
+        steps: Sequence[Groups] | None = None,
+        meanwhile: Meanwhile = "loop",
+    ) -> None:
+        super().__init__(groups, rank, num_shards, steps)
+        # The optimizer's step hides only what the first axis of the torus has made smaller.
+        self._first_ring = 1 if meanwhile == "step" else 0
+        # Outside of loops the compiler begins both ways at once, which takes memory.
+        self._both_ways = meanwhile == "loop"
         self._orders: dict[int, Tensor] = {}  # on the device, by step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -361,45 +368,55 @@ class RingCollectives(XlaCollectives):
         def summand(number: Tensor) -> Tensor:
             return finish(columns.index_select(1, number)[:, 0].t() @ right)[None]
 
-        rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
+        rows = ring_reduce_scatter(
+            summand, self._steps[0], self._order(0), both_ways=self._both_ways
+        )
         return self._scatter_from(1, rows, width)
 
     def _scatter(self, chunks: Tensor, step: int) -> Tensor:
         if not self._goes_around(chunks.numel(), step):
             return super()._scatter(chunks, step)
         summand = partial(chunks.index_select, 0)
-        return ring_reduce_scatter(summand, self._steps[step], self._order(step))
+        return ring_reduce_scatter(
+            summand, self._steps[step], self._order(step), both_ways=self._both_ways
+        )
 
     def _goes_around(self, size: int, step: int) -> bool:
-        return step >= self._straight and size >= RING
+        return step >= self._first_ring and size >= RING
 
     def _order(self, step: int) -> Tensor:
         # Uploaded once: each input of a program has a table in memory, and its slices code.
         if step not in self._orders:
             rank = ops.rank()
             [local_rank] = [ring.index(rank) for ring in self._steps[step] if rank in ring]
-            self._orders[step] = ops.upload(ring_order(len(self._steps[step][0]), local_rank))
+            order = ring_order(len(self._steps[step][0]), local_rank, both_ways=self._both_ways)
+            self._orders[step] = ops.upload(order)
         return self._orders[step]
 
 
-def ring_order(size: int, local_rank: int) -> Tensor:
+def ring_order(size: int, local_rank: int, *, both_ways: bool) -> Tensor:
     """Return the ranks of a ring for whose chunks one of them computes summands, in turn, [size]
-    int32: first those for what is sent onward, ever nearer ones, its own last, then those for what
-    is sent back."""
+    int32: first those for what is sent onward, ever nearer ones, its own last, then, ``both_ways``,
+    those for what is sent back."""
     path = folded(size)
-    place, rounds = path.index(local_rank), size // 2
+    place, rounds = path.index(local_rank), _rounds(size, both_ways)
     ahead = [path[(place + rounds - step) % size] for step in range(rounds + 1)]
     behind = [path[(place + rounds + 1 + step) % size] for step in range(size - 1 - rounds)]
     return torch.tensor([*ahead, *behind], dtype=torch.int32)
 
 
+def _rounds(size: int, both_ways: bool) -> int:
+    return size // 2 if both_ways else size - 1
+
+
 def ring_reduce_scatter(
-    summand: Callable[[Tensor], Tensor], groups: Groups, order: Tensor
+    summand: Callable[[Tensor], Tensor], groups: Groups, order: Tensor, *, both_ways: bool
 ) -> Tensor:
     """Return this rank's chunk of the sum over its ring.
 
-    Two partial sums of each chunk travel toward its rank, one from either side, and grow at every
-    rank on the way. As many bytes are sent as in one direction, in half as many rounds.
+    A partial sum of each chunk travels toward its rank, and grows at every rank on the way. With
+    ``both_ways`` there are two, one from either side: as many bytes are sent, in half as many
+    rounds.
 
     Args:
         summand: computes, from a rank's number in the ring, [1] int32, what the caller adds to the
@@ -415,7 +432,7 @@ def ring_reduce_scatter(
     path = folded(size)
     onward = [(ring[at], ring[to]) for ring in groups for at, to in pairwise([*path, path[0]])]
     back = [(to, at) for at, to in onward]
-    rounds = size // 2
+    rounds = _rounds(size, both_ways)
     steps_back = size - 1 - rounds
 
     def own(number: int) -> Tensor:
@@ -465,7 +482,7 @@ class LocalCollectives:
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(local_rank, size), across)
 
-    def in_rings(self, *, at_end: bool = False) -> Collectives:
+    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
         """Return this object: nothing is communicated that compute could hide."""
         return self
 

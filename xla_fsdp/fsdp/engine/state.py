@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.collectives import Collectives, RingCollectives
+from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
 from xla_fsdp.distributed.higher_order import (
     explain_hooks,
     in_forward_mode,
@@ -123,20 +123,19 @@ class RingGate:
     def __init__(self) -> None:
         self.beside_loop = False
         # One for all units among the same ranks, as each has inputs of the program.
-        self._rings: dict[tuple[Hashable, bool], Collectives] = {}
+        self._rings: dict[tuple[Hashable, Meanwhile], Collectives] = {}
         self._last: list[Tensor] = []
         self._before: list[Tensor] = []
         self._reduced_in = -1  # number of the backward pass in which a unit last reduced
 
-    def of(self, group: FSDPParamGroup, *, at_end: bool = False) -> Collectives:
-        """Return the collectives that reduce the gradients of a unit while others compute; for
-        ``at_end`` see ``Collectives.in_rings``."""
+    def of(self, group: FSDPParamGroup, meanwhile: Meanwhile) -> Collectives:
+        """Return the collectives that reduce the gradients of a unit."""
         own = group.collectives
         if self.beside_loop:
             return own
-        key = own.key, at_end
+        key = own.key, meanwhile
         if key not in self._rings:
-            self._rings[key] = own.in_rings(at_end=at_end)
+            self._rings[key] = own.in_rings(meanwhile)
         return self._rings[key]
 
     def unit_reduces(self) -> None:
@@ -802,7 +801,7 @@ class FSDPState:
         rings, by = self.context.rings, self.group.collectives
         if self.context.has_units:
             # A head is followed by all units, which can hide rings, an embedding by none.
-            by = rings.of(self.group, at_end=rings.has_reduced)
+            by = rings.of(self.group, "step" if rings.has_reduced else "units")
         found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad
@@ -839,7 +838,7 @@ class FSDPState:
             return [None] * len(self.group.params)
         rings, by = self.context.rings, self.group.collectives
         if not (self.settings.is_root or self.group.reduction.has_hooks):
-            by = rings.of(self.group)
+            by = rings.of(self.group, "units")
             rings.unit_reduces()
         reduced = self.group.reduce(grads, early, by)
         if self.group.has_unreduced:  # the all-reduce over replicas is still to come

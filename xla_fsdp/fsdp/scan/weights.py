@@ -43,7 +43,7 @@ class BlockWeights:
         # in the same iteration could hide its gather.
         self.prefetched = self.large[:1]
         # Rings of point-to-point sends, which the compute of an iteration can hide.
-        self._rings = group.collectives.in_rings()
+        self._rings = group.collectives.in_rings("loop")
         counts = [len(param.originals) for param in group.params]
         self._originals = {
             at: range(start, start + count)

@@ -220,9 +220,9 @@ def beside_loop(rank: int) -> list[bool]:
     groups = [[0, 1]]
     unit: Any = SimpleNamespace(collectives=XlaCollectives(groups, rank, 2, steps=[groups]))
     gate = RingGate()
-    found = [isinstance(gate.of(unit), RingCollectives)]
+    found = [isinstance(gate.of(unit, "units"), RingCollectives)]
     gate.beside_loop = True
-    return [*found, isinstance(gate.of(unit), RingCollectives)]
+    return [*found, isinstance(gate.of(unit, "units"), RingCollectives)]
 
 
 def test_units_around_a_loop_use_no_rings() -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/replay.py                              # the table, on two CPU ranks
     python benchmarks/replay.py --width 1024 --blocks 4 24   # slow on a CPU: the ranks compute, too
-    python benchmarks/replay.py --ranks 1 --width 960 --blocks 48 --steps 11   # in 9 GB
+    python benchmarks/replay.py --ranks 1 --width 768 --blocks 48 --steps 10   # in 7 GB
 
 Tracing and replaying cost the same for any width. The default is narrow, so that what the CPU ranks
 compute is small; ``process`` counts it, as well as autograd's threads. ``median`` and ``least`` are

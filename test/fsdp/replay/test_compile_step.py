@@ -838,12 +838,21 @@ def drops_out(*, interrupted: bool) -> list[Any]:
         optimizer.zero_grad()
 
     for number in range(STEPS):
-        replaced = Interrupted if interrupted and number % 3 == 1 else Future
-        with mock.patch.object(worker_module, "Future", replaced):
+        x = torch.full((2, 3), 0.1 * number).to(ops.device())
+        taken = step.replays + sum(step.traces.values())
+        calls: list[Any] = [
+            Future(),
+            Future(),
+        ]  # of a step: its replay, and what it has traced without one
+        if interrupted and number % 3 == 1:
+            calls[number == 1] = Interrupted()  # the second step is traced
+        with mock.patch.object(worker_module, "Future", mock.Mock(side_effect=calls)):
             try:
-                step(torch.full((2, 3), 0.1 * number).to(ops.device()))
+                step(x)
             except KeyboardInterrupt:
                 interrupts += 1
+        if step.replays + sum(step.traces.values()) == taken:
+            step(x)  # it was to be traced, and has not begun
     values = [each.tolist() for each in model.parameters()]
     counts = [state["step"].item() for state in optimizer.state.values()]
     return [values, counts, ops.get_rng_state(ops.device()), interrupts, step.replays]

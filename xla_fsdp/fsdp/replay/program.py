@@ -20,7 +20,6 @@ from torch import Tensor
 
 from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.host import settle
-from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Counts, Key, OptimizerNumbers
@@ -340,14 +339,11 @@ class Program:
 
     # ------------------------------------------------------------ a replay
 
-    def replay(
-        self, arguments: Sequence[Any], numbers: OptimizerNumbers, worker: Worker
-    ) -> list[Any]:
+    def replay(self, arguments: Sequence[Any], numbers: OptimizerNumbers) -> list[Any]:
         """Run the program after ``why_not``; return the leaves of what the step returns.
 
-        Args:
-            worker: makes the results, which are then in memory next to each other, and all other
-                changes, which an interrupt of the caller must not part from them.
+        Not in a thread that an interrupt ends, or it may part what is donated from what takes its
+        place.
 
         Raises:
             programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
@@ -362,7 +358,7 @@ class Program:
         inputs = [pool[at] if at >= 0 else seeds[at] for at in self._read_at]
         self._held = pool = []
         ops.runtime().repeat_collectives(self.collectives)
-        return worker.call(lambda: self._run(inputs, changed, arguments, numbers))
+        return self._run(inputs, changed, arguments, numbers)
 
     def _run(
         self,

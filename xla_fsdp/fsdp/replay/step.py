@@ -36,7 +36,7 @@ from xla_fsdp.fsdp.replay.program import (
     candidates_of,
 )
 from xla_fsdp.fsdp.replay.seen import CompileStepError, Seen, is_traced, watching
-from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Somewhere, Watched, shown
+from xla_fsdp.fsdp.replay.watch import PLAIN, Slot, Somewhere, Watched, modes_now, shown
 
 MANY_TRACES = 12
 MOST_ORDERS = 8  # of results, that are tried
@@ -172,8 +172,9 @@ class _RankStep:
                 raise
             self._give_up(str(error))
             return self._run_plainly(args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # which makes it slow to look at parameters
-            replayed, found = self._try_replay(key, leaves)
+        # All in one thread: another core would find nothing of it in its cache.
+        attempt = functools.partial(self._try_replay, key, leaves, modes_now())
+        replayed, found = self._replayer.call(attempt)
         if replayed:
             return found
         self._count(found)
@@ -181,14 +182,16 @@ class _RankStep:
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         return self._trace(key, args, kwargs, leaves)
 
-    def _try_replay(self, key: Any, leaves: Sequence[Any]) -> tuple[bool, Any]:
+    def _try_replay(
+        self, key: Any, leaves: Sequence[Any], modes: tuple[Any, ...]
+    ) -> tuple[bool, Any]:
         """Replay if there is a program for that; return whether, and the step's result, or why
         there is none."""
-        program = self._find(key, leaves)
+        program = self._find(key, leaves, modes)
         if not isinstance(program, Program):
             return False, program
         try:
-            found = program.replay(leaves, self._watched.numbers, self._replayer)
+            found = program.replay(leaves, self._watched.numbers)
         except programs.ProgramGoneError:
             self._programs[key].remove(program)
             return False, "torch_xla had dropped the program"
@@ -197,6 +200,7 @@ class _RankStep:
 
     @functools.cached_property
     def _replayer(self) -> Worker:
+        """Replays, in memory that is not scattered; an interrupt of the caller comes after it."""
         return Worker()
 
     @functools.cached_property
@@ -232,12 +236,12 @@ class _RankStep:
         ops.sync()
         return result
 
-    def _find(self, key: Any, leaves: Sequence[Any]) -> Program | str:
+    def _find(self, key: Any, leaves: Sequence[Any], modes: tuple[Any, ...]) -> Program | str:
         """Return the program to replay, or why there is none."""
         known = self._programs.get(key, [])
         if not known:
             return self._new_arguments(key) if self._programs else FIRST
-        facts = self._watched.facts()
+        facts = self._watched.facts(modes)
         reason = ""
         for program in reversed(known):
             if program.facts != facts:

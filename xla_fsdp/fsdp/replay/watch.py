@@ -450,8 +450,12 @@ class Watched:
             any(each is known for known in self.optimizers) for each in optimizers
         )
 
-    def facts(self) -> list[Any]:
-        """Return all facts now, to be compared with those of another time."""
+    def facts(self, modes: tuple[Any, ...] | None = None) -> list[Any]:
+        """Return all facts now, to be compared with those of another time.
+
+        Args:
+            modes: ``modes_now()`` of another thread than the caller's.
+        """
         # Nothing is compared one by one if the very objects are held that were held before.
         try:
             held = [*self._find_held()]
@@ -462,7 +466,8 @@ class Watched:
         if not (same and held):
             self._held = held
             self._facts_of_held = [read() for _, read in self._facts[:number]]
-        return self._facts_of_held + [read() for _, read in self._facts[number:]]
+        modes = modes_now() if modes is None else modes
+        return [*self._facts_of_held, modes, *(read() for _, read in self._facts[number + 1 :])]
 
     def _find_held(self) -> Iterator[Any]:
         """Return what modules and optimizers hold, as far as facts come from it."""
@@ -562,7 +567,7 @@ class Watched:
             yield label, functools.partial(_optimizer_objects, optimizer)
 
     def _make_facts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "torch's modes (grad, autocast, default dtype), or context_parallel", _modes
+        yield "torch's modes (grad, autocast, default dtype), or context_parallel", modes_now
         yield (
             "requires_grad, hooks, or whether there is a gradient, of parameters",
             self._param_facts,
@@ -645,7 +650,8 @@ def shown(pairs: list[tuple[Any, Any]]) -> str:
     return ", ".join(f"{str(old)[:60]} is now {str(new)[:60]}" for old, new in pairs)
 
 
-def _modes() -> tuple[Any, ...]:
+def modes_now() -> tuple[Any, ...]:
+    """Return what a step depends on that each thread has for itself."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

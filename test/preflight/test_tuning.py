@@ -188,6 +188,7 @@ def test_a_recipe_is_read_as_the_table_writes_it(
     for text, problem in {
         "lean rematt=none": "rematt=none is neither a field of a recipe",
         "leaner remat=none": "there is no recipe 'leaner'",
+        "lean foo=4": "foo=4 is neither a field of a recipe",
         "lean scan=perhaps": "scan is 'perhaps'; give True, False or None",
     }.items():
         with pytest.raises(ValueError, match=problem):
@@ -199,6 +200,27 @@ def test_layers_are_not_swept(search: Search) -> None:
         search(choices={"recipe": [LEAN], "depth": [16, 32]})
     with pytest.raises(ValueError, match="build_step has no parameter 'layers' for its number"):
         search(depth_option="layers")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"choices": {"batch": [2, "x"]}}, "batch is 'x'; give whole numbers, 1 or more"),
+        ({"choices": {"batch": [0]}}, "batch is 0"),
+        ({"choices": {"batch": []}}, "batch: there is no value to try"),
+        ({"batch": 2}, r"batch: a search chooses these; .* choices={'batch': \[2\]}"),
+        ({"depth": True}, "depth is True"),
+        ({"tried_meshes": [{"shard": 16}, {"foo": 16}]}, "'foo': 16} has an axis foo; name its"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_traced(
+    search: Search, options: dict[str, Any], problem: str
+) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        raise AssertionError("the search has begun")
+
+    with pytest.raises(ValueError, match=problem):
+        search(costs, **options)
 
 
 def test_other_options_are_swept(search: Search) -> None:
@@ -407,8 +429,9 @@ def nothing_at_all() -> None:
     """Another one."""
 
 
-def both(recipe: Recipe, batch: int) -> None:
+def both(recipe: Recipe, batch: int, depth: int = 2, length: int = 1) -> None:
     """A step that can."""
+    raise AssertionError("the search has begun")
 
 
 @pytest.mark.parametrize(
@@ -421,7 +444,16 @@ def both(recipe: Recipe, batch: int) -> None:
         (["no_recipe", "--tune", "--run", "3"], "give one of them"),
         (["no_recipe", "--tune", "--topology", "v5e:2x2", "--topology", "v5e:4x4"], "give one"),
         (["both", "--tune", "--mesh", "shard=5"], "5 = 5 ranks, but the job has 16"),
+        (["both", "--tune", "--mesh", "shard=4,foo=4"], "has an axis foo; name its axes out of "
+         "replica, shard, tensor, context\n"),
+        (["both", "--tune", "--sweep", "batch=1,x"], "batch is 'x'; give whole numbers, 1 or more"),
+        (["both", "--tune", "--sweep", "batch=0"], "batch is 0; give whole numbers, 1 or more\n"),
+        (["both", "--tune", "--sweep", "batch=1.5"], "batch is 1.5; give whole numbers"),
+        (["both", "--tune", "--set", "batch=on"], "batch is True; give whole numbers"),
+        (["both", "--tune", "--set", "depth=x"], "depth is 'x'; give whole numbers"),
+        (["both", "--tune", "--set", "length=x"], "length is 'x'; give whole numbers"),
         (["both", "--tune", "--sweep", "recipe=leen"], "there is no recipe 'leen'"),
+        (["both", "--tune", "--sweep", "recipe=5"], "there is no recipe '5'"),
         (["no_recipe", "--tune", "--set", "jobs=3"], "jobs cannot be set"),
     ],
 )  # fmt: skip

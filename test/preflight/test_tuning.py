@@ -289,8 +289,28 @@ def test_nothing_that_fits_is_an_answer(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(mib_fixed=20_000, is_loop=True))
     assert tuned.best is None
     assert "lacks" in tuned.text()
-    with pytest.raises(ValueError, match="nothing that was tried fits v5e:4x4"):
+    with pytest.raises(ValueError, match="there is no best recipe for v5e:4x4"):
         tuned.save("nowhere.json")
+
+
+@pytest.mark.parametrize("recipes", [[LEAN, FAST, PLAIN], [FAST]])
+def test_a_step_that_raises_every_way_is_told_once(search: Search, recipes: list[Recipe]) -> None:
+    tuned, fake = search(lambda recipe: Cost(raises="no such file"), choices={"recipe": recipes})
+    assert fake.compiled == []
+    ways = [f"  {each.name} shard=16" for each in recipes]
+    number = "all 3 ways that were" if len(recipes) == 3 else "the only way that was"
+    assert tuned.text().splitlines() == [
+        "ValueError: no such file:",
+        *ways,
+        "",
+        f"Nothing runs on v5e:4x4: {number} tried failed, for the reason above.",
+    ]
+    assert "no such file" in tuned_page(tuned)
+
+
+def test_ways_that_fail_for_several_reasons_are_told(search: Search) -> None:
+    tuned, _ = search(lambda recipe: Cost(raises=f"no {recipe.name}"))
+    assert tuned.text().endswith("all 3 ways that were tried failed, for the reasons above.")
 
 
 def test_a_second_search_compiles_nothing_and_an_interrupted_one_goes_on(

@@ -38,7 +38,7 @@ from xla_fsdp.preflight.trials import (
     jobs_that_fit,
     samples_per_second,
 )
-from xla_fsdp.preflight.tuned import Candidate, Tuned
+from xla_fsdp.preflight.tuned import OUT_OF_BUDGET, Candidate, Tuned
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,
@@ -342,7 +342,7 @@ class _Search:
                 continue
             rate = samples_per_second(line.way, batch, figures.seconds, self.topology.num_ranks)
             found.append(Candidate(line.way, batch, figures, rate, line.reports.get(batch)))
-        reason = line.failed or "the budget ended before it was compiled"
+        reason = line.failed or OUT_OF_BUDGET
         return found or [Candidate(line.way, self.batches[0], failed=reason)]
 
     def fastest_ways(self) -> list[Way]:

@@ -1376,6 +1376,42 @@ def test_numbers_in_lists_are_followed_and_the_callers_dicts_stay() -> None:
     assert replays == 4
 
 
+class Scales(nn.Module):
+    """Multiplies by its pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = ((1.0, 2.0), (3.0, 4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.pairs[1][0]
+
+
+@scenario
+def tuples(rank: int) -> list[Any]:
+    model, x = Scales(), torch.ones(2).to(ops.device())
+    pair: tuple[float, ...] = ()
+    by_module = compile_step(lambda x: model(x))
+    by_name = compile_step(lambda x: x * pair[1])
+    found = []
+    for n in range(9):
+        number = 3.0 if n < 6 else 5.0
+        model.pairs = ((1.0, 2.0), (number, 4.0))
+        pair = tuple([1.0, number])  # noqa: C409 (another tuple each time)
+        found.append([step(x)[0].item() for step in (by_module, by_name)])
+    return [found, [[step.replays, [*step.traces]] for step in (by_module, by_name)]]
+
+
+def test_tuples_of_plain_values_are_followed() -> None:
+    found, counts = result("tuples")
+    assert found == [[3.0 if n < 6 else 5.0] * 2 for n in range(9)]
+    [by_module, reasons], [by_name, others] = counts
+    assert (by_module, by_name) == (5, 5)
+    changed = "((1.0, 2.0), (3.0, 4.0)) is now ((1.0, 2.0), (5.0, 4.0))"
+    assert any(f"Scales: pairs {changed}" in each for each in reasons), reasons
+    assert any("pair: (1.0, 3.0) is now (1.0, 5.0)" in each for each in others), others
+
+
 @scenario
 def unknown_argument(rank: int) -> list[Any]:
     import warnings

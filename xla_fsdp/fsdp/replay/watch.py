@@ -268,7 +268,7 @@ class _Names:
         for name, each in _attributes_in(value).items():
             # The state of an optimizer is known otherwise.
             named = name in self._attributes and not isinstance(value, Optimizer)
-            simple = isinstance(each, (*PLAIN, Tensor)) or _is_object(each)
+            simple = _is_plain(each) or isinstance(each, Tensor) or _is_object(each)
             by_method = simple and name in self._in_methods
             if (id(value), name) in self._done or not (named or by_method):
                 continue
@@ -302,9 +302,10 @@ class _Names:
 
     def _add(self, label: str, value: Any, slot: Slot | None, depth: int) -> None:
         found = self.found
-        if slot is not None and not isinstance(value, (*PLAIN, Tensor)):
+        is_plain = _is_plain(value)
+        if slot is not None and not is_plain and not isinstance(value, Tensor):
             found.held.append((f"which object {label} is", functools.partial(_id_in, slot)))
-        if isinstance(value, PLAIN):
+        if is_plain:
             if slot is not None:
                 found.plain.append((label, slot.get))
         elif isinstance(value, Tensor):
@@ -330,7 +331,7 @@ class _Names:
             if isinstance(value, list):
                 found.plain.append((label, functools.partial(_PlainItems.of, value)))
             for number, each in enumerate(value):
-                if not isinstance(each, PLAIN):
+                if not _is_plain(each):
                     held = Item(value, number) if isinstance(value, list) else None
                     self._add(f"{label}[{number}]", each, held, depth + 1)
         elif not isinstance(value, type | types.ModuleType):
@@ -338,12 +339,17 @@ class _Names:
             self._objects.append((label, value, depth))
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether this is a plain value, or a tuple of such."""
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
 def _attributes_in(value: Any) -> dict[str, Any]:
     """Return an object's attributes, and the plain ones of its classes, which it may hide later."""
     if not hasattr(value, "__dict__"):
         return {}
     in_classes = [vars(base).items() for base in reversed(type(value).__mro__)]
-    plain = {name: each for base in in_classes for name, each in base if isinstance(each, PLAIN)}
+    plain = {name: each for base in in_classes for name, each in base if _is_plain(each)}
     return plain | vars(value)
 
 
@@ -353,7 +359,7 @@ class _PlainItems(list[Any]):
 
     @classmethod
     def of(cls, items: list[Any]) -> _PlainItems:
-        return cls(each if isinstance(each, PLAIN) else None for each in items)
+        return cls(each if _is_plain(each) else None for each in items)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, list) and all(map(operator.eq, self, other))
@@ -610,7 +616,7 @@ class _ModuleFacts:
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = vars(module)
-        names = [name for name, each in self.attributes.items() if isinstance(each, PLAIN)]
+        names = [name for name, each in self.attributes.items() if _is_plain(each)]
         self.names = sorted(names)
         self._plain = operator.itemgetter("training", *self.names)
         self._hooks = operator.itemgetter(*HOOKS, *HOOK_OPTIONS)

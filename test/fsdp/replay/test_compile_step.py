@@ -1412,6 +1412,41 @@ def test_tuples_of_plain_values_are_followed() -> None:
     assert any("pair: (1.0, 3.0) is now (1.0, 5.0)" in each for each in others), others
 
 
+class Weights:
+    """Multiplies by what its lists and dicts hold."""
+
+    def __init__(self) -> None:
+        self.factors = [1.0, 2.0]
+        self.shifts = {"first": 0.0}
+        self.called: list[float] = [0.0]
+
+    def of(self, x: Tensor) -> Tensor:
+        self.called = [0.0]  # another list in each step
+        self.called.append(1.0)
+        return x * self.factors[1] + self.shifts["first"]
+
+
+@scenario
+def items_by_method(rank: int) -> list[Any]:
+    weights, x = Weights(), torch.ones(2).to(ops.device())
+    step = compile_step(lambda x: weights.of(x))
+    found = []
+    for n in range(9):
+        weights.factors[1] = 2.0 if n < 3 else 3.0
+        if n == 6:
+            weights.shifts = {"first": 1.0}
+        found.append(step(x)[0].item())
+    return [found, step.replays, [*step.traces]]
+
+
+def test_numbers_in_lists_that_a_method_names_are_followed() -> None:
+    found, replays, reasons = result("items_by_method")
+    assert found == [2.0] * 3 + [3.0] * 3 + [4.0] * 3
+    assert replays == 3  # each is traced twice
+    assert any("weights.factors: [1.0, 2.0] is now [1.0, 3.0]" in each for each in reasons), reasons
+    assert any("weights.shifts: [0.0] is now [1.0]" in each for each in reasons), reasons
+
+
 @scenario
 def unknown_argument(rank: int) -> list[Any]:
     import warnings

@@ -1447,6 +1447,35 @@ def test_numbers_in_lists_that_a_method_names_are_followed() -> None:
     assert any("weights.shifts: [0.0] is now [1.0]" in each for each in reasons), reasons
 
 
+class InList(nn.Module):
+    """Multiplies by a tensor that is in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [torch.ones(2).to(ops.device())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors[0]
+
+
+@scenario
+def gone(rank: int) -> list[Any]:
+    model, x = InList(), torch.ones(2).to(ops.device())
+    step = compile_step(lambda x: model(x))
+    found = []
+    for n in range(12):
+        if n % 4 == 0:
+            model.factors[0] = torch.full((2,), n + 1.0).to(ops.device())
+        found.append(step(x)[0].item())
+    return [found, step.replays]
+
+
+def test_a_tensor_that_is_gone_makes_a_new_trace() -> None:
+    found, replays = result("gone")
+    assert found == [1.0] * 4 + [5.0] * 4 + [9.0] * 4
+    assert replays > 5
+
+
 @scenario
 def unknown_argument(rank: int) -> list[Any]:
     import warnings

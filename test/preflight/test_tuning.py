@@ -188,6 +188,7 @@ def test_a_recipe_is_read_as_the_table_writes_it(
     for text, problem in {
         "lean rematt=none": "rematt=none is neither a field of a recipe",
         "leaner remat=none": "there is no recipe 'leaner'",
+        "lean foo=4": "foo=4 is neither a field of a recipe",
         "lean scan=perhaps": "scan is 'perhaps'; give True, False or None",
     }.items():
         with pytest.raises(ValueError, match=problem):
@@ -199,6 +200,27 @@ def test_layers_are_not_swept(search: Search) -> None:
         search(choices={"recipe": [LEAN], "depth": [16, 32]})
     with pytest.raises(ValueError, match="build_step has no parameter 'layers' for its number"):
         search(depth_option="layers")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"choices": {"batch": [2, "x"]}}, "batch is 'x'; give whole numbers, 1 or more"),
+        ({"choices": {"batch": [0]}}, "batch is 0"),
+        ({"choices": {"batch": []}}, "batch: there is no value to try"),
+        ({"batch": 2}, r"batch: a search chooses these; .* choices={'batch': \[2\]}"),
+        ({"depth": True}, "depth is True"),
+        ({"tried_meshes": [{"shard": 16}, {"foo": 16}]}, "'foo': 16} has an axis foo; name its"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_traced(
+    search: Search, options: dict[str, Any], problem: str
+) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        raise AssertionError("the search has begun")
+
+    with pytest.raises(ValueError, match=problem):
+        search(costs, **options)
 
 
 def test_other_options_are_swept(search: Search) -> None:
@@ -267,8 +289,28 @@ def test_nothing_that_fits_is_an_answer(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(mib_fixed=20_000, is_loop=True))
     assert tuned.best is None
     assert "lacks" in tuned.text()
-    with pytest.raises(ValueError, match="nothing that was tried fits v5e:4x4"):
+    with pytest.raises(ValueError, match="there is no best recipe for v5e:4x4"):
         tuned.save("nowhere.json")
+
+
+@pytest.mark.parametrize("recipes", [[LEAN, FAST, PLAIN], [FAST]])
+def test_a_step_that_raises_every_way_is_told_once(search: Search, recipes: list[Recipe]) -> None:
+    tuned, fake = search(lambda recipe: Cost(raises="no such file"), choices={"recipe": recipes})
+    assert fake.compiled == []
+    ways = [f"  {each.name} shard=16" for each in recipes]
+    number = "all 3 ways that were" if len(recipes) == 3 else "the only way that was"
+    assert tuned.text().splitlines() == [
+        "ValueError: no such file:",
+        *ways,
+        "",
+        f"Nothing runs on v5e:4x4: {number} tried failed, for the reason above.",
+    ]
+    assert "no such file" in tuned_page(tuned)
+
+
+def test_ways_that_fail_for_several_reasons_are_told(search: Search) -> None:
+    tuned, _ = search(lambda recipe: Cost(raises=f"no {recipe.name}"))
+    assert tuned.text().endswith("all 3 ways that were tried failed, for the reasons above.")
 
 
 def test_a_second_search_compiles_nothing_and_an_interrupted_one_goes_on(
@@ -407,8 +449,9 @@ def nothing_at_all() -> None:
     """Another one."""
 
 
-def both(recipe: Recipe, batch: int) -> None:
+def both(recipe: Recipe, batch: int, depth: int = 2, length: int = 1) -> None:
     """A step that can."""
+    raise AssertionError("the search has begun")
 
 
 @pytest.mark.parametrize(
@@ -421,7 +464,16 @@ def both(recipe: Recipe, batch: int) -> None:
         (["no_recipe", "--tune", "--run", "3"], "give one of them"),
         (["no_recipe", "--tune", "--topology", "v5e:2x2", "--topology", "v5e:4x4"], "give one"),
         (["both", "--tune", "--mesh", "shard=5"], "5 = 5 ranks, but the job has 16"),
+        (["both", "--tune", "--mesh", "shard=4,foo=4"], "has an axis foo; name its axes out of "
+         "replica, shard, tensor, context\n"),
+        (["both", "--tune", "--sweep", "batch=1,x"], "batch is 'x'; give whole numbers, 1 or more"),
+        (["both", "--tune", "--sweep", "batch=0"], "batch is 0; give whole numbers, 1 or more\n"),
+        (["both", "--tune", "--sweep", "batch=1.5"], "batch is 1.5; give whole numbers"),
+        (["both", "--tune", "--set", "batch=on"], "batch is True; give whole numbers"),
+        (["both", "--tune", "--set", "depth=x"], "depth is 'x'; give whole numbers"),
+        (["both", "--tune", "--set", "length=x"], "length is 'x'; give whole numbers"),
         (["both", "--tune", "--sweep", "recipe=leen"], "there is no recipe 'leen'"),
+        (["both", "--tune", "--sweep", "recipe=5"], "there is no recipe '5'"),
         (["no_recipe", "--tune", "--set", "jobs=3"], "jobs cannot be set"),
     ],
 )  # fmt: skip

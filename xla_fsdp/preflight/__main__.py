@@ -37,7 +37,7 @@ from xla_fsdp.preflight.html import page, tuned_page
 from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
-from xla_fsdp.preflight.tuning import DEPTH, tune
+from xla_fsdp.preflight.tuning import DEPTH, RECIPE, tune
 
 USAGE_EXIT_CODE = 2
 
@@ -277,7 +277,8 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
             )
         if name in choices:
             raise ValueError(f"{name} is given more than once; use one --sweep for all its values")
-        choices[name] = [_value(word) for word in words]
+        is_recipe = options.tune and name == RECIPE  # which has a name, also if that is a number
+        choices[name] = [*words] if is_recipe else [_value(word) for word in words]
     return choices
 
 

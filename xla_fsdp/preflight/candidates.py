@@ -33,6 +33,9 @@ _SWITCHED = {"on": True, "True": True, "off": False, "False": False}
 SHARING = ("tensor", "context")
 """Axes whose ranks share samples."""
 
+AXES = ("replica", "shard", *SHARING)
+"""Those that a search knows."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -78,10 +81,11 @@ def recipe_of(given: Recipe | Mapping[str, Any] | str) -> Recipe:
         name: _SWITCHED.get(each, each) for name, each in pairs.items() if name in known
     }
     axes = {name: each for name, each in pairs.items() if name not in known}
-    if wrong := [f"{name}={size}" for name, size in axes.items() if not size.isdecimal()]:
+    are_sizes = {name: name in AXES and size.isdecimal() for name, size in axes.items()}
+    if wrong := [f"{name}={axes[name]}" for name, is_size in are_sizes.items() if not is_size]:
         raise ValueError(
             f"{given!r}: {', '.join(wrong)} is neither a field of a recipe ({', '.join(known)}) "
-            f"nor an axis of a mesh and its size"
+            f"nor an axis of a mesh ({', '.join(AXES)}) and its size"
         )
     if axes:
         fields["mesh"] = {name: int(size) for name, size in axes.items()}

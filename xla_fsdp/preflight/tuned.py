@@ -19,6 +19,8 @@ SHOWN = 10
 
 LONGEST_REASON = 160
 
+OUT_OF_BUDGET = "the budget ended before it was compiled"
+
 HEADINGS = (
     "recipe and mesh", "batch", "needs MiB", "left MiB", "est. step ms", "per second", "by",
     "lost because",
@@ -80,7 +82,7 @@ class Tuned:
             ValueError: if nothing that was compiled fits.
         """
         if self.best is None:
-            raise ValueError(f"nothing that was tried fits {self.topology}:\n{self.text()}")
+            raise ValueError(f"there is no best recipe for {self.topology}:\n{self.text()}")
         return self.best.way.recipe
 
     def save(self, path: str | Path) -> None:
@@ -159,21 +161,30 @@ class Tuned:
         """Return a table of the best, why the others lost, and the report on the best."""
         ranking = self.ranking()
         known = [each for each in ranking if each.figures is not None][:SHOWN]
-        lines = aligned([HEADINGS, *map(self.cells, known)], left=(0, 6, 7))
+        lines = aligned([HEADINGS, *map(self.cells, known)], left=(0, 6, 7)) if known else []
         by_reason: dict[str, list[str]] = {}
         for each in ranking:
             if each not in known:
                 by_reason.setdefault(self.reason(each), []).append(str(each.way))
         for why, ways in by_reason.items():
             lines += ["", f"{why}:", *(f"  {way}" for way in ways)]
-        return "\n".join([*lines, "", *self._answer()])
+        return "\n".join([*lines, "", *self._answer()]).lstrip("\n")
 
     def _answer(self) -> list[str]:
         if self.best is None or self.best.report is None:
-            return [f"Nothing that was compiled in full fits {self.topology}."]
+            return [self._why_none()]
         rate = f"{self.rate(self.best):,.0f} {self.unit}/s by estimate"
         head = f"Fastest that fits: {self.best.way}, batch {self.best.batch}, {rate}"
         return [head, *self._other_batches(self.best), "", full_text(self.best.report)]
+
+    def _why_none(self) -> str:
+        reasons = {each.failed for each in self.candidates}
+        if not reasons.isdisjoint({"", OUT_OF_BUDGET}):
+            return f"Nothing that was compiled in full fits {self.topology}."
+        number = len(self.candidates)
+        ways = f"all {number} ways that were" if number > 1 else "the only way that was"
+        which = "reason" if len(reasons) == 1 else "reasons"
+        return f"Nothing runs on {self.topology}: {ways} tried failed, for the {which} above."
 
     def _other_batches(self, best: Candidate) -> Iterator[str]:
         """Yield a line on the best way's other batches that fit, and the first that does not."""

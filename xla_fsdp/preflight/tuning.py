@@ -17,7 +17,15 @@ from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import check_options, mesh_on
-from xla_fsdp.preflight.candidates import RECIPES, Way, batch_sizes, meshes, recipe_of, ways
+from xla_fsdp.preflight.candidates import (
+    AXES,
+    RECIPES,
+    Way,
+    batch_sizes,
+    meshes,
+    recipe_of,
+    ways,
+)
 from xla_fsdp.preflight.compiler import check_installed
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.report import Report
@@ -30,7 +38,7 @@ from xla_fsdp.preflight.trials import (
     jobs_that_fit,
     samples_per_second,
 )
-from xla_fsdp.preflight.tuned import Candidate, Tuned
+from xla_fsdp.preflight.tuned import OUT_OF_BUDGET, Candidate, Tuned
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,
@@ -97,27 +105,38 @@ def tune(
         All that was tried, the fastest first.
 
     Raises:
-        ValueError: if there is no such topology or recipe, a mesh has other ranks, or
-            ``build_step`` does not take a recipe, a batch or the options.
+        ValueError: if there is no such topology, recipe or axis, a mesh has other ranks, a number
+            is none, or ``build_step`` does not take a recipe, a batch or the options.
         CompileError: if the TPU compiler is not installed.
     """
     slice_ = find_topology(topology)
     tried = {name: list(values) for name, values in (choices or {}).items()}
+    if empty := [name for name, values in tried.items() if not values]:
+        raise ValueError(f"{', '.join(empty)}: there is no value to try; give one or more")
+    if own := [name for name in (RECIPE, BATCH) if name in options]:
+        raise ValueError(
+            f"{', '.join(own)}: a search chooses these; give what to try, as "
+            f"choices={{{own[0]!r}: [{options[own[0]]!r}]}}"
+        )
     check_contract(build_step, {**options, **{name: each[0] for name, each in tried.items()}})
-    check_installed()
     recipes = [recipe_of(each) for each in tried.pop(RECIPE, RECIPES)]
-    batches = sorted(tried.pop(BATCH, batch_sizes(_default(build_step, BATCH) or 1)))
+    batches = [*tried.pop(BATCH, batch_sizes(_default(build_step, BATCH) or 1))]
     options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
     _check_depth(build_step, depth_option, tried)
     depth, length = (
         options.get(name, _default(build_step, name)) for name in (depth_option, LENGTH)
     )
+    _check_numbers(BATCH, batches)
+    _check_numbers(depth_option, [] if depth is None else [depth])
+    _check_numbers(LENGTH, [] if length is None else [length])
     for mesh in tried_meshes or ():
+        _check_axes(mesh)
         mesh_on(slice_, mesh)  # raises ValueError if it has other ranks
+    check_installed()
     limits = Limits(max_host_mem, jobs or jobs_that_fit(max_host_mem), cache_dir, flags)
     tell = progress or (lambda text: None)
     trials = Trials(build_step, slice_, depth_option, options, limits, tell)
-    search = _Search(trials, batches, depth)
+    search = _Search(trials, sorted({*batches}), depth)
     search.start(budget)
     given = tried_meshes or meshes(slice_.num_ranks)
     fixed = ways([each for each in recipes if each.mesh is not None], tried)  # have a mesh
@@ -155,6 +174,21 @@ def _check_depth(build_step: Callable[..., Any], option: str, tried: Mapping[str
     if option != DEPTH and option not in inspect.signature(build_step).parameters:
         called = getattr(build_step, "__name__", type(build_step).__name__)
         raise ValueError(f"{called} has no parameter {option!r} for its number of layers")
+
+
+def _check_numbers(option: str, values: Sequence[Any]) -> None:
+    """Raise ValueError for what cannot be a number of samples, layers or tokens."""
+    if wrong := [each for each in values if type(each) is not int or each < 1]:
+        raise ValueError(f"{option} is {wrong[0]!r}; give whole numbers, 1 or more")
+
+
+def _check_axes(mesh: Mapping[str, int]) -> None:
+    """Raise ValueError for an axis that a search does not know."""
+    if unknown := [str(name) for name in mesh if name not in AXES]:
+        raise ValueError(
+            f"the mesh {dict(mesh)} has an axis {', '.join(unknown)}; name its axes out of "
+            f"{', '.join(AXES)}"
+        )
 
 
 def _default(build_step: Callable[..., Any], name: str) -> int | None:
@@ -308,7 +342,7 @@ class _Search:
                 continue
             rate = samples_per_second(line.way, batch, figures.seconds, self.topology.num_ranks)
             found.append(Candidate(line.way, batch, figures, rate, line.reports.get(batch)))
-        reason = line.failed or "the budget ended before it was compiled"
+        reason = line.failed or OUT_OF_BUDGET
         return found or [Candidate(line.way, self.batches[0], failed=reason)]
 
     def fastest_ways(self) -> list[Way]:

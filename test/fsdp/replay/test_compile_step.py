@@ -1385,6 +1385,106 @@ def test_numbers_in_lists_are_followed_and_the_callers_dicts_stay() -> None:
     assert replays == 4
 
 
+class Scales(nn.Module):
+    """Multiplies by its pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = ((1.0, 2.0), (3.0, 4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.pairs[1][0]
+
+
+@scenario
+def tuples(rank: int) -> list[Any]:
+    model, x = Scales(), torch.ones(2).to(ops.device())
+    pair: tuple[float, ...] = ()
+    by_module = compile_step(lambda x: model(x))
+    by_name = compile_step(lambda x: x * pair[1])
+    found = []
+    for n in range(9):
+        number = 3.0 if n < 6 else 5.0
+        model.pairs = ((1.0, 2.0), (number, 4.0))
+        pair = tuple([1.0, number])  # noqa: C409 (another tuple each time)
+        found.append([step(x)[0].item() for step in (by_module, by_name)])
+    return [found, [[step.replays, [*step.traces]] for step in (by_module, by_name)]]
+
+
+def test_tuples_of_plain_values_are_followed() -> None:
+    found, counts = result("tuples")
+    assert found == [[3.0 if n < 6 else 5.0] * 2 for n in range(9)]
+    [by_module, reasons], [by_name, others] = counts
+    assert (by_module, by_name) == (5, 5)
+    changed = "((1.0, 2.0), (3.0, 4.0)) is now ((1.0, 2.0), (5.0, 4.0))"
+    assert any(f"Scales: pairs {changed}" in each for each in reasons), reasons
+    assert any("pair: (1.0, 3.0) is now (1.0, 5.0)" in each for each in others), others
+
+
+class Weights:
+    """Multiplies by what its lists and dicts hold."""
+
+    def __init__(self) -> None:
+        self.factors = [1.0, 2.0]
+        self.shifts = {"first": 0.0}
+        self.called: list[float] = [0.0]
+
+    def of(self, x: Tensor) -> Tensor:
+        self.called = [0.0]  # another list in each step
+        self.called.append(1.0)
+        return x * self.factors[1] + self.shifts["first"]
+
+
+@scenario
+def items_by_method(rank: int) -> list[Any]:
+    weights, x = Weights(), torch.ones(2).to(ops.device())
+    step = compile_step(lambda x: weights.of(x))
+    found = []
+    for n in range(9):
+        weights.factors[1] = 2.0 if n < 3 else 3.0
+        if n == 6:
+            weights.shifts = {"first": 1.0}
+        found.append(step(x)[0].item())
+    return [found, step.replays, [*step.traces]]
+
+
+def test_numbers_in_lists_that_a_method_names_are_followed() -> None:
+    found, replays, reasons = result("items_by_method")
+    assert found == [2.0] * 3 + [3.0] * 3 + [4.0] * 3
+    assert replays == 3  # each is traced twice
+    assert any("weights.factors: [1.0, 2.0] is now [1.0, 3.0]" in each for each in reasons), reasons
+    assert any("weights.shifts: [0.0] is now [1.0]" in each for each in reasons), reasons
+
+
+class InList(nn.Module):
+    """Multiplies by a tensor that is in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [torch.ones(2).to(ops.device())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors[0]
+
+
+@scenario
+def gone(rank: int) -> list[Any]:
+    model, x = InList(), torch.ones(2).to(ops.device())
+    step = compile_step(lambda x: model(x))
+    found = []
+    for n in range(12):
+        if n % 4 == 0:
+            model.factors[0] = torch.full((2,), n + 1.0).to(ops.device())
+        found.append(step(x)[0].item())
+    return [found, step.replays]
+
+
+def test_a_tensor_that_is_gone_makes_a_new_trace() -> None:
+    found, replays = result("gone")
+    assert found == [1.0] * 4 + [5.0] * 4 + [9.0] * 4
+    assert replays > 5
+
+
 @scenario
 def unknown_argument(rank: int) -> list[Any]:
     import warnings

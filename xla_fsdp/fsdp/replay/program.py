@@ -253,13 +253,16 @@ class Program:
         """Return whether these are the tensors of the last time, or of their shapes."""
         kept = [held[number] for number in self._kept]
         # In a tensor that is known, only these can change (``tensor.data = other``).
-        return (
-            len(self._tensors) == len(kept)
-            and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
-            and all(map(operator.eq, map(_SIZE, kept), self._sizes))
-            and all(map(operator.is_, map(_DTYPE, kept), self._dtypes))
-            and all(_shape(held[number]) == self.shapes[number] for number in self._replaced)
-        )
+        try:
+            return (
+                len(self._tensors) == len(kept)
+                and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
+                and all(map(operator.eq, map(_SIZE, kept), self._sizes))
+                and all(map(operator.is_, map(_DTYPE, kept), self._dtypes))
+                and all(_shape(held[number]) == self.shapes[number] for number in self._replaced)
+            )
+        except AttributeError:  # a tensor is gone, and its slot holds None as its reference does
+            return False
 
     @functools.cached_property
     def _kept(self) -> list[int]:

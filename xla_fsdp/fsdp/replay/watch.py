@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,8 @@ class Named:
 class _Names:
     """Follows a function's variables, globals and attributes as far as its code names them.
 
-    Of the methods that it calls, only plain values and tensors of their objects are followed.
+    Of the methods that it calls, only plain values, also in lists and dicts, and tensors of their
+    objects are followed.
     """
 
     def __init__(self) -> None:
@@ -268,12 +269,17 @@ class _Names:
         for name, each in _attributes_in(value).items():
             # The state of an optimizer is known otherwise.
             named = name in self._attributes and not isinstance(value, Optimizer)
-            simple = isinstance(each, (*PLAIN, Tensor)) or _is_object(each)
+            has_plain = isinstance(each, list | dict) and any(map(_is_plain, _items_of(each)))
+            simple = isinstance(each, Tensor) or _is_plain(each) or _is_object(each) or has_plain
             by_method = simple and name in self._in_methods
             if (id(value), name) in self._done or not (named or by_method):
                 continue
             self._done.add((id(value), name))
-            if named or not _is_object(each):
+            if has_plain and not named:
+                # Only what is in it: a method may make another list in each step.
+                read = functools.partial(_plain_items_in, Entry(vars(value), name))
+                self.found.plain.append((f"{label}.{name}", read))
+            elif named or not _is_object(each):
                 self._add(f"{label}.{name}", each, Entry(vars(value), name), depth + 1)
             elif depth < DEEPEST and id(each) not in self._seen:
                 self._seen.add(id(each))
@@ -302,9 +308,10 @@ class _Names:
 
     def _add(self, label: str, value: Any, slot: Slot | None, depth: int) -> None:
         found = self.found
-        if slot is not None and not isinstance(value, (*PLAIN, Tensor)):
+        is_plain = _is_plain(value)
+        if slot is not None and not is_plain and not isinstance(value, Tensor):
             found.held.append((f"which object {label} is", functools.partial(_id_in, slot)))
-        if isinstance(value, PLAIN):
+        if is_plain:
             if slot is not None:
                 found.plain.append((label, slot.get))
         elif isinstance(value, Tensor):
@@ -330,7 +337,7 @@ class _Names:
             if isinstance(value, list):
                 found.plain.append((label, functools.partial(_PlainItems.of, value)))
             for number, each in enumerate(value):
-                if not isinstance(each, PLAIN):
+                if not _is_plain(each):
                     held = Item(value, number) if isinstance(value, list) else None
                     self._add(f"{label}[{number}]", each, held, depth + 1)
         elif not isinstance(value, type | types.ModuleType):
@@ -338,28 +345,42 @@ class _Names:
             self._objects.append((label, value, depth))
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether this is a plain value, or a tuple of such."""
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
 def _attributes_in(value: Any) -> dict[str, Any]:
     """Return an object's attributes, and the plain ones of its classes, which it may hide later."""
     if not hasattr(value, "__dict__"):
         return {}
     in_classes = [vars(base).items() for base in reversed(type(value).__mro__)]
-    plain = {name: each for base in in_classes for name, each in base if isinstance(each, PLAIN)}
+    plain = {name: each for base in in_classes for name, each in base if _is_plain(each)}
     return plain | vars(value)
 
 
 class _PlainItems(list[Any]):
-    """The plain values in a list, which are those of another time if those that both have are:
-    what a step appends, it appends while it is traced only."""
+    """The plain values in a list or dict, which are those of another time if those that both have
+    are: what a step appends, it appends while it is traced only."""
 
     @classmethod
-    def of(cls, items: list[Any]) -> _PlainItems:
-        return cls(each if isinstance(each, PLAIN) else None for each in items)
+    def of(cls, items: Iterable[Any]) -> _PlainItems:
+        return cls(each if _is_plain(each) else None for each in items)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, list) and all(map(operator.eq, self, other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+
+def _items_of(items: list[Any] | dict[Any, Any]) -> Iterable[Any]:
+    return items.values() if isinstance(items, dict) else items
+
+
+def _plain_items_in(slot: Slot) -> _PlainItems | None:
+    items = slot.get()
+    return _PlainItems.of(_items_of(items)) if isinstance(items, list | dict) else None
 
 
 def _id_in(slot: Slot) -> int:
@@ -615,7 +636,7 @@ class _ModuleFacts:
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = vars(module)
-        names = [name for name, each in self.attributes.items() if isinstance(each, PLAIN)]
+        names = [name for name, each in self.attributes.items() if _is_plain(each)]
         self.names = sorted(names)
         self._plain = operator.itemgetter("training", *self.names)
         self._hooks = operator.itemgetter(*HOOKS, *HOOK_OPTIONS)

@@ -24,16 +24,11 @@ EARLY_GATHERS = (
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
 )
 
-# The scheduler hides gathers under elementwise operations, too, in which they are then left
-# blocking, as only matmuls can carry them: with 24 blocks of width 1024 on v6e:4x4, one matrix of
-# every block. With no time given to such operations, matmuls are found for all but the smallest.
-UNDER_MATMULS = ("--xla_lhs_loop_fusion_latency_multiplier=0",)
-
 # Code lies in HBM, too, and equal blocks can share it: that of 24 blocks takes 55 MiB, not 281.
 # With LOW_MEMORY a step needs 617 MiB, not 889.
 SHARED_CODE = ("--xla_tpu_enable_deduplicated_calls=true",)
 
-ADDED = (*LOW_MEMORY, *SHARED_CODE, *EARLY_GATHERS, *UNDER_MATMULS)
+ADDED = (*LOW_MEMORY, *SHARED_CODE, *EARLY_GATHERS)
 
 KNOWN_TO = "0.0.21"
 """The version of libtpu that torch_xla 2.9 uses, whose flags these are."""

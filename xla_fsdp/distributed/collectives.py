@@ -498,6 +498,7 @@ class LocalCollectives:
     def reduce_scatter_product(
         self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
     ) -> Tensor:
+        """Return ``reduce_scatter(finish(left.t() @ right))``."""
         return self.reduce_scatter(finish(left.t() @ right))
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ OPTIMIZERS: dict[str, Make] = {
     "centered": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
     "capturable": lambda params: torch.optim.AdamW(params, lr=0.01, capturable=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01, capturable=True),
+    "reading asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
     "syncfree": lambda params: syncfree("AdamW")(params, lr=0.01),
     "syncfree momentum": lambda params: syncfree("SGD")(params, lr=0.1, momentum=0.9),
     "radam": lambda params: torch.optim.RAdam(params, lr=0.01, maximize=True),
@@ -49,7 +50,7 @@ OPTIMIZERS: dict[str, Make] = {
     "reading": lambda params: torch.optim.Rprop(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
-AFTER = ("reading", "adafactor")
+AFTER = ("reading", "reading asgd", "adafactor")
 STATELESS = ("sgd", "adagrad")  # or with state from the start
 QUICK = ("adamw", "sgd", *AFTER)
 

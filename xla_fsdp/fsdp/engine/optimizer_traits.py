@@ -37,8 +37,9 @@ STEPS_SLICES_OF = "steps_slices_of"
 
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
     """Return options with which an optimizer's step is traced as one program."""
-    # Rprop otherwise selects elements by a mask; that needs values, so XLA would run the program.
-    return {"capturable": True} if optimizer_class is optim.Rprop else {}
+    # Rprop otherwise selects elements by a mask, and ASGD reads its rate and its counts; both need
+    # values, so XLA would run the program.
+    return {"capturable": True} if optimizer_class in (optim.ASGD, optim.Rprop) else {}
 
 
 def is_elementwise(optimizer_class: Callable[..., optim.Optimizer], options: Mapping) -> bool:

@@ -25,7 +25,7 @@ EARLY_GATHERS = (
 )
 
 # Code lies in HBM, too, and equal blocks can share it: that of 24 blocks takes 55 MiB, not 281.
-# With LOW_MEMORY a step needs 617 MiB, not 889.
+# With LOW_MEMORY a step needed 617 MiB, not 889.
 SHARED_CODE = ("--xla_tpu_enable_deduplicated_calls=true",)
 
 ADDED = (*LOW_MEMORY, *SHARED_CODE, *EARLY_GATHERS)

@@ -1268,6 +1268,41 @@ def test_the_error_of_a_step_that_has_replaced_tensors_is_raised() -> None:
     assert result("raising_later") == "ValueError: on purpose"
 
 
+def at(address: int, make: Callable[[], Any]) -> Any:
+    """Return a new object with the ``id`` of one that is gone, None if there is none."""
+    made: list[Any] = []
+    while len(made) < 100_000 and not (made and id(made[-1]) == address):
+        made.append(make())
+    return made[-1] if id(made[-1]) == address else None
+
+
+@scenario
+def successors(rank: int) -> list[Any]:
+    """Return what a step computes with functions that follow one another, the last of them at the
+    address of the first, unless a program keeps the first."""
+
+    def last() -> Any:
+        return lambda x: x + 3
+
+    functions = [lambda x: x + 1, lambda x: x + 2]
+    by = functions[0]
+    step = compile_step(lambda x: by(x))
+    x = torch.zeros(()).to(ops.device())
+    found = [step(x).item() for _ in range(3)]
+    address, by = id(by), functions[1]
+    found += [step(x).item() for _ in range(3)]
+    functions.clear()
+    by = at(address, last) or last()
+    found += [step(x).item() for _ in range(3)]
+    return [found, step.replays]
+
+
+def test_an_object_at_the_address_of_one_before_is_another() -> None:
+    found, replays = result("successors")
+    assert found == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+    assert replays == 3
+
+
 # ---------------------------------------------------------------- how steps are written
 
 

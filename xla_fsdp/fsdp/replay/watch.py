@@ -205,7 +205,7 @@ class Named:
     optimizers: list[Optimizer]
     slots: list[tuple[str, Slot]]
     plain: list[tuple[str, Callable[[], Any]]]
-    held: list[tuple[str, Callable[[], int]]]
+    held: list[tuple[str, Callable[[], _Identity]]]
 
 
 class _Names:
@@ -310,7 +310,7 @@ class _Names:
         found = self.found
         is_plain = _is_plain(value)
         if slot is not None and not is_plain and not isinstance(value, Tensor):
-            found.held.append((f"which object {label} is", functools.partial(_id_in, slot)))
+            found.held.append((f"which object {label} is", functools.partial(_identity_in, slot)))
         if is_plain:
             if slot is not None:
                 found.plain.append((label, slot.get))
@@ -383,8 +383,22 @@ def _plain_items_in(slot: Slot) -> _PlainItems | None:
     return _PlainItems.of(_items_of(items)) if isinstance(items, list | dict) else None
 
 
-def _id_in(slot: Slot) -> int:
-    return id(slot.get())
+class _Identity:
+    """Equal to that of the same object while it lives; its ``id`` may be another one's later."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # of dicts and lists there are no weak references
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        value = self._get()
+        return value is not None and isinstance(other, _Identity) and value is other._get()
+
+
+def _identity_in(slot: Slot) -> _Identity:
+    return _Identity(slot.get())
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -686,7 +700,7 @@ def modes_now() -> tuple[Any, ...]:
 def _unit_facts(unit: FSDPState) -> tuple[Any, ...]:
     group, context = unit.group, unit.context
     return (
-        [id(each) if isinstance(each, list) else each for each in vars(unit.settings).values()],
+        [[*each] if isinstance(each, list) else each for each in vars(unit.settings).values()],
         context.is_last,
         [*map(id, context.unreduced)],
         group.all_reduces,
@@ -694,7 +708,7 @@ def _unit_facts(unit: FSDPState) -> tuple[Any, ...]:
         group._prefetched is None,
         tuple(group._unreduced),
         tuple(group._not_all_reduced),
-        id(group.stepper),
+        group.stepper and _Identity(group.stepper),
     )
 
 
@@ -710,7 +724,7 @@ def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
     return (
         [
             (
-                id(group),
+                _Identity(group),
                 len(group["params"]),
                 [v for v in group.values() if v is None or isinstance(v, bool | str)],
                 len(group),

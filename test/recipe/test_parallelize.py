@@ -257,6 +257,27 @@ def test_a_decoder_with_a_config_of_its_own_makes_no_cache() -> None:
 
 
 @scenarios.add
+def hidden_states(rank: int) -> dict[str, Any]:
+    found = {}
+    for name in ("fast", "plain"):
+        model, _, done = shard("llama_untied", recipe=name)
+        output = model(ids(), labels=ids(), output_hidden_states=True)
+        output.loss.backward()
+        loops = "  scan: model.layers" in done._report
+        found[name] = [each.detach().cpu() for each in output.hidden_states], loops
+    return found
+
+
+def test_hidden_states_are_collected_from_units() -> None:
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    expected = make(MODELS["llama_untied"])(tokens, output_hidden_states=True).hidden_states
+    found = scenarios.result("hidden_states")
+    assert found["fast"][1]
+    for states, _ in found.values():
+        torch.testing.assert_close(states, list(expected), atol=1e-5, rtol=1e-5)
+
+
+@scenarios.add
 def mixed(rank: int) -> tuple[float, list[str]]:
     model, _, done = shard(mixture, recipe="plain")
     return model(ids(), labels=ids()).loss.item(), done._report

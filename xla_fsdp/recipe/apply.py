@@ -34,6 +34,7 @@ from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
+    install_captures,
     models_of_transformers,
     trace_masks,
     why_not_streamed,
@@ -491,6 +492,8 @@ def _shard(
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         return recurse or module in wrapped
 
+    if models_of_transformers(model):
+        install_captures(model)
     _turn_caches_off(model, plan)
     _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)

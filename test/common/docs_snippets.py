@@ -178,7 +178,6 @@ def hugging_face() -> Space:
     return {
         "model": make(build_llama),
         "data": Sentences(),
-        "plain": make(Model),
         "loader": torch.utils.data.DataLoader(rows, batch_size=2),
         "policy": always_wrap_policy,
     }

@@ -4,6 +4,7 @@ Two ranks."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -255,6 +256,67 @@ def _backward_without_optimizer(model: Any, x: Tensor) -> None:
         model(x).square().mean().backward()
     finally:
         handle.remove()
+
+
+def twice_before_a_step(rank: int) -> dict[str, bool]:
+    """Whether two backward passes warn: of a plain model, of blocks in a loop, and of these under
+    no_sync, or with a step after each."""
+    import torch_xla
+
+    from xla_fsdp.optim import step_in_backward
+
+    def scanned() -> Any:
+        blocks = nn.Sequential(*[fsdp(make(layer)) for _ in range(3)])
+        return fsdp(nn.Sequential(blocks), scan_layers="0", scan_stacked=True)
+
+    def warns(model: Any, *, quiet: bool = False, steps: bool = False) -> bool:
+        optimizer = ADAMW(model.parameters())
+        step_in_backward(model, optimizer)
+        x = batch(0, rank).to(torch_xla.device())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for first in (True, False) * 2:
+                with model.no_sync() if first and quiet else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                if steps or not first:
+                    optimizer.step()
+                torch_xla.sync()
+        return any("backward ran again before" in str(each.message) for each in caught)
+
+    return {
+        "nested": warns(nested(make())),
+        "scanned": warns(scanned()),
+        "quiet": warns(scanned(), quiet=True),
+        "stepped": warns(scanned(), steps=True),
+    }
+
+
+def layer() -> nn.Module:
+    return nn.Linear(FEATURES, FEATURES)
+
+
+def test_a_second_backward_before_the_step_warns() -> None:
+    [found] = run_on_ranks(twice_before_a_step, 1)  # warnings are the process's, and ranks threads
+    assert found == {"nested": True, "scanned": True, "quiet": False, "stepped": False}
+
+
+@scenario
+def clipped_replicas(rank: int) -> str:
+    """Whole parameters, whose norm torch's function would find."""
+    import torch_xla
+
+    from xla_fsdp import init_mesh
+    from xla_fsdp.optim import step_in_backward
+
+    model = fsdp(make(layers), mesh=init_mesh((2, 1), ("replica", "shard")))
+    optimizer = ADAMW(model.parameters())
+    step_in_backward(model, optimizer)
+    model(batch(0, rank).to(torch_xla.device())).square().mean().backward()
+    return message(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_torchs_clipping_of_gradients_that_are_gone_is_refused() -> None:
+    assert "on a model that is stepped in backward" in result("clipped_replicas")
 
 
 def test_remove_goes_back_to_steps_after_backward() -> None:

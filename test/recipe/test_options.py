@@ -45,6 +45,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
         ('{"name": "best"}', "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'"),
         ('{"mesh": 8}', "mesh is 8; give sizes by name of the axis"),
         ('{"mesh": {"tensor": 2}}', "mesh has an axis tensor alone; give shard=1 before it"),
+        ('{"mesh": {"replica": 2}}', "mesh has an axis replica alone; give shard=1 after it"),
         ('{"mesh": {"shard": 0}}', "mesh has shard=0; sizes are whole numbers from 1"),
     ],
 )
@@ -67,6 +68,7 @@ def test_a_file_that_holds_something_else(text: str, message: str, tmp_path: Pat
         ({"remat": [1]}, r"remat is \(1,\); give 'full', 'none' or a tuple of names"),
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16', which is no floating-point dtype"),
         ({"compute_dtype": "int32"}, "compute_dtype is 'int32', which is no floating-point dtype"),
+        ({"compute_dtype": "float64"}, "give 'float32', 'bfloat16', 'float16'"),
         ({"compute_dtype": 16}, "compute_dtype is 16, which is no floating-point dtype"),
         ({"mesh": {}}, r"mesh is \(\); give sizes by name of the axis"),
         ({"mesh": (2, 4)}, r"mesh is \(2, 4\); give sizes by name of the axis"),
@@ -121,6 +123,12 @@ def test_a_recipe_that_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(IsADirectoryError):
         Recipe().save(tmp_path / "folder")
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_recipe_that_cannot_be_saved_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "recipe.json"
+    with pytest.raises(FileNotFoundError, match=f"{path}'$"):
+        Recipe().save(path)
 
 
 def test_a_recipe_is_hashable_and_equal_by_its_fields() -> None:

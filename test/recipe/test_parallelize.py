@@ -257,6 +257,27 @@ def test_a_decoder_with_a_config_of_its_own_makes_no_cache() -> None:
 
 
 @scenarios.add
+def hidden_states(rank: int) -> dict[str, Any]:
+    found = {}
+    for name in ("fast", "plain"):
+        model, _, done = shard("llama_untied", recipe=name)
+        output = model(ids(), labels=ids(), output_hidden_states=True)
+        output.loss.backward()
+        loops = "  scan: model.layers" in done._report
+        found[name] = [each.detach().cpu() for each in output.hidden_states], loops
+    return found
+
+
+def test_hidden_states_are_collected_from_units() -> None:
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    expected = make(MODELS["llama_untied"])(tokens, output_hidden_states=True).hidden_states
+    found = scenarios.result("hidden_states")
+    assert found["fast"][1]
+    for states, _ in found.values():
+        torch.testing.assert_close(states, list(expected), atol=1e-5, rtol=1e-5)
+
+
+@scenarios.add
 def mixed(rank: int) -> tuple[float, list[str]]:
     model, _, done = shard(mixture, recipe="plain")
     return model(ids(), labels=ids()).loss.item(), done._report
@@ -375,6 +396,85 @@ def test_blocks_in_several_groups_are_not_stacked() -> None:
         "stacked: left out for blocks: norm.weight is not in the same parameter group of AdamW in "
         "all blocks"
     ]
+
+
+class OwnSgd(torch.optim.Optimizer):
+    """Of another package, which says nothing of itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad)
+
+
+@scenarios.add
+def of_all_kinds(rank: int) -> dict[str, list[str]]:
+    from xla_fsdp import Recipe, parallelize
+
+    def report(build: Any, new_optimizer: Any, recipe: Any = "lean") -> list[str]:
+        model = make(build)
+        return list(parallelize(model, new_optimizer(model.parameters()), recipe).recipe._report)
+
+    def hooked(params: Any) -> Any:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    return {
+        "muon": report(bare_layers, torch.optim.Muon),
+        "own": report(Transformer, OwnSgd),
+        "hooked": report(Transformer, hooked),
+        "remat none": report(Transformer, torch.optim.SGD, Recipe(remat="none")),
+        "remat up": report(Transformer, torch.optim.SGD, Recipe(remat=("up", "norm"))),
+    }
+
+
+def bare_layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+
+def test_optimizers_that_look_at_whole_parameters_get_no_stacks() -> None:
+    lines = scenarios.result("of_all_kinds")["muon"]
+    assert "  scan: Sequential" in lines
+    assert (
+        "stacked: left out for Sequential: Muon does not treat every element of a parameter by "
+        "itself"
+    ) in lines
+
+
+def test_what_steps_in_backward() -> None:
+    found = scenarios.result("of_all_kinds")
+    assert "  stacked: blocks" in found["own"]  # tried out
+    left_out = "step_in_backward: left out for Transformer: "
+    assert any(
+        each.startswith(f"{left_out}OwnSgd is not known to treat every element by itself")
+        for each in found["own"]
+    )
+    assert f"{left_out}SGD has hooks on its steps, which would run by parameter" in found["hooked"]
+
+
+def test_explain_tells_what_is_recomputed() -> None:
+    found = scenarios.result("of_all_kinds")
+    assert "  remat: none" in found["remat none"]
+    assert "  remat: all but up, norm" in found["remat up"]
+
+
+@scenarios.add
+def names_of_nothing(rank: int) -> str:
+    from xla_fsdp import Recipe
+
+    model = shard(recipe=Recipe(remat=("nothing",))).model
+    return message(lambda: model(ids()))
+
+
+def test_names_of_activations_that_are_none() -> None:
+    found = scenarios.result("names_of_nothing")
+    assert "ValueError: remat names nothing, which is no submodule that ran" in found
 
 
 # ---------------------------------------------------------------- units

@@ -145,6 +145,27 @@ class Frozen(Transformer):
         self.tokens.requires_grad_(False)
 
 
+class TiedBlock(Transformer):
+    """The head has the weight of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(inner=VOCABULARY) for _ in range(3)])
+        self.head.weight = self.blocks[1].up.weight
+
+
+class LeavingOut(Transformer):
+    """Calls only some of its blocks, if it is told to."""
+
+    left_out: tuple[int, ...] = ()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.left_out else block(x)
+        return self.head(x)
+
+
 def gemma() -> Any:
     return language_model(
         "Gemma2",
@@ -195,6 +216,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]
     ),
     "backwards": (Backwards, {}, ("scan: left out for blocks: block 2 of the scanned blocks was",)),
     "frozen": (Frozen, {}, ("  stacked: blocks",)),
+    "tied block": (
+        TiedBlock,
+        {},
+        ("  scan: blocks", "stacked: left out for blocks: up.weight is tied to head.weight, which"),
+    ),
     "gemma": (
         gemma,
         {},
@@ -231,6 +257,66 @@ def test_models_of_users(name: str) -> None:
     assert losses == pytest.approx(train_plain(build, **how), rel=3e-4), shown
     for line in lines:
         assert any(line in each for each in found), shown
+
+
+# ---------------------------------------------------------------- later forwards
+
+
+def train_leaving_out(model: Any, device: Any, sync: Callable[[], None]) -> list[float]:
+    """Steps and an evaluation that leaves a block out, and then steps that do so, too."""
+    inner = getattr(model, "module", model)
+    optimizer = getattr(model, "optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number, (trains, left_out) in enumerate(LEFT_OUT):
+        inner.left_out = left_out
+        with torch.set_grad_enabled(trains):
+            loss = loss_of(model, tokens(number).to(device))
+        if trains:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sync()
+        losses.append(loss.item())
+    return losses
+
+
+LEFT_OUT = [(True, ()), (False, (1,)), (True, ()), (True, (1,)), (True, ()), (False, ())]
+
+
+@scenarios.add
+def leaving_out(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import Recipe, parallelize
+
+    device, found = torch_xla.device(), {}
+    for name in ("lean", "fast"):
+        model, _, done = parallelize(make(LeavingOut), None, Recipe(name))
+        wrong = message(lambda: loss_of(model, tokens()[0].to(device)))  # noqa: B023
+        sync = partial(_append_loops, lines := [], done, torch_xla.sync)
+        found[name] = train_leaving_out(model, device, sync), lines, done._report, wrong
+    return found
+
+
+def _append_loops(lines: list[bool], done: Any, sync: Callable[[], None]) -> None:
+    sync()
+    lines.append("  scan: blocks" in done._report)
+
+
+@pytest.mark.parametrize("name", ["lean", "fast"])
+def test_later_forwards_may_leave_blocks_out(name: str) -> None:
+    losses, loops, report, _ = scenarios.result("leaving_out")[name]
+    plain = train_leaving_out(make(LeavingOut), "cpu", lambda: None)
+    assert losses == pytest.approx(plain, rel=1e-4)
+    # An evaluation does so for itself.
+    assert loops == [True, True, True, False, False, False]
+    assert any("scan: left out for blocks: block 2 of the scanned blocks was" in x for x in report)
+
+
+def test_a_forward_that_fails_anyway_leaves_the_loops_as_they_are() -> None:
+    for _, loops, _, wrong in scenarios.result("leaving_out").values():
+        assert "nothing was raised" not in wrong
+        assert loops[0]
 
 
 # ---------------------------------------------------------------- what is around training

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,8 @@ def step_in_backward(
 
     Call it once, before training. Training loops need no change: ``optimizer.step()`` steps the
     parameters that still have a gradient (those that FSDP ignores), and schedulers work as usual.
-    Under ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step.
+    Under ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step; a
+    second one outside before ``optimizer.step()`` makes another, which warns.
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
     the optimizer's step run once for every parameter. To clip by value use a tensor hook. Do not
@@ -117,11 +119,13 @@ class StepInBackward:
         ]
         # The number of the backward pass in which a loop last stepped a stack, by stack.
         self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._since_step = _StepsSinceStep(optimizer)
         for unit in units:
             unit.group.stepper = self
 
     def remove(self) -> None:
         """Go back to steps by ``optimizer.step()`` after backward."""
+        self._since_step.hook.remove()
         for hook in self._hooks:
             hook.remove()
         for reference in self._units:
@@ -133,7 +137,11 @@ class StepInBackward:
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
-        return OptimizerSliceSteps(optimizer, stacks, self._stepped)
+        return OptimizerSliceSteps(optimizer, stacks, self._note)
+
+    def _note(self, stack: Tensor) -> None:
+        self._stepped[stack] = current_pass()
+        self._since_step.add(stack)
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -157,10 +165,52 @@ class StepInBackward:
                 "so load the last checkpoint, and call step_in_backward(..., in_loops=False)"
             )
         optimizer = self._live_optimizer()
-        with _other_grads_hidden(optimizer, shard):
+        with _other_grads_hidden(optimizer, shard), self._since_step.not_watching():
             optimizer.step()
+        self._since_step.add(shard)
         shard.grad = None
         unit.context.wait_for(shard.detach())  # later gathers wait, so that memory is freed first
+
+
+class _StepsSinceStep:
+    """The parameters that were stepped in backward since the user's last ``optimizer.step()``.
+
+    Called as a hook on the optimizer's steps.
+    """
+
+    only_watches = True  # loops may step slices
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._is_watching = True
+        self.hook = optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_watching and optimizer is self._optimizer():  # no copy that steps slices
+            self._passes = WeakTensorKeyDictionary()
+
+    @contextlib.contextmanager
+    def not_watching(self) -> Iterator[None]:
+        """Take no step inside for the user's."""
+        self._is_watching = False
+        try:
+            yield
+        finally:
+            self._is_watching = True
+
+    def add(self, param: Tensor) -> None:
+        """Note a step; warn if an earlier backward pass has made one."""
+        if self._passes.setdefault(param, current_pass()) == current_pass():
+            return
+        warnings.warn(
+            "backward ran again before optimizer.step() was called, on a model that is stepped in "
+            "backward: each backward made a step of its own. Let gradients accumulate under "
+            "model.no_sync(), and call optimizer.step() after each backward outside of it; to skip "
+            "steps, step after backward",
+            stacklevel=2,
+        )
+        self._passes = WeakTensorKeyDictionary()  # one warning for each such backward
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -189,15 +239,15 @@ class OptimizerSliceSteps:
         optimizer: the user's, for which ``can_slice`` holds. A shallow copy of it, with its current
             options, steps one slice of each stack.
         stacks: the parameters.
-        passes: gets the number of the backward pass in which each stack was stepped.
+        note: called with each stack when it is stepped.
     """
 
     def __init__(
-        self, optimizer: Optimizer, stacks: Sequence[Tensor], passes: WeakTensorKeyDictionary
+        self, optimizer: Optimizer, stacks: Sequence[Tensor], note: Callable[[Tensor], None]
     ) -> None:
         self._optimizer = optimizer
         self._stacks = list(stacks)
-        self._passes = passes
+        self._note = note
         # By stack: the names of state that has its shape (moments); and other state after the step
         # (a count of steps), which is the same for all slices.
         self._names = [_elementwise_names(self._state(each), each) for each in self._stacks]
@@ -253,7 +303,7 @@ class OptimizerSliceSteps:
             for stack, others in zip(self._stacks, self._others, strict=True):
                 if others:
                     _update(self._optimizer.state[stack], others)
-                self._passes[stack] = current_pass()
+                self._note(stack)
 
     def _state(self, stack: Tensor) -> dict[str, Any]:
         # Not by [], which would make an entry in the optimizer's defaultdict.

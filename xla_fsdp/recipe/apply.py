@@ -24,9 +24,9 @@ from xla_fsdp.fsdp.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
+from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
 from xla_fsdp.fsdp.engine.param import is_sharded
-from xla_fsdp.fsdp.scan import BlockScan, scan_blocks
+from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
@@ -34,6 +34,7 @@ from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
+    install_captures,
     models_of_transformers,
     trace_masks,
     why_not_streamed,
@@ -75,7 +76,7 @@ def parallelize(
 
     What the model does not allow is left out, with one line that says which feature, which module
     and why: in ``recipe.explain()`` of the result, and from rank 0 to ``logging``. Some of it only
-    the first forward shows.
+    a forward shows.
 
     Args:
         model: the model, not wrapped yet, with the same values on every rank (or on the meta
@@ -102,14 +103,14 @@ def parallelize(
     options |= _options_of(chosen)
     ignored = _ignored(options)
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
-    _find_stacks_in_several_groups(lists, optimizer, plan)
+    _find_unstackable(model, lists, optimizer, plan)
     ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
     options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
     sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)
     if ends.streams_loss:
         StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
-    _watch_first_forward(sharded, scans, plan)
+    _watch_forwards(sharded, scans, plan)
     made = _bind(optimizer, sharded, plan)
     plan.refuse_impossible()
     return Parallelized(sharded, made, plan.finished(len(sharded._fsdp_units()), sharded))
@@ -144,7 +145,7 @@ class _Plan:
         self.left_out.append(f"{feature}: left out for {where or self.kind}: {why}")
 
     def give_up_loops(self, why: str) -> None:
-        """Tell that the first forward showed why blocks run one by one."""
+        """Tell that a forward showed why blocks run one by one."""
         where = ", ".join(self.done["scan"])
         self.done = {name: each for name, each in self.done.items() if name not in LOOPS}
         self.leave_out("scan", where, why)
@@ -304,8 +305,8 @@ def _lists_in(
             plan.leave_out(
                 "units",
                 "",
-                "it has no list of modules of one class, so it is one unit; name classes by "
-                "units of the recipe, or give an auto_wrap_policy",
+                "it has no list of several modules of one class, so it is one unit; name classes "
+                "by units of the recipe, or give an auto_wrap_policy",
             )
         yield from found
         return
@@ -491,11 +492,13 @@ def _shard(
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         return recurse or module in wrapped
 
+    if models_of_transformers(model):
+        install_captures(model)
     _turn_caches_off(model, plan)
     _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
-    if recomputed:
-        plan.do("remat", "full")
+    if recomputed or remat != "full":
+        plan.do("remat", remat if isinstance(remat, str) else f"all but {', '.join(remat)}")
     scans = _scan(model, plan, remat) if plan.wants("scan") else []
     if isinstance(remat, tuple) and not scans:
         raise ValueError(
@@ -572,56 +575,78 @@ def _may_stack(name: str, plan: _Plan) -> bool:
     return not why
 
 
-def _find_stacks_in_several_groups(
-    lists: dict[str, list[nn.Module]], optimizer: Any, plan: _Plan
+def _find_unstackable(
+    model: nn.Module, lists: dict[str, list[nn.Module]], optimizer: Any, plan: _Plan
 ) -> None:
-    """Find lists whose blocks have parameters in different groups of the optimizer: a stack is one
-    parameter, in one group."""
+    """Find lists whose blocks have parameters that cannot become a stack, one parameter of the
+    optimizer for all blocks."""
+    for name, blocks in lists.items():
+        if why := _why_tied(model, blocks) or _why_not_one_parameter(blocks, optimizer):
+            plan.never_stacked[name] = why
+
+
+def _why_tied(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    inside = {module for block in blocks for module in block.modules()}
+    outside = {
+        param: f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if module not in inside
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+    for block in blocks:
+        for name, param in block.named_parameters():
+            if param in outside:
+                return f"{name} is tied to {outside[param]}, which cannot hold a slice of a stack"
+    return ""
+
+
+def _why_not_one_parameter(blocks: Sequence[nn.Module], optimizer: Any) -> str:
     if not isinstance(optimizer, Optimizer):
-        return
+        return ""
+    kind = type(optimizer).__name__
+    if not (steps_elementwise(optimizer) or acts_elementwise(optimizer)):
+        return f"{kind} does not treat every element of a parameter by itself"
     group_of = {
         id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]
     }
-    for name, blocks in lists.items():
-        groups = [{n: group_of.get(id(p)) for n, p in b.named_parameters()} for b in blocks]
-        differs = (n for each in groups for n in each if n in groups[0] and each[n] != groups[0][n])
-        if (param := next(differs, None)) is not None:
-            plan.never_stacked[name] = (
-                f"{param} is not in the same parameter group of {type(optimizer).__name__} in all "
-                f"blocks"
-            )
+    groups = [{n: group_of.get(id(p)) for n, p in block.named_parameters()} for block in blocks]
+    differs = (n for each in groups for n in each if n in groups[0] and each[n] != groups[0][n])
+    if (param := next(differs, None)) is not None:
+        return f"{param} is not in the same parameter group of {kind} in all blocks"
+    return ""
 
 
-# ---------------------------------------------------------------- the first forward
+# ---------------------------------------------------------------- forwards that are no loop
 
 
-def _watch_first_forward(
+def _watch_forwards(
     model: XlaFullyShardedDataParallel, scans: Sequence[BlockScan], plan: _Plan
 ) -> None:
-    """Run blocks one by one if the first forward shows that they cannot be a loop, unless the
-    recipe says that they have to be."""
-    if not scans or plan.recipe.scan:
+    """Run blocks one by one from the first forward on that shows that they cannot be a loop, unless
+    the recipe says that they have to be. Forwards without gradients, as those of an evaluation that
+    leaves blocks out, do so for themselves."""
+    if not scans or plan.recipe.scan or isinstance(plan.recipe.remat, tuple):
         return
-
-    pending = list(scans)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = partial(type(self).forward, self, *args, **kwargs)
-        if not pending:
+        if not plan.has("scan"):
             return run()
         before = [buffer.detach().clone() for buffer in self.buffers()]
         try:
-            result = run()
+            return run()
         except Exception as error:
-            for scan in pending:
-                scan.remove()
             with torch.no_grad():
                 for buffer, value in zip(self.buffers(), before, strict=True):
                     buffer.copy_(value)
-            result = run()
-            plan.give_up_loops(str(error).splitlines()[0])
-        pending.clear()
-        return result
+            with blocks_one_by_one():
+                result = run()  # raises again what is an error of the model, not of a loop
+            if torch.is_grad_enabled():
+                for scan in scans:
+                    scan.remove()
+                plan.give_up_loops(str(error).splitlines()[0])
+            return result
 
     model.forward = MethodType(forward, model)
 
@@ -654,6 +679,11 @@ def _why_not_in_backward(optimizer: Any) -> str:
         return "parallelize was given no optimizer"
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
         return f"{type(optimizer).__name__} is more than an optimizer of torch"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{type(optimizer).__name__} has hooks on its steps, which would run by parameter"
     if not steps_elementwise(optimizer):
-        return f"{type(optimizer).__name__} does not treat every element by itself"
+        return (
+            f"{type(optimizer).__name__} is not known to treat every element by itself; say so by "
+            f"a static method is_elementwise(options) of its class"
+        )
     return ""

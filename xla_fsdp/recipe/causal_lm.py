@@ -105,6 +105,17 @@ def trace_masks() -> None:
             setattr(module, name, replacement)
 
 
+def install_captures(model: nn.Module) -> None:
+    """Let models of transformers register now the hooks that collect hidden states. They look for
+    layers by class when they are first asked for them, and would find units in their places."""
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # earlier versions have no such hooks
+        return
+    for each in models_of_transformers(model):
+        maybe_install_capturing_hooks(each)
+
+
 def _is_tracing(original: Callable[..., bool], tensor: Any = None) -> bool:
     return (isinstance(tensor, Tensor) and on_device(tensor)) or original(tensor)
 

@@ -20,6 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NAMES = ("lean", "fast", "plain")
+DTYPES = ("float32", "bfloat16", "float16")
 VERSION = 1
 
 SWITCHES = (
@@ -161,11 +162,15 @@ class Recipe:
         known = {name: each for name, each in values.items() if name[0] != "_" and each is not None}
         if self.mesh is not None:
             known["mesh"] = dict(self.mesh)
-        # Every rank may write, and another one read already.
-        with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
-            whole = Path(folder, "recipe.json")
-            whole.write_text(json.dumps({"version": VERSION, **known}, indent=2) + "\n")
-            whole.replace(path)
+        text = json.dumps({"version": VERSION, **known}, indent=2) + "\n"
+        try:
+            # Every rank may write, and another one read already.
+            with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+                whole = Path(folder, "recipe.json")
+                whole.write_text(text)
+                whole.replace(path)
+        except OSError as error:  # which names the temporary folder
+            raise type(error)(error.errno, error.strerror, str(path)) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
@@ -246,23 +251,16 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"units is {recipe.units!r}; give a tuple of names of classes"
     if not (recipe.remat in (None, "full", "none") or (recipe.remat and _are_names(recipe.remat))):
         yield f"remat is {recipe.remat!r}; give 'full', 'none' or a tuple of names"
-    if not (recipe.compute_dtype is None or _is_floating(recipe.compute_dtype)):
+    if recipe.compute_dtype not in (None, *DTYPES):
         yield (
-            f"compute_dtype is {recipe.compute_dtype!r}, which is no floating-point dtype of "
-            f"torch; give one such as 'bfloat16'"
+            f"compute_dtype is {recipe.compute_dtype!r}, which is no floating-point dtype that "
+            f"units compute in; give {', '.join(map(repr, DTYPES))}"
         )
     yield from _problems_of_mesh(recipe.mesh)
 
 
 def _are_names(given: Any) -> bool:
     return isinstance(given, tuple) and all(isinstance(each, str) for each in given)
-
-
-def _is_floating(name: Any) -> bool:
-    import torch
-
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _problems_of_mesh(mesh: Any) -> Iterator[str]:
@@ -275,8 +273,9 @@ def _problems_of_mesh(mesh: Any) -> Iterator[str]:
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not _are_names(tuple(names)):
         yield f"mesh has the axes {names}; give each a name of its own"
-    if names == ["tensor"]:
-        yield "mesh has an axis tensor alone; give shard=1 before it"
+    if names in (["tensor"], ["replica"]):
+        where = "before" if names == ["tensor"] else "after"
+        yield f"mesh has an axis {names[0]} alone; give shard=1 {where} it"
     for name, size in pairs:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             yield f"mesh has {name}={size}; sizes are whole numbers from 1"

@@ -148,6 +148,7 @@ def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 "xla_fsdp.clip_grad_norm_ with the same arguments, or "
                 "model.clip_grad_norm_(max_norm) on the outermost sharded module"
             )
+        check_gradients([known_group(param) for param in given], "clip_grad_norm_")
         return original(given, *args, **kwargs)
 
     return guarded

@@ -7,6 +7,7 @@ units. Parameters that are not of floating point are not sharded.
 from __future__ import annotations
 
 import gc
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,12 +194,28 @@ def shard_parameters(
             new.append((tensor, original))
         else:
             adopted.append(sharder.adopt(known, tensor, original))
+    _warn_about_hooks(new)
     if config.flatten_parameters:
         groups = sharder.flat_groups(new)
         made = [sharder.shard(f"flat_param_{i}", group) for i, group in enumerate(groups)]
     else:
         made = [sharder.shard(original.names[0], [(tensor, original)]) for tensor, original in new]
     return made + adopted
+
+
+def _warn_about_hooks(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
+    """Warn of hooks that would have seen gradients, which the shards do not take over."""
+    hooked = [
+        original.names[0]
+        for tensor, original in params
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        warnings.warn(
+            f"hooks on gradients of {', '.join(hooked)} are not called: the parameter was replaced "
+            f"by its shard. Register them after sharding; they then see the shard's gradient",
+            stacklevel=2,
+        )
 
 
 def move_buffers(

@@ -27,7 +27,7 @@ PEAK = {
     "streamed": 0.5 * JAX,
     "offloaded": 0.42 * JAX,
 }
-CODE = {"ours": 60 * MIB, "scan": 35 * MIB, "streamed": 25 * MIB, "offloaded": 25 * MIB}
+CODE = {"ours": 60 * MIB, "scan": 30 * MIB, "streamed": 25 * MIB, "offloaded": 25 * MIB}
 BLOCKING = {"ours": 1500 * MB, "scan": 500 * MB, "streamed": 251 * MB, "offloaded": 251 * MB}
 PROGRAMS = tuple(PEAK)
 

@@ -523,3 +523,21 @@ def test_an_optimizer_that_wraps_another() -> None:
         Transformer, new_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
     )
     assert scenarios.result("factory") == pytest.approx(plain, rel=1e-4)
+
+
+@scenarios.add
+def only_forward(rank: int) -> list[float]:
+    """Losses of steps without backward, compiled, and then of the model itself."""
+    import torch_xla
+
+    from xla_fsdp import parallelize
+
+    model, _, recipe = parallelize(make(partial(language_model, "Llama", tied=False)), None, "fast")
+    ids = tokens().to(torch_xla.device())
+    step = recipe.compile(lambda ids: model(ids, labels=ids).loss)
+    return [each(ids).item() for each in (step, step, step, lambda ids: loss_of(model, ids))]
+
+
+def test_steps_without_backward() -> None:
+    *compiled, last = scenarios.result("only_forward")
+    assert compiled == pytest.approx([last] * 3)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.param_guards import ReshardedParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
 
@@ -559,7 +560,9 @@ class Watched:
         known = {id(slot.get()) for _, slot in found.values()}
         for reference in self._others:
             tensor = reference()
-            if tensor is not None and id(tensor) not in known:
+            if tensor is None or isinstance(tensor, ReshardedParam):  # which has lost its values
+                continue
+            if id(tensor) not in known:
                 slot = Somewhere(reference, id(tensor))
                 found[slot.where] = ("a tensor that some object holds", slot)
         return found

@@ -74,13 +74,13 @@ def test_traffic(program: str) -> None:
 
 
 @cached_outcome
-def on_many_chips(topology: str) -> dict[str, Any]:
-    where = ("--topology", topology)
-    [found] = reports("test.common.tpu_benchmark:build", "--set", "program=streamed", *where)
+def on_many_chips(topology: str, blocks: int = 24) -> dict[str, Any]:
+    what = ("--set", "program=streamed", "--set", f"blocks={blocks}")
+    [found] = reports("test.common.tpu_benchmark:build", *what, "--topology", topology)
     return found
 
 
-MANY_CHIPS = ("v5e:8x8", "v4:4x4x4")
+MANY_CHIPS = ("v5e:8x8", "v4:4x4x4", "v6e:8x8")
 
 
 def bytes_of(found: dict[str, Any], kind: str, *, overlapped: bool) -> int:

@@ -22,6 +22,10 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
+TOGETHER = 2**22
+"""Elements of gradients that a loop may reduce together. A ring cannot start before the last of
+its gradients: that of a block's first matrix, if all share one."""
+
 
 class BlockWeights:
     """Gathers and reduces the parameters of any one block.
@@ -85,7 +89,22 @@ class BlockWeights:
         """Reduce-scatter unsharded gradients of one block, by original; return the sums by
         parameter, without parameters that have no gradient."""
         reduction = self.group.reduction
-        return reduction.unpack(reduction.scatter(grads, params, self._rings))
+        found: dict[int, Tensor] = {}
+        for run in self._runs(params):
+            found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
+        return found
+
+    def _runs(self, params: Sequence[int]) -> list[list[int]]:
+        """Divide parameters into runs of at most ``TOGETHER`` elements, or of one larger one."""
+        runs: list[list[int]] = []
+        size = TOGETHER
+        for at in params:
+            size += self._numel(at)
+            if size > TOGETHER:
+                runs.append([])
+                size = self._numel(at)
+            runs[-1].append(at)
+        return runs
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the small parameters of all blocks from stacks of sent tensors; return their

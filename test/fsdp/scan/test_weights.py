@@ -1,4 +1,4 @@
-"""In which order a block's large parameters travel in forward."""
+"""In which order a block's large parameters travel in forward, and which gradients together."""
 
 from __future__ import annotations
 
@@ -48,3 +48,21 @@ def test_the_second_gather_is_not_the_larger_one(rows: tuple[int, ...], turns: A
 
 def test_parameters_that_share_a_collective_have_one_turn() -> None:
     assert weights_of(3072, 1024, 4096, ranks=256).turns() == [[1, 2]]
+
+
+def reduced_together(*rows: int) -> list[list[int]]:
+    weights, found = weights_of(*rows, ranks=256), []
+
+    def scatter(grads: Any, params: Any, by: Any) -> dict[int, torch.Tensor]:
+        found.append(list(params))
+        return {at: grads[at] for at in params}
+
+    weights.group.reduction = SimpleNamespace(scatter=scatter, unpack=dict)  # type: ignore
+    grads = {at: torch.full((), at) for at in range(len(rows))}
+    assert weights.reduce(list(grads), grads) == grads
+    return found
+
+
+def test_gradients_of_one_loop_do_not_all_wait_for_the_last() -> None:
+    assert reduced_together(3072, 1024, 4096, 4096) == [[0, 1], [2], [3]]
+    assert reduced_together(8192, 8, 16, 8192) == [[0], [1, 2], [3]]

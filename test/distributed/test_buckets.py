@@ -39,7 +39,15 @@ def test_a_bucket_holds_so_many_bytes_of_all_copies_or_one_tensor() -> None:
     assert [each.numbers for each in found] == [(0, 1), (2,)]
 
 
-@given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), ranks=st.integers(1, 3))
+WHOLE_TILES = st.integers(1, 3).map(lambda count: count * TILE)
+SIZES = st.one_of(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    st.lists(WHOLE_TILES, min_size=1, max_size=4),
+    st.lists(st.one_of(WHOLE_TILES, st.integers(1, 3000)), min_size=1, max_size=4),
+)
+
+
+@given(sizes=SIZES, ranks=st.integers(1, 3))
 def test_what_is_joined_comes_apart_again(sizes: list[int], ranks: int) -> None:
     numbers = tuple(range(len(sizes)))
     bucket = Bucket(numbers, tuple((size,) for size in sizes), torch.float32)

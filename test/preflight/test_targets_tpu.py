@@ -74,13 +74,13 @@ def test_traffic(program: str) -> None:
 
 
 @cached_outcome
-def on_many_chips(topology: str) -> dict[str, Any]:
-    where = ("--topology", topology)
-    [found] = reports("test.common.tpu_benchmark:build", "--set", "program=streamed", *where)
+def on_many_chips(topology: str, blocks: int) -> dict[str, Any]:
+    what = ("--set", "program=streamed", "--set", f"blocks={blocks}")
+    [found] = reports("test.common.tpu_benchmark:build", *what, "--topology", topology)
     return found
 
 
-MANY_CHIPS = ("v5e:8x8", "v4:4x4x4")
+MANY_CHIPS = [("v5e:8x8", 24), ("v4:4x4x4", 24), ("v6e:8x8", 24), ("v5e:16x16", 8)]
 
 
 def bytes_of(found: dict[str, Any], kind: str, *, overlapped: bool) -> int:
@@ -91,18 +91,18 @@ def bytes_of(found: dict[str, Any], kind: str, *, overlapped: bool) -> int:
     )
 
 
-@pytest.mark.parametrize("topology", MANY_CHIPS)
-def test_traffic_on_many_chips(topology: str) -> None:
-    found = on_many_chips(topology)
+@pytest.mark.parametrize(("topology", "blocks"), MANY_CHIPS)
+def test_traffic_on_many_chips(topology: str, blocks: int) -> None:
+    found = on_many_chips(topology, blocks)
     assert found["blocking_bytes"] <= 0.1 * found["wire_bytes"]
     # Sending rows within groups of 8 ranks takes a quarter of what a table takes.
     assert found["wire_bytes"] <= 0.92 * found["minimum_wire_bytes"]
     assert found["memory"]["code"] <= 30 * MIB
 
 
-@pytest.mark.parametrize("topology", MANY_CHIPS)
-def test_products_hide_their_reductions_on_many_chips(topology: str) -> None:
-    found = on_many_chips(topology)
+@pytest.mark.parametrize(("topology", "blocks"), MANY_CHIPS)
+def test_products_hide_their_reductions_on_many_chips(topology: str, blocks: int) -> None:
+    found = on_many_chips(topology, blocks)
     blocking, hidden = (
         bytes_of(found, "collective-permute", overlapped=overlapped) for overlapped in (False, True)
     )

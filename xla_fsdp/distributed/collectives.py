@@ -59,6 +59,11 @@ class Bucket:
         """Number of elements of each shard, of flat tensors."""
         return [size for (size,) in self.shapes]
 
+    @property
+    def _in_tiles(self) -> bool:
+        """Whether each of the flat tensors is whole tiles."""
+        return all(size and size % TILE == 0 for size in self.sizes)
+
     def pack(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
         """Copy the shards, by number and of any shapes, into one tensor [rows, width]."""
         if self.in_rows:
@@ -78,6 +83,9 @@ class Bucket:
 
     def pack_flat(self, flat: Sequence[Tensor]) -> Tensor:
         """Concatenate flat tensors, [..., n] each, and pad them to whole tiles, [rows, LANES]."""
+        if self._in_tiles:  # joined as they are laid out: the TPU moves no element within a tile
+            rows = [each.reshape(*each.shape[:-1], -1, LANES) for each in flat]
+            return torch.cat(rows, dim=-2).reshape(-1, LANES)
         packed = torch.cat(list(flat), dim=-1)
         missing = -packed.shape[-1] % TILE
         return (F.pad(packed, (0, missing)) if missing else packed).reshape(-1, LANES)
@@ -86,8 +94,12 @@ class Bucket:
         """Undo ``pack``, or with ``num_shards`` ``pack_gathered``; the shards are in ``shapes``."""
         if self.in_rows:
             return [rows]
-        flat = rows.reshape(-1) if num_shards is None else rows.reshape(num_shards, -1)
         sizes = self.sizes
+        if num_shards is not None and self._in_tiles:
+            joined = rows.reshape(num_shards, -1, LANES)
+            found = ops.pieces(joined, [size // LANES for size in sizes], dim=-2)
+            return [each.reshape(num_shards, -1) for each in found]
+        flat = rows.reshape(-1) if num_shards is None else rows.reshape(num_shards, -1)
         if not flat.numel():
             return [flat for _ in sizes]
         padding = flat.shape[-1] - sum(sizes)
@@ -299,18 +311,16 @@ class XlaCollectives:
     def reduce_scatter(self, gathered: Tensor) -> Tensor:
         if not gathered.numel():
             return gathered
-        return self._scatter_from(0, gathered, gathered.shape[-1])
+        width = gathered.shape[-1]
+        rows = gathered
+        for step, groups in enumerate(self._steps):
+            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), step)
+        return rows.reshape(-1, width)
 
     def reduce_scatter_product(
         self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
     ) -> Tensor:
         return self.reduce_scatter(finish(left.t() @ right))
-
-    def _scatter_from(self, first: int, rows: Tensor, width: int) -> Tensor:
-        """Take the steps of a reduction from the ``first`` on."""
-        for step in range(first, len(self._steps)):
-            rows = self._scatter(rows.reshape(len(self._steps[step][0]), -1, width), step)
-        return rows.reshape(-1, width)
 
     def _scatter(self, chunks: Tensor, step: int) -> Tensor:
         """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in this step of
@@ -371,10 +381,16 @@ class RingCollectives(XlaCollectives):
         rows = ring_reduce_scatter(
             summand, self._steps[0], self._order(0), both_ways=self._both_ways
         )
-        return self._scatter_from(1, rows, width)
+        for step in range(1, len(self._steps)):
+            chunks = rows.reshape(len(self._steps[step][0]), -1, width)
+            rows = self._scatter(chunks, step, in_small_sends=True)
+        return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, step: int) -> Tensor:
-        if not self._goes_around(chunks.numel(), step):
+    def _scatter(self, chunks: Tensor, step: int, *, in_small_sends: bool = False) -> Tensor:
+        # A ring of 16 ranks is 15 sends, 1 MiB of code. A block has a ring for each matrix and axis
+        # of the torus, so not if they would be small; the product of a head is one.
+        small = 8 * chunks[0].numel() < RING
+        if not self._goes_around(chunks.numel(), step) or (small and not in_small_sends):
             return super()._scatter(chunks, step)
         summand = partial(chunks.index_select, 0)
         return ring_reduce_scatter(

@@ -300,10 +300,10 @@ def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def pieces(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return copies of consecutive slices of the last dim, made in one operation."""
+def pieces(tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
+    """Return copies of consecutive slices along ``dim``, made in one operation."""
     split: Any = torch.split_with_sizes_copy
-    return list(split(tensor, list(sizes), -1))
+    return list(split(tensor, list(sizes), dim))
 
 
 def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:

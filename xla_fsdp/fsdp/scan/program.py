@@ -414,9 +414,10 @@ def _gathered(
     """
     own, weights = inputs.blocks[at], blocks.positions[at].weights
     sent = dict(zip(weights.large, own.sent, strict=True))
-    now = [at for at in weights.large if at not in weights.prefetched]
+    runs = weights.turns() if in_turn else [weights.gathered_late]
+    now = [at for run in runs for at in run]
     own_now: list[Tensor] = []
-    for run in [[at] for at in now] if in_turn and weights.travel_alone(now) else [now]:
+    for run in runs:
         ready = [sent[at] for at in run]
         own_now += weights.gather(run, _after(own_now, ready) if in_turn else ready, cast_in_loop)
     following = blocks.positions[next_at % len(blocks.positions)]

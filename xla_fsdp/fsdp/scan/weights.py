@@ -22,6 +22,10 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 
+TOGETHER = 2**22
+"""Elements of gradients that a loop may reduce together. A ring cannot start before the last of
+its gradients: that of a block's first matrix, if all share one."""
+
 
 class BlockWeights:
     """Gathers and reduces the parameters of any one block.
@@ -42,6 +46,7 @@ class BlockWeights:
         # Most modules use the parameter that is registered first before all others, so no compute
         # in the same iteration could hide its gather.
         self.prefetched = self.large[:1]
+        self.gathered_late = self.large[1:]
         # Rings of point-to-point sends, which the compute of an iteration can hide.
         self._rings = group.collectives.in_rings("loop")
         counts = [len(param.originals) for param in group.params]
@@ -56,9 +61,17 @@ class BlockWeights:
         """Return the indices of the originals that these parameters hold."""
         return [original for at in params for original in self._originals[at]]
 
-    def travel_alone(self, params: Sequence[int]) -> bool:
-        """Whether each of these parameters is gathered by a collective of its own."""
-        return all(len(each.packing.sent_shape) > 1 for each in self._params(params))
+    def turns(self) -> list[list[int]]:
+        """Return the large parameters without the prefetched ones, grouped by when each is gathered
+        in forward if one gather follows the other."""
+        late = self.gathered_late
+        if any(len(each.packing.sent_shape) == 1 for each in self._params(late)):
+            return [late]  # they share a collective
+        # In most blocks the scores of attention are computed between the uses of the first
+        # parameter and the second. The second gather is the one that travels under their softmax,
+        # in which compilers for v6e cannot place it and leave it blocking. So not the larger one.
+        first, others = late[:2], late[2:]
+        return [[at] for at in (*sorted(first, key=self._numel, reverse=True), *others)]
 
     def gather(
         self,
@@ -76,7 +89,22 @@ class BlockWeights:
         """Reduce-scatter unsharded gradients of one block, by original; return the sums by
         parameter, without parameters that have no gradient."""
         reduction = self.group.reduction
-        return reduction.unpack(reduction.scatter(grads, params, self._rings))
+        found: dict[int, Tensor] = {}
+        for run in self._runs(params):
+            found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
+        return found
+
+    def _runs(self, params: Sequence[int]) -> list[list[int]]:
+        """Divide parameters into runs of at most ``TOGETHER`` elements, or of one larger one."""
+        runs: list[list[int]] = []
+        size = TOGETHER
+        for at in params:
+            size += self._numel(at)
+            if size > TOGETHER:
+                runs.append([])
+                size = self._numel(at)
+            runs[-1].append(at)
+        return runs
 
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the small parameters of all blocks from stacks of sent tensors; return their
@@ -111,6 +139,9 @@ class BlockWeights:
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
         added = self.group.reduction.sum_replicas_of(flat)
         return {at: ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
+
+    def _numel(self, number: int) -> int:
+        return self.group.params[number].packing.layout.numel
 
     def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]

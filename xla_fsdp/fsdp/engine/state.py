@@ -36,6 +36,7 @@ from xla_fsdp.distributed.higher_order import (
 )
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.all_gather import InTurn
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
     PostBackward,
@@ -361,6 +362,8 @@ class ForwardPass:
         saved: saved-tensor hooks of the forward.
         running: numbers of the modules whose forward runs.
         done: numbers of the modules whose forward has returned.
+        in_turn: orders the gathers of the units directly inside. Not of the unit itself, whose
+            parameters may be needed last, such as a head's.
     """
 
     call: ForwardCall
@@ -368,6 +371,7 @@ class ForwardPass:
     saved: SavedParams
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    in_turn: InTurn = field(default_factory=InTurn)
 
 
 class FSDPState:
@@ -655,8 +659,19 @@ class FSDPState:
         if found := group.take_prefetched():
             return found.params, found.post_forward_shards
         group.reshard()
-        gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
+        in_turn = None if again else self._in_turn()
+        gathered = group.unshard(
+            before, again=again, to_post_forward_shards=larger, in_turn=in_turn
+        )
         return gathered.params, gathered.post_forward_shards
+
+    def _in_turn(self) -> InTurn | None:
+        """Return the order in which the gathers of this unit and of others beside it start, if they
+        are in the forward of one around them."""
+        around = [unit._forward for unit in running_units()[-1:]]
+        if not around or not self.config.optimization_barrier_in_forward:
+            return None
+        return None if around[0] is None else around[0].in_turn
 
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
         """Return the result with the outputs in the output dtype, those on the device as outputs of

@@ -36,6 +36,7 @@ from xla_fsdp.distributed.higher_order import (
 )
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.engine.all_gather import InTurn
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
@@ -49,6 +50,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
+from xla_fsdp.fsdp.engine.large_linear import LinearInPieces, large_weights
 from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
@@ -408,6 +410,7 @@ class FSDPState:
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
         dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
         self._dummies = Dummies(dtypes, device)
+        self._loops = LoopCache()  # of large weights
 
     def join(self, root: FSDPState) -> None:
         """Share the context of ``root``, a unit around this one."""
@@ -646,9 +649,21 @@ class FSDPState:
             unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self.group.to_unsharded(unsharded, ShardedState.FORWARD, versions=call.versions)
+        self._compute_in_pieces(call, saved)
         for_backward = larger if call.reshards else unsharded
         self._forward = ForwardPass(call, for_backward, saved)
         return self._forward
+
+    def _compute_in_pieces(self, call: ForwardCall, saved: SavedParams) -> None:
+        """Let ``F.linear`` use large weights of a root piece by piece. Inside of other units, the
+        loops would keep gathers of other parameters from being hidden."""
+        settings = self.settings
+        of_root = settings.is_root and self.context.has_units
+        # A root keeps its parameters for backward, which comes next; at the user's request all.
+        gathers = self.group.collectives.num_shards > 1
+        if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
+            for original, number in large_weights(self.group).items():
+                LinearInPieces(call, saved, original, number, self._loops).mark()
 
     def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return unsharded parameters, and the larger shards that backward gathers from, if any."""
@@ -820,10 +835,25 @@ class FSDPState:
         found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad
-        call.reduced_early.update(found)
+        call.reduced_early = self.group.reduction.add(call.reduced_early, found)
         self.context.pending.extend(found.values())
         rings.sent(list(found.values()), by)
         return None
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether a gradient that is reduced in parts is what backward expects: no later passes, no
+        hooks of the user, no backward inside the forward."""
+        plainly = self.settings.sync_gradients and self.group.reduces_plainly
+        return plainly and self._forward is None
+
+    def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None:
+        """Take the gradient of parameter ``number``, summed over the ranks, [rows, width]."""
+        self.context.watch()
+        reduction = self.group.reduction
+        found = reduction.as_bucket(number, total)
+        call.reduced_early = reduction.add(call.reduced_early, found)
+        self.context.pending.append(total)
 
     def refuse_unreduced(self) -> None:
         """Raise RuntimeError if backward does not reduce gradients now, as those that are reduced

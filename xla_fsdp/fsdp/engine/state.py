@@ -220,6 +220,13 @@ class FSDPContext:
         self.backward_gate.clear()
         return [*tensors, *pending]
 
+    def end_loop_in_forward(self, results: Sequence[Tensor]) -> None:
+        """Let the next gather in forward wait for ``results`` of a loop, and for no gather before
+        it."""
+        self.forward_gate.hold(results)
+        for unit in running_units()[-1:]:
+            unit.start_turns()
+
     def wait_for(self, tensor: Tensor) -> None:
         """Add ``tensor`` to ``pending`` if a unit of this model takes part in the current backward
         pass; the end of the pass clears it."""
@@ -506,6 +513,11 @@ class FSDPState:
         self._end_call()
         return result
 
+    def start_turns(self) -> None:
+        """Let the next unit inside of this one gather without waiting for those before it."""
+        if self._forward is not None:
+            self._forward.in_turn = InTurn()
+
     def _is_running(self, part: int) -> bool:
         if part in self._recomputing:
             return True
@@ -683,10 +695,10 @@ class FSDPState:
     def _in_turn(self) -> InTurn | None:
         """Return the order in which the gathers of this unit and of others beside it start, if they
         are in the forward of one around them."""
-        around = [unit._forward for unit in running_units()[-1:]]
+        around = [unit._forward for unit in running_units()[-1:] if unit._forward is not None]
         if not around or not self.config.optimization_barrier_in_forward:
             return None
-        return None if around[0] is None else around[0].in_turn
+        return around[0].in_turn
 
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
         """Return the result with the outputs in the output dtype, those on the device as outputs of

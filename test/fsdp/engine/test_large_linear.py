@@ -8,29 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from test.common.chips import skip_without_chips
+from test.common.large_head import Model, batch, build_step, loss_of
 from test.common.ranks import run_on_ranks
-
-WIDTH, BATCH, LENGTH = 128, 2, 8
-
-
-class Model(nn.Module):
-    """An embedding, two blocks that are units, and a head."""
-
-    def __init__(self, classes: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(classes, WIDTH)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, classes, bias=bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(self.norm(x))
 
 
 class Twice(Model):
@@ -120,17 +102,6 @@ LOOPS = {
     "plain": 2, "odd": 2, "flat": 0, "frozen": 2, "only_head": 2, "twice": 2, "hooked": 1,
     "penalized": 2, "weighty": 2, "checkpointed": 0, "tied": 2,
 }  # fmt: skip
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    flat = logits.flatten(0, 1).float()
-    return F.cross_entropy(flat, targets.flatten(), label_smoothing=0.1)
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    made = torch.randint(0, 130, (2, BATCH, LENGTH), generator=generator)
-    return made[0], made[1]
 
 
 def train_all(
@@ -412,3 +383,14 @@ def test_steps_are_replayed() -> None:
     for traced, replayed in run_on_ranks(losses_of_steps, 2):
         assert replayed == pytest.approx(traced, rel=1e-6)
         assert traced[-1] < traced[0]
+
+
+@pytest.mark.slow
+def test_rings_compute_the_same_on_chips() -> None:
+    """Reductions along two axes of a torus; the last piece has rows of the one before it."""
+    skip_without_chips()
+    from xla_fsdp.preflight import rehearse
+
+    for result in rehearse(build_step, topology="v5e:2x4", steps=3).steps:
+        assert result.loss == pytest.approx(result.plain_loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(result.plain_grad_norm, rel=1e-5)

@@ -1,8 +1,8 @@
 """What a GPT of width 1024 and 24 blocks is to need at most on v5e:4x4, as the compiler makes it.
 
 The bounds of memory are parts of what upstream's step needs for the same model and of what plain
-JAX's scan over layers does; those of traffic, of what bf16 needs at least, and of the 251 MB that
-that scan waits for (``benchmarks/tpu_compile.md``).
+JAX's scan over layers does, and for ordinary nesting (``ours``) 560 MiB; those of traffic, of what
+bf16 needs at least, and of the 251 MB that that scan waits for (``benchmarks/tpu_compile.md``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ UPSTREAM, JAX = 1198 * MIB, 811 * MIB
 JAX_WIDE = 2052 * MIB  # at width 2048
 LEAST = 2091 * MB  # on the wire, in bf16
 PEAK = {
-    "ours": 0.55 * UPSTREAM,
+    "ours": 560 * MIB,
     "scan": 0.5 * UPSTREAM,
     "streamed": 0.5 * JAX,
     "offloaded": 0.42 * JAX,
 }
-CODE = {"ours": 60 * MIB, "scan": 30 * MIB, "streamed": 25 * MIB, "offloaded": 25 * MIB}
-BLOCKING = {"ours": 1500 * MB, "scan": 500 * MB, "streamed": 251 * MB, "offloaded": 251 * MB}
+CODE = {"ours": 55 * MIB, "scan": 30 * MIB, "streamed": 25 * MIB, "offloaded": 25 * MIB}
+BLOCKING = {"ours": 400 * MB, "scan": 500 * MB, "streamed": 251 * MB, "offloaded": 251 * MB}
 PROGRAMS = tuple(PEAK)
 
 
@@ -65,7 +65,8 @@ def test_memory_of_a_wider_model(program: str, part: float) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_traffic(program: str) -> None:
     found = report(program)
-    assert found["wire_bytes"] <= 1.05 * LEAST
+    # A plain head's weight travels in pieces, twice: 97 MB more.
+    assert found["wire_bytes"] <= (1.06 if program == "ours" else 1.05) * LEAST
     assert found["blocking_bytes"] <= BLOCKING[program]
     assert counts(found)["all-reduce"] == 0
     # Row numbers, which an embedding sends in place of its table, are integers.

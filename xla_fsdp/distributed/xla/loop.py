@@ -124,6 +124,44 @@ def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return ops.bitcast(bits, torch.float32).to(dtype)
 
 
+def read_slice(tensor: Tensor, dim: int, at: Tensor, length: int) -> Tensor:
+    """Return ``tensor.narrow(dim, at, length)`` for an index ``at``, [1] int32, on the device."""
+
+    def read(tensor: Any, at: Any) -> Any:
+        sizes = list(tensor.shape().sizes)
+        sizes[dim] = length
+        return tensor.dynamic_slice(_starts_at(tensor, dim, at), sizes)
+
+    return _computed("read_slice", [tensor, at], read)
+
+
+def write_slice(tensor: Tensor, value: Tensor, dim: int, at: Tensor) -> Tensor:
+    """Return ``tensor`` with ``value`` from index ``at``, [1] int32, of ``dim`` on."""
+
+    def write(tensor: Any, value: Any, at: Any) -> Any:
+        return tensor.dynamic_update_slice(value, _starts_at(tensor, dim, at))
+
+    return _computed("write_slice", [tensor, value, at], write)
+
+
+def _starts_at(tensor: Any, dim: int, at: Any) -> list[Any]:
+    starts = [_int32(at.builder(), 0)] * len(tensor.shape().sizes)
+    starts[dim] = at.reshape([])
+    return starts
+
+
+def _computed(name: str, tensors: Sequence[Tensor], make: Callable[..., Any]) -> Tensor:
+    builder = xb.create_builder(name)
+    inputs = [xb.mkparam(builder, at, xb.tensor_shape(each)) for at, each in enumerate(tensors)]
+    computation = xb.Op.tuple([make(*inputs)]).build(name)
+    # Computations of one name but other shapes may not be mixed up.
+    shapes = "_".join(str(size) for each in tensors for size in (*each.shape, ""))
+    [result] = torch_xla._XLAC._xla_user_computation(
+        f"xla::{name}_{shapes}", list(tensors), computation
+    )
+    return result
+
+
 def depends_on(tensor: Tensor, given: Tensor) -> bool:
     """Return whether ``tensor`` is computed from ``given``, an input of the traced function."""
     context = torch_xla._XLAC.lowering.LoweringContext("depends")

@@ -38,6 +38,9 @@ class BackwardSteps(Protocol):
     def pre_backward(
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]: ...
+    @property
+    def reduces_now(self) -> bool: ...
+    def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None: ...
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
     def refuse_unreduced(self) -> None: ...
     def reduce_grads(
@@ -263,6 +266,13 @@ class SavedParams:
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager to run the forward in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def are_alone(self, *, active: bool) -> bool:
+        """Whether autograd saves tensors by these hooks alone now, or by none if they are not
+        ``active``."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        innermost = top is not None and top[0] == self._pack if active else top is None
+        return innermost and self._outside is None
 
     def changed_in_place(self) -> list[int]:
         """Return the indices of parameters that the forward modified, also through their ``data``,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.all_gather import AllGather
+from xla_fsdp.fsdp.engine.all_gather import AllGather, InTurn
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
@@ -255,7 +255,12 @@ class FSDPParamGroup:
 
     @in_forward(False)  # a backward pass inside of a forward gathers, too
     def unshard(
-        self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
+        self,
+        before: Sequence[Tensor],
+        *,
+        again: bool,
+        to_post_forward_shards: bool,
+        in_turn: InTurn | None = None,
     ) -> Unsharded:
         """Gather the parameters.
 
@@ -263,10 +268,11 @@ class FSDPParamGroup:
             before: tensors to be computed first.
             again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
+            in_turn: orders the gathers among those of other units, unless of larger shards.
         """
         packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(packed))
+            return Unsharded(self.gather.unshard(packed, in_turn))
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 

@@ -123,6 +123,11 @@ class ReduceScatter:
             return None
         return self.scatter({number: grad}, [at], by)
 
+    def as_bucket(self, at: int, total: Tensor) -> ReducedBuckets:
+        """Return the result of ``scatter`` for parameter ``at``, reduced elsewhere, [rows, width],
+        which has a bucket of its own."""
+        return dict.fromkeys(self._buckets_of({at: total}), total)
+
     def scatter_tensors(
         self, tensors: Sequence[Tensor], by: Collectives | None = None
     ) -> list[Tensor]:

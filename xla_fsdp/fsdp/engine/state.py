@@ -36,6 +36,8 @@ from xla_fsdp.distributed.higher_order import (
 )
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.loop import LoopCache
+from xla_fsdp.fsdp.engine.all_gather import InTurn
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
     PostBackward,
@@ -48,6 +50,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
+from xla_fsdp.fsdp.engine.large_linear import LinearInPieces, large_weights
 from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
@@ -217,6 +220,13 @@ class FSDPContext:
         self.backward_gate.clear()
         return [*tensors, *pending]
 
+    def end_loop_in_forward(self, results: Sequence[Tensor]) -> None:
+        """Let the next gather in forward wait for ``results`` of a loop, and for no gather before
+        it."""
+        self.forward_gate.hold(results)
+        for unit in running_units()[-1:]:
+            unit.start_turns()
+
     def wait_for(self, tensor: Tensor) -> None:
         """Add ``tensor`` to ``pending`` if a unit of this model takes part in the current backward
         pass; the end of the pass clears it."""
@@ -361,6 +371,8 @@ class ForwardPass:
         saved: saved-tensor hooks of the forward.
         running: numbers of the modules whose forward runs.
         done: numbers of the modules whose forward has returned.
+        in_turn: orders the gathers of the units directly inside. Not of the unit itself, whose
+            parameters may be needed last, such as a head's.
     """
 
     call: ForwardCall
@@ -368,6 +380,7 @@ class ForwardPass:
     saved: SavedParams
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    in_turn: InTurn = field(default_factory=InTurn)
 
 
 class FSDPState:
@@ -404,6 +417,7 @@ class FSDPState:
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
         dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
         self._dummies = Dummies(dtypes, device)
+        self._loops = LoopCache()  # of large weights
 
     def join(self, root: FSDPState) -> None:
         """Share the context of ``root``, a unit around this one."""
@@ -498,6 +512,11 @@ class FSDPState:
         result = compute(call, part, before, partial(inputs.call, forward, tied))
         self._end_call()
         return result
+
+    def start_turns(self) -> None:
+        """Let the next unit inside of this one gather without waiting for those before it."""
+        if self._forward is not None:
+            self._forward.in_turn = InTurn()
 
     def _is_running(self, part: int) -> bool:
         if part in self._recomputing:
@@ -642,9 +661,21 @@ class FSDPState:
             unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self.group.to_unsharded(unsharded, ShardedState.FORWARD, versions=call.versions)
+        self._compute_in_pieces(call, saved)
         for_backward = larger if call.reshards else unsharded
         self._forward = ForwardPass(call, for_backward, saved)
         return self._forward
+
+    def _compute_in_pieces(self, call: ForwardCall, saved: SavedParams) -> None:
+        """Let ``F.linear`` use large weights of a root piece by piece. Inside of other units, the
+        loops would keep gathers of other parameters from being hidden."""
+        settings = self.settings
+        of_root = settings.is_root and self.context.has_units
+        # A root keeps its parameters for backward, which comes next; at the user's request all.
+        gathers = self.group.collectives.num_shards > 1
+        if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
+            for original, number in large_weights(self.group).items():
+                LinearInPieces(call, saved, original, number, self._loops).mark()
 
     def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return unsharded parameters, and the larger shards that backward gathers from, if any."""
@@ -655,8 +686,19 @@ class FSDPState:
         if found := group.take_prefetched():
             return found.params, found.post_forward_shards
         group.reshard()
-        gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
+        in_turn = None if again else self._in_turn()
+        gathered = group.unshard(
+            before, again=again, to_post_forward_shards=larger, in_turn=in_turn
+        )
         return gathered.params, gathered.post_forward_shards
+
+    def _in_turn(self) -> InTurn | None:
+        """Return the order in which the gathers of this unit and of others beside it start, if they
+        are in the forward of one around them."""
+        around = [unit._forward for unit in running_units()[-1:] if unit._forward is not None]
+        if not around or not self.config.optimization_barrier_in_forward:
+            return None
+        return around[0].in_turn
 
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
         """Return the result with the outputs in the output dtype, those on the device as outputs of
@@ -805,10 +847,25 @@ class FSDPState:
         found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad
-        call.reduced_early.update(found)
+        call.reduced_early = self.group.reduction.add(call.reduced_early, found)
         self.context.pending.extend(found.values())
         rings.sent(list(found.values()), by)
         return None
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether a gradient that is reduced in parts is what backward expects: no later passes, no
+        hooks of the user, no backward inside the forward."""
+        plainly = self.settings.sync_gradients and self.group.reduces_plainly
+        return plainly and self._forward is None
+
+    def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None:
+        """Take the gradient of parameter ``number``, summed over the ranks, [rows, width]."""
+        self.context.watch()
+        reduction = self.group.reduction
+        found = reduction.as_bucket(number, total)
+        call.reduced_early = reduction.add(call.reduced_early, found)
+        self.context.pending.append(total)
 
     def refuse_unreduced(self) -> None:
         """Raise RuntimeError if backward does not reduce gradients now, as those that are reduced

@@ -204,7 +204,7 @@ def _forward(
         draws = program.loop.draws_random_numbers
         seeds = new_seeds(call.blocks.length, x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
-        unit.context.forward_gate.hold([results[0]])
+        unit.context.end_loop_in_forward([results[0]])
     return _Forward(results[0], inputs, seeds, results[1 + len(prefetched) :], program)
 
 

@@ -1,0 +1,404 @@
+"""A root's large weight, with which ``F.linear`` computes piece by piece."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from test.common.chips import skip_without_chips
+from test.common.large_head import Model, batch, build_step, loss_of
+from test.common.ranks import run_on_ranks
+
+
+class Twice(Model):
+    """Uses its head twice, and reads the weight itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        again = self.head(self.norm(self.tokens(tokens)))
+        return logits + again + self.head.weight.square().mean()
+
+
+class Hooked(Model):
+    """Changes the gradient of its unsharded weight by a hook."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.hook: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = self.head.weight.register_hook(lambda grad: grad / 2)
+        return super().forward(tokens)
+
+
+class Penalized(Model):
+    """Adds the gradient of its logits with respect to its hidden states, which has a graph."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.tokens(tokens))
+        logits = self.head(hidden)
+        [grad] = torch.autograd.grad(logits.tanh().mean(), hidden, create_graph=True)
+        return logits * (1 + grad.norm())
+
+
+class Weighty(Model):
+    """Returns the norm of the gradient of its unsharded weight, too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        [grad] = torch.autograd.grad(logits.square().mean(), self.head.weight, retain_graph=True)
+        return logits * (1 + grad.norm().detach())
+
+
+class Checkpointed(Model):
+    """Recomputes its head."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        from xla_fsdp import checkpoint_module
+
+        self.head = checkpoint_module(self.head)
+
+
+class Tied(Model):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.head.weight = self.tokens.weight
+
+
+def frozen(model: Model) -> Model:
+    model.head.requires_grad_(False)
+    return model
+
+
+def only_head(model: Model) -> Model:
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "plain": lambda: Model(3072),
+    "odd": lambda: Model(3071, bias=True),  # padded on 2, 3 and 8 ranks
+    "flat": lambda: Model(1000),  # its shards are no whole tiles
+    "frozen": lambda: frozen(Model(3072, bias=True)),
+    "only_head": lambda: only_head(Model(3071)),
+    "twice": lambda: Twice(3072),
+    "hooked": lambda: Hooked(3072),
+    "penalized": lambda: Penalized(3072),
+    "weighty": lambda: Weighty(3072),
+    "checkpointed": lambda: Checkpointed(3072),
+    "tied": lambda: Tied(3072),
+}
+# Loops that each model traces: of forward, and of backward where nothing asks for whole gradients.
+LOOPS = {
+    "plain": 2, "odd": 2, "flat": 0, "frozen": 2, "only_head": 2, "twice": 2, "hooked": 1,
+    "penalized": 2, "weighty": 2, "checkpointed": 0, "tied": 2,
+}  # fmt: skip
+
+
+def train_all(
+    rank: int, names: list[str], options: dict[str, Any], micro_batches: int
+) -> dict[str, dict[str, Any]]:
+    return {name: train(rank, name, options, micro_batches) for name in names}
+
+
+def train(rank: int, name: str, options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
+    """Three steps; losses, parameters, and the number of loops that were traced."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.fsdp.engine import large_linear
+
+    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**15 * xr.world_size()
+    torch.manual_seed(0)
+    model: Any = MODELS[name]()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = XlaFullyShardedDataParallel(
+            block, shard_param_on_dim_0=True, **options
+        )
+    model = XlaFullyShardedDataParallel(model, shard_param_on_dim_0=True, **options)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    losses = []
+    for step in range(3):
+        for micro in range(micro_batches):
+            tokens, targets = (
+                each.to(torch_xla.device()) for each in batch(rank, 10 * step + micro)
+            )
+            last = micro == micro_batches - 1
+            with torch.enable_grad() if last else model.no_sync():
+                loss = loss_of(model(tokens), targets) / micro_batches
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    with XlaFullyShardedDataParallel.summon_full_params(model):
+        full = {key: value.detach().cpu().clone() for key, value in model.named_parameters()}
+    return {
+        "losses": [each.item() for each in losses],
+        "params": full,
+        "loops": len(model._fsdp_unit._loops.made),
+    }
+
+
+def reference(num_ranks: int, name: str, micro_batches: int) -> tuple[list[list[float]], Any]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = [list[float]() for _ in range(num_ranks)]
+    for step in range(3):
+        for micro in range(micro_batches):
+            for rank in range(num_ranks):
+                tokens, targets = batch(rank, 10 * step + micro)
+                loss = loss_of(model(tokens), targets) / micro_batches
+                (loss / num_ranks).backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {key: value.detach() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "micro_batches", "names"),
+    [
+        (1, 1, ["plain", "odd"]),
+        (2, 1, list(MODELS)),
+        (2, 2, ["plain", "odd", "twice", "weighty"]),  # with no_sync
+        pytest.param(3, 1, ["plain", "odd", "twice"], marks=pytest.mark.slow),
+        pytest.param(8, 1, ["plain", "odd", "frozen"], marks=pytest.mark.slow),
+    ],
+)
+def test_models_train_as_without_fsdp(num_ranks: int, micro_batches: int, names: list[str]) -> None:
+    found = run_on_ranks(train_all, num_ranks, names, {}, micro_batches)
+    for name in names:
+        losses, params = reference(num_ranks, name, micro_batches)
+        for rank in range(num_ranks):
+            assert found[rank][name]["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        for key, value in params.items():
+            torch.testing.assert_close(found[0][name]["params"][key], value, rtol=1e-5, atol=3e-6)
+        traced = 0 if num_ranks == 1 else min(LOOPS[name], 3 - micro_batches)
+        # Not reduced in parts: a gradient that earlier micro-batches have left a part of.
+        assert found[0][name]["loops"] == traced
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": torch.bfloat16},
+        {"fp32_reduce_scatter": True, "compute_dtype": torch.bfloat16},
+    ],
+)
+def test_low_precision_differs_by_rounding_alone(options: dict[str, Any]) -> None:
+    found = run_on_ranks(train_all, 2, ["plain", "odd"], options, 1)
+    for name in ("plain", "odd"):
+        losses, params = reference(2, name, 1)
+        for rank in range(2):
+            assert found[rank][name]["losses"] == pytest.approx(losses[rank], rel=2e-2)
+        change = {key: value - initial(name)[key] for key, value in params.items()}
+        for key in ("head.weight", "tokens.weight"):
+            error = found[0][name]["params"][key] - params[key]
+            assert error.norm() <= 0.05 * change[key].norm()
+        assert found[0][name]["loops"] == 2
+
+
+def initial(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {key: value.detach() for key, value in MODELS[name]().named_parameters()}
+
+
+# ---------------------------------------------------------------- as with the whole weight
+
+
+def wrapped(options: dict[str, Any] | None = None) -> Any:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    torch.manual_seed(0)
+    model: Any = Model(3072, bias=True)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = XlaFullyShardedDataParallel(block, shard_param_on_dim_0=True)
+    return XlaFullyShardedDataParallel(model, shard_param_on_dim_0=True, **(options or {}))
+
+
+def loss_in(model: Any, rank: int, step: int = 0) -> Tensor:
+    import torch_xla
+
+    tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, step))
+    return loss_of(model(tokens), targets)
+
+
+def changed_before_backward(model: Any, rank: int) -> None:
+    loss = loss_in(model, rank)
+    with torch.no_grad():
+        for each in model._fsdp_unit.group.shards:
+            each.mul_(1.5)
+    loss.backward()
+
+
+def backward_twice(model: Any, rank: int) -> None:
+    loss = loss_in(model, rank)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_forwards(model: Any, rank: int) -> None:
+    first, second = loss_in(model, rank), loss_in(model, rank, 1)
+    (first + second).backward()
+
+
+def synced_before_backward(model: Any, rank: int) -> None:
+    import torch_xla
+
+    loss = loss_in(model, rank)
+    torch_xla.sync()
+    loss.backward()
+
+
+def without_grad(model: Any, rank: int) -> None:
+    with torch.no_grad():
+        logits = loss_in(model, rank)
+    loss = logits.item() * sum(each.sum() for each in model.parameters())
+    loss.backward()
+
+
+def autocast(model: Any, rank: int) -> None:
+    with torch.autocast("xla", torch.bfloat16):
+        loss = loss_in(model, rank)
+    loss.backward()
+
+
+def offloaded(model: Any, rank: int) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_in(model, rank)
+    loss.backward()
+
+
+def copied(model: Any, rank: int) -> None:
+    loss_in(model, rank).backward()
+    other = copy.deepcopy(model)
+    model.zero_grad()
+    loss_in(other, rank).backward()
+    for own, each in zip(model.parameters(), other.parameters(), strict=True):
+        own.grad = each.grad
+
+
+def raised(model: Any, rank: int) -> None:
+    handle = model.head.register_forward_hook(stop)
+    with pytest.raises(RuntimeError, match="stop"):
+        loss_in(model, rank)
+    handle.remove()
+    loss_in(model, rank).backward()
+
+
+def stop(*_: Any) -> None:
+    raise RuntimeError("stop")
+
+
+def keeps_all(model: Any, rank: int) -> None:
+    model._fsdp_unit.settings.reshard_after_forward = False
+    loss_in(model, rank).backward()
+
+
+def frees_all(model: Any, rank: int) -> None:
+    model._fsdp_unit.settings.keeps_on_root = False
+    loss_in(model, rank).backward()
+
+
+SCENARIOS = {
+    changed_before_backward: 1, backward_twice: 2, two_forwards: 2, synced_before_backward: 2,
+    without_grad: 0, autocast: 0, offloaded: 0, copied: 2, raised: 2, keeps_all: 0, frees_all: 2,
+}  # fmt: skip
+
+
+def compared(rank: int) -> dict[str, tuple[float, int]]:
+    """How far gradients are from those with the whole weight, and the number of loops."""
+    from xla_fsdp.fsdp.engine import large_linear
+
+    found = {}
+    for scenario in SCENARIOS:
+        grads = []
+        for least in (2**16, 2**40):
+            large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = least, 2**16
+            model = wrapped()
+            scenario(model, rank)
+            grads.append([each.grad for each in model.parameters()])
+            if least < 2**40:
+                loops = len(model._fsdp_unit._loops.made)
+        errors = [
+            ((own - whole).norm() / whole.norm().clamp(min=1e-9)).item()
+            for own, whole in zip(*grads, strict=True)
+        ]
+        found[scenario.__name__] = max(errors), loops
+    return found
+
+
+def test_gradients_are_those_with_the_whole_weight() -> None:
+    for found in run_on_ranks(compared, 2):
+        for scenario, loops in SCENARIOS.items():
+            error, traced = found[scenario.__name__]
+            assert error <= 1e-5, scenario.__name__
+            assert traced == loops, scenario.__name__
+
+
+def losses_of_steps(rank: int) -> list[list[float]]:
+    """Losses of steps that are traced, and of steps that are replayed."""
+    import torch_xla
+
+    from xla_fsdp import compile_step
+    from xla_fsdp.fsdp.engine import large_linear
+
+    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    found = []
+    for wrap in (lambda step: step, compile_step):
+        model = wrapped({"compute_dtype": torch.bfloat16})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def one(
+            tokens: Tensor, targets: Tensor, model: Any = model, optimizer: Any = optimizer
+        ) -> Tensor:
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step, losses = wrap(one), []
+        for number in range(6):
+            tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, number))
+            losses.append(step(tokens, targets).item())
+        found.append(losses)
+    return found
+
+
+def test_steps_are_replayed() -> None:
+    for traced, replayed in run_on_ranks(losses_of_steps, 2):
+        assert replayed == pytest.approx(traced, rel=1e-6)
+        assert traced[-1] < traced[0]
+
+
+def on_chips() -> list[Any]:
+    from xla_fsdp.preflight import rehearse
+
+    return list(rehearse(build_step, topology="v5e:2x4", steps=3).steps)
+
+
+@pytest.mark.slow
+def test_rings_compute_the_same_on_chips() -> None:
+    """Reductions along two axes of a torus; the last piece has rows of the one before it."""
+    skip_without_chips()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = pool.submit(on_chips).result()  # as it wants as many devices as ranks
+    for result in results:
+        assert result.loss == pytest.approx(result.plain_loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(result.plain_grad_norm, rel=1e-5)

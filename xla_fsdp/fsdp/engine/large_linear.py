@@ -1,0 +1,376 @@
+"""Compute ``F.linear`` with a large weight of a root, a head's, piece by piece.
+
+Gathered whole, the head's weight and the logits are most of what a training step needs. So forward
+and backward are loops: each iteration gathers the same few rows of every rank's shard, computes
+their logits or their part of the gradients, and reduces that of the weight. Each piece is gathered
+twice, under the products of the one before it.
+
+Invariants: the unsharded weight is there for all other code that reads it; nothing gathers it in a
+program that does not use it. Where a piecewise gradient would not be what autograd or the user
+expects, backward computes the whole one from the whole weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xla_fsdp.distributed.higher_order import in_transform
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.loop import (
+    Loop,
+    LoopCache,
+    TensorSpec,
+    read_slice,
+    trace_body,
+    write_slice,
+)
+from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param_guards import in_forward
+
+LEAST_BYTES = 2**25
+"""Size of the smallest weight, gathered, that is computed with in pieces."""
+
+PIECE_BYTES = 2**24
+"""Approximate size of a piece with its logits."""
+
+TILE = 16
+"""Rows of a tile of 16-bit elements in TPU memory."""
+
+
+def large_weights(group: FSDPParamGroup) -> dict[int, int]:
+    """Return the parameters that ``LinearInPieces`` can use in pieces: the number of each by the
+    number of its original."""
+    found, original = {}, 0
+    for number, param in enumerate(group.params):
+        packing = param.packing
+        rows = packing.sent_shape
+        matrix = len(param.originals) == 1 and len(packing.shapes[0]) == 2 and not packing.dim
+        if matrix and len(rows) == 2 and rows[1] == packing.shapes[0][1]:
+            dtype = param.compute_dtype or param.leaf.dtype
+            if packing.layout.numel * dtype.itemsize >= LEAST_BYTES:
+                found[original] = number
+        original += len(param.originals)
+    return found
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of a weight [num_classes, width], of which every rank has ``shard_rows`` rows.
+
+    Piece i is ``rows`` rows of every shard; the last one begins earlier, where these would be too
+    many.
+    """
+
+    num_classes: int
+    width: int
+    num_ranks: int
+    shard_rows: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.shard_rows // self.rows)
+
+    @property
+    def again(self) -> int:
+        """Rows of the last piece that are in the one before it, too."""
+        return self.count * self.rows - self.shard_rows
+
+    def start(self, number: Tensor) -> Tensor:
+        """Return the first row of piece ``number``, both [1] int32."""
+        return torch.clamp(number * self.rows, max=self.shard_rows - self.rows)
+
+    def cut(self, shard: Tensor) -> Tensor:
+        """Return the pieces of a shard: [shard_rows, width] to [count, rows, width]."""
+        last = self.shard_rows - self.rows
+        starts = [min(number * self.rows, last) for number in range(self.count)]
+        return torch.stack([shard[start : start + self.rows] for start in starts])
+
+    def joined(self, pieces: Tensor) -> Tensor:
+        """Undo ``cut``."""
+        whole = pieces[:-1].reshape(-1, self.width)
+        return torch.cat([whole, pieces[-1][self.again :]])
+
+
+def pieces_for(
+    num_classes: int, width: int, num_ranks: int, shard_rows: int, row_bytes: int
+) -> Pieces:
+    """Return pieces of at most ``PIECE_BYTES``, but at least one tile; of the sizes from two thirds
+    of that on, choose the one that computes the fewest rows twice.
+
+    Args:
+        num_classes, width, num_ranks, shard_rows: see ``Pieces``.
+        row_bytes: memory for one row of the weight and its logits.
+    """
+    most = max(1, min(PIECE_BYTES // (TILE * num_ranks * row_bytes), shard_rows // TILE))
+    sizes = [tiles * TILE for tiles in range(most, most * 2 // 3, -1)]
+    cuts = [
+        Pieces(num_classes, width, num_ranks, shard_rows, min(size, shard_rows)) for size in sizes
+    ]
+    return min(cuts, key=lambda cut: cut.again)  # the largest of equal ones
+
+
+# ---------------------------------------------------------------- in the forward of the unit
+
+
+class PiecewiseWeight(Tensor):
+    """An unsharded weight in the forward of its unit, with which ``F.linear`` computes piecewise
+    where it can."""
+
+    _linear: LinearInPieces
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                return _linear(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, PiecewiseWeight) and weight._linear.can_compute(input, weight, bias):
+        result = weight._linear(input, weight)
+        return result if bias is None else result + bias
+    return F.linear(input, weight, bias)
+
+
+class LinearInPieces:
+    """``F.linear`` without bias in one forward of a unit, with one of its weights.
+
+    Args:
+        call: the forward.
+        saved: its saved-tensor hooks.
+        original: number of the weight among the original parameters.
+        number: number of the weight among the parameters.
+        loops: the unit's traced loops.
+    """
+
+    def __init__(
+        self, call: ForwardCall, saved: SavedParams, original: int, number: int, loops: LoopCache
+    ) -> None:
+        self.call = call
+        self.saved = saved
+        self.number = number
+        self._original = original
+        self._loops = loops
+        self._version = version_of(saved.unsharded[original])
+
+    def mark(self) -> None:
+        """Make the weight a ``PiecewiseWeight``, until the unit reshards."""
+        weight: Any = self.saved.unsharded[self._original]
+        weight.__class__ = PiecewiseWeight
+        weight._linear = self
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        return self.call.unit.group
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no shard has changed since the forward."""
+        return self.call.versions == self.group.versions
+
+    def can_compute(self, input: Any, weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether ``F.linear(input, weight)`` may be computed in pieces: where it is what
+        the unit's backward expects, on tensors of one dtype on the device."""
+        if not isinstance(input, Tensor) or not on_device(input) or input.dim() < 2:
+            return False
+        dtypes = {input.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
+        return (
+            len(dtypes) == 1
+            and input.shape[-1] == weight.shape[-1]
+            and input.numel() > 0
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("xla")
+            and not in_transform()
+            and torch._C._current_graph_task_id() == -1
+            and self.saved.are_alone(active=self.call.reshards)
+            and version_of(weight) == self._version
+            and self._original not in self.saved.changed_in_place()
+        )
+
+    def __call__(self, input: Tensor, weight: Tensor) -> Tensor:
+        return _Linear.apply(self, input, weight)
+
+    # ------------------------------------------------------------ loops
+
+    def pieces(self, rows: Tensor) -> Pieces:
+        """Return how to cut the weight for an input [n, width]."""
+        packing, ranks = self.group.params[self.number].packing, self.group.collectives.num_shards
+        shard_rows, width = packing.sent_shape
+        row_bytes = (width + len(rows)) * rows.dtype.itemsize
+        return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, row_bytes)
+
+    def sent(self, pieces: Pieces) -> Tensor:
+        """Return the weight's shard as it is gathered, in pieces."""
+        param = self.group.params[self.number]
+        [sent] = self.group.gather.sent([param], [param.shard])
+        return pieces.cut(sent)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """All-gather a piece: [rows, width] on every rank to [ranks * rows, width]."""
+        [gathered] = self.group.gather.gather_tensors([piece])
+        return gathered.reshape(-1, piece.shape[-1])
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product of an input [n, width], [n, classes], and the last gathered piece."""
+        pieces = self.pieces(rows)
+        rows, sent = ops.barrier([rows, self.sent(pieces)])
+        # By class: each iteration writes whole rows.
+        start = torch.zeros(
+            pieces.num_ranks, pieces.shard_rows, len(rows), dtype=rows.dtype, device=rows.device
+        )
+        loop = self._loops.get(
+            ("forward", self.number, pieces, TensorSpec.of(rows)),
+            lambda: self._forward_loop(pieces, rows, start),
+        )
+        numbers = _numbers(pieces, rows.device)
+        values = [self.gather(sent[0]), start, sent, numbers, rows]
+        last, logits = loop.run(values, None)
+        return logits.reshape(-1, len(rows))[: pieces.num_classes].t(), last
+
+    def _forward_loop(self, pieces: Pieces, rows: Tensor, logits: Tensor) -> Loop:
+        def body(values: list[Tensor]) -> list[Tensor]:
+            piece, logits, sent, number, rows = values
+            following = self.gather(sent)
+            found = (piece @ rows.t()).reshape(pieces.num_ranks, pieces.rows, -1)
+            return [following, write_slice(logits, found, 1, pieces.start(number))]
+
+        specs = [_gathered(pieces, rows), TensorSpec.of(logits), *_xs(pieces, rows)]
+        traced = trace_body(body, [*specs, TensorSpec.of(rows)], "fsdp_linear_forward")
+        return Loop(traced, pieces.count, 2, 2, prefetched=[0])
+
+    def backward(
+        self, rows: Tensor, grad: Tensor, last: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return gradients: of the input, [n, width] float32, and of the weight's shard, summed
+        over the ranks, [shard rows, width].
+
+        Args:
+            rows: the input, [n, width].
+            grad: of the product, [n, classes].
+            last: result of ``forward``.
+            needs: which of the two are needed.
+        """
+        pieces = self.pieces(rows)
+        grad, sent = ops.barrier([grad, self.sent(pieces)])
+        padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
+        by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()
+        by_class = by_class.reshape(pieces.num_ranks, pieces.shard_rows, -1)
+        reduction = self.group.reduction
+        needs = tuple(needs)
+        loop = self._loops.get(
+            (
+                "backward",
+                self.number,
+                pieces,
+                TensorSpec.of(rows),
+                needs,
+                reduction.predivide,
+                reduction.dtype,
+            ),
+            lambda: self._backward_loop(pieces, rows, by_class, needs),
+        )
+        of_input = [torch.zeros_like(rows, dtype=torch.float32)] if needs[0] else []
+        numbers = _numbers(pieces, rows.device)
+        values = [last, *of_input, sent, numbers, by_class, rows]
+        results = iter(loop.run(values, None)[1:])
+        of_rows = next(results) if needs[0] else None
+        return of_rows, pieces.joined(next(results)) if needs[1] else None
+
+    def _backward_loop(
+        self, pieces: Pieces, rows: Tensor, by_class: Tensor, needs: Sequence[bool]
+    ) -> Loop:
+        reduction, by = self.group.reduction, self.group.collectives.in_rings("loop")
+
+        def finish(grad: Tensor) -> Tensor:
+            cast = reduction.to_reduce_dtype(grad)
+            return cast if reduction.predivide == 1 else cast / reduction.predivide
+
+        def body(values: list[Tensor]) -> list[Tensor]:
+            piece, *so_far = values[:-4]
+            sent, number, by_class, rows = values[-4:]
+            following = self.gather(sent)
+            start = pieces.start(number)
+            grad = read_slice(by_class, 1, start, pieces.rows)
+            found = [following]
+            for total in so_far:
+                row = start + torch.arange(pieces.rows, dtype=torch.int32, device=start.device)
+                first_time = (row >= number * pieces.rows)[None, :, None]
+                once = torch.where(first_time, grad, 0).reshape(-1, len(rows))
+                found.append(total + (once.t() @ piece))
+            if needs[1]:
+                flat = grad.reshape(-1, len(rows))
+                found.append(by.reduce_scatter_product(flat.t(), rows, finish))
+            return found
+
+        carry = [_gathered(pieces, rows)]
+        if needs[0]:
+            carry.append(TensorSpec(tuple(rows.shape), torch.float32))
+        constants = [TensorSpec.of(by_class), TensorSpec.of(rows)]
+        specs = [*carry, *_xs(pieces, rows), *constants]
+        traced = trace_body(body, specs, "fsdp_linear_backward")
+        return Loop(traced, pieces.count, len(carry), 2, prefetched=[0], reverse=True)
+
+
+def _numbers(pieces: Pieces, device: torch.device) -> Tensor:
+    return torch.arange(pieces.count, dtype=torch.int32, device=device)[:, None]
+
+
+def _gathered(pieces: Pieces, rows: Tensor) -> TensorSpec:
+    return TensorSpec((pieces.num_ranks * pieces.rows, pieces.width), rows.dtype)
+
+
+def _xs(pieces: Pieces, rows: Tensor) -> list[TensorSpec]:
+    return [TensorSpec((pieces.rows, pieces.width), rows.dtype), TensorSpec((1,), torch.int32)]
+
+
+class _Linear(torch.autograd.Function):
+    """Map (input, weight) to their product; backward hands the weight's gradient, reduced, to the
+    unit, and returns none, unless it has to be whole."""
+
+    @staticmethod
+    @in_forward(False)
+    def forward(ctx: Any, linear: LinearInPieces, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.linear, ctx.weight = linear, weight
+        rows = input.detach().reshape(-1, input.shape[-1])
+        product, last = linear.forward(rows)
+        ctx.save_for_backward(input, weight, last)
+        ctx.set_materialize_grads(False)
+        return product.reshape(*input.shape[:-1], -1)
+
+    @staticmethod
+    @in_forward(False)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        linear, needs = ctx.linear, ctx.needs_input_grad[1:]
+        input, weight, last = ctx.saved_tensors
+        unit = linear.call.unit
+        rows, flat = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        if (
+            torch.is_grad_enabled()
+            or not linear.is_current
+            or (needs[1] and not (unit.reduces_now and _is_only_summed(ctx.weight)))
+        ):
+            return None, grad @ weight if needs[0] else None, flat.t() @ rows if needs[1] else None
+        of_rows, of_shard = linear.backward(rows, flat, last, needs)
+        if of_shard is not None:
+            unit.take_reduced(linear.call, linear.number, of_shard)
+        of_input = None if of_rows is None else of_rows.to(input.dtype).reshape(input.shape)
+        return None, of_input, None
+
+
+def _is_only_summed(weight: Tensor) -> bool:
+    """Return whether nobody but its unit sees the gradient of an unsharded weight."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not weight._backward_hooks and not weight.retains_grad

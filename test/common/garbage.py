@@ -25,7 +25,8 @@ def collecting_elsewhere() -> Iterator[None]:
         cycle = [Slow()]
         cycle.append(cycle)  # type: ignore[arg-type]
         del cycle
-        gc.collect()
+        while not begun.is_set():
+            gc.collect()
 
     thread = threading.Thread(target=collect)
     thread.start()

@@ -37,6 +37,7 @@ LAYERS = (
         "distributed.pytree",
         "distributed.cpu_ranks",
         "distributed.forks",
+        "distributed.garbage",
         "distributed.process_state",
         "distributed.tracebacks",
         "distributed.turns",

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import json
+import linecache
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -684,6 +686,33 @@ def test_a_rank_that_is_late_is_named_with_its_place() -> None:
     assert "time.sleep(2)" in message
     warnings = [line for line in stderr.splitlines() if "have waited" in line]
     assert [line.endswith("ranks [1] are elsewhere:") for line in warnings] == [True]
+
+
+def test_the_stack_of_a_rank_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+    held: list[weakref.ref[cpu_ranks.Run]] = []
+
+    def work() -> None:
+        local = cpu_ranks.Run(1)
+        held.append(weakref.ref(local))
+        inside.set()
+        leave.wait()
+
+    def go_on(filename: str, number: int, *_: Any) -> str:
+        leave.set()
+        thread.join()
+        is_alive.append(held[0]() is not None)
+        return ""
+
+    run, is_alive = cpu_ranks.Run(1), []
+    thread: Any = threading.Thread(target=work)
+    run.threads.append(thread)
+    thread.start()
+    inside.wait()
+    monkeypatch.setattr(linecache, "getline", go_on)
+    assert "in wait" in run.stack(0)
+    assert is_alive
+    assert not any(is_alive)
 
 
 def test_another_number_of_ranks_is_refused() -> None:

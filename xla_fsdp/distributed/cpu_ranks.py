@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from xla_fsdp.distributed.process_state import ProcessState
@@ -377,14 +378,25 @@ class Run:
 
     def stack(self, rank: int) -> str:
         """Return the innermost Python lines of a rank's thread, as text."""
-        frame = sys._current_frames().get(self.threads[rank].ident or 0)
-        if frame is None:
+        # Not traceback.extract_stack, which reads files while it has the frames: meanwhile what a
+        # function leaves has not ended, and a block that a loop traces seems to keep its tensors.
+        places = _places(sys._current_frames().get(self.threads[rank].ident or 0))
+        if not places:
             return "    (its thread has ended)\n"
-        frames = traceback.extract_stack(frame)
         begin = 0  # leave out how the thread was started
-        while begin < len(frames) - 1 and frames[begin].filename in (threading.__file__, __file__):
+        while begin < len(places) - 1 and places[begin][0] in (threading.__file__, __file__):
             begin += 1
-        return "".join(traceback.format_list(frames[begin:][-STACK_LINES:]))
+        return "".join(traceback.StackSummary.from_list(places[begin:][-STACK_LINES:]).format())
+
+
+def _places(frame: FrameType | None) -> list[tuple[str, int, str, None]]:
+    """Return file, line and function of a frame and its callers, outermost first; the source is to
+    be looked up."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
+        frame = frame.f_back
+    return found[::-1]
 
 
 class RankThread(threading.Thread):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from test.common.garbage import collecting_elsewhere
 from test.common.hlo import Instruction, Program
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import name_activation
@@ -1190,6 +1192,53 @@ def ordered(rank: int) -> dict[str, bool]:
 
 def test_what_waits_for_others_keeps_its_value() -> None:
     assert all(result("ordered").values()), result("ordered")
+
+
+@scenarios.add
+def in_flight(rank: int) -> tuple[bool, list[float]]:
+    """Trace a function that reads a tensor which is computed meanwhile, and ready when the function
+    has been lowered."""
+    import torch_xla
+
+    from xla_fsdp.distributed.xla.loop import TensorSpec, trace_body
+
+    lowering = torch_xla._XLAC.lowering
+
+    class Slow(lowering.LoweringContext):
+        def hlo(self) -> bytes:
+            torch_xla._XLAC._xla_wait_device_ops()
+            return super().hlo()
+
+    x = y = torch.full((800, 800), 1 / 800, device="xla")
+    for _ in range(20):
+        y = y @ x
+    outside = y.sum()
+    torch_xla.sync()
+    if rank != 0:  # as the class is replaced for all threads
+        return True, []
+    is_late = "Data Handle: None" in torch_xla._XLAC._get_xla_tensor_debug_info(outside)
+    with mock.patch.object(lowering, "LoweringContext", Slow):
+        body = trace_body(
+            lambda given: [given[0] * outside], [TensorSpec((), torch.float32)], "late"
+        )
+    return is_late, [value.item() for value in body.captured.values()]
+
+
+def test_a_body_reads_what_is_still_computed() -> None:
+    is_late, captured = result("in_flight")
+    assert is_late
+    assert captured == pytest.approx([800], rel=1e-3)
+
+
+def test_what_only_cycles_hold_is_not_left_while_another_thread_collects() -> None:
+    from xla_fsdp.fsdp.scan.tracing import MadeTensors
+
+    with MadeTensors() as made:
+        cycle: list[Any] = [torch.zeros(1) + 1]
+    cycle.append(cycle)
+    with collecting_elsewhere():
+        del cycle
+        assert made.problem() is None
 
 
 def _with_dropout_around(blocks: Any, x: Tensor) -> Tensor:

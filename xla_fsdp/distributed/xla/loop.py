@@ -82,6 +82,10 @@ def trace_body(
     """
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
+    # Wait for the execution in flight, if there is one. torch_xla knows inputs by the addresses of
+    # their buffers, and by others until these are made: then it would not find below what was
+    # lowered before.
+    torch_xla._XLAC._xla_sync_multi(given, [], False, True)  # computes nothing
     # A caller's hooks, such as those of a checkpointed forward around, see no tensors of a trace.
     own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged)
     with _separate_graph() as seeds, torch.no_grad(), _without_values(), own_hooks:

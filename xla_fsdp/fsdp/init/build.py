@@ -6,7 +6,6 @@ units. Parameters that are not of floating point are not sharded.
 
 from __future__ import annotations
 
-import gc
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from xla_fsdp.distributed.collectives import (
     broadcast_,
     communication_for,
 )
+from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
@@ -140,7 +140,7 @@ def build_unit(
 def free_unsharded(config: FSDPConfig) -> None:
     """Compute the shards now, so that unsharded parameters on the device are freed."""
     if config.execute_sharding_on_init:
-        gc.collect()  # unsharded parameters in reference cycles would survive the sync
+        collect_garbage()  # unsharded parameters in reference cycles would survive the sync
         ops.sync()
 
 

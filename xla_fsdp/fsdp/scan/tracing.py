@@ -7,7 +7,6 @@ Random numbers drawn on the host would be the same in all blocks and steps. Both
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 import random
 import sys
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
@@ -303,7 +303,7 @@ class MadeTensors(TorchFunctionMode):
         """Return what to tell the user if one of them is alive after the trace: to read it would
         end the process, as it has no value outside of the loop."""
         if any(each() is not None for each in self._made):
-            gc.collect()
+            collect_garbage()
         for tensor in [each() for each in self._made]:
             if tensor is not None:
                 return (

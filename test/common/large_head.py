@@ -22,11 +22,11 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *targets: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), *targets)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -51,9 +51,8 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
         from xla_fsdp.distributed.xla import ops
         from xla_fsdp.fsdp.engine import large_linear
 
-        row_bytes = 4 * (width + BATCH * LENGTH)
         large_linear.LEAST_BYTES = 2**16
-        large_linear.PIECE_BYTES = ops.world_size() * rows * row_bytes
+        large_linear.PIECE_BYTES = ops.world_size() * rows * 4 * width
         for index, block in enumerate(model.blocks):
             model.blocks[index] = XlaFullyShardedDataParallel(block)
         model = XlaFullyShardedDataParallel(model)
@@ -73,5 +72,28 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
         if not plain and len(model._fsdp_unit._loops.made) != 2:
             raise AssertionError("the head is not used in pieces")
         return loss
+
+    return step
+
+
+def step_of(kind: str) -> Callable[[], Tensor]:
+    """Return a step of the model in units, "plain" or with a loss by "cross entropy"."""
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.fsdp.chunked import LinearCrossEntropy
+
+    model: Any = Model(3072)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = XlaFullyShardedDataParallel(block)
+    if kind == "cross entropy":
+        model.head = XlaFullyShardedDataParallel(LinearCrossEntropy(WIDTH, 3072))
+    model = XlaFullyShardedDataParallel(model)
+    tokens, targets = (each.to(ops.device()) for each in batch(0, 0))
+
+    def step() -> Tensor:
+        output = model(tokens, *([targets] if kind == "cross entropy" else []))
+        loss = output.mean() if kind == "cross entropy" else loss_of(output, targets)
+        loss.backward()
+        return loss.detach()
 
     return step

@@ -10,10 +10,14 @@ import os
 import resource
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 
+from test.common.large_head import BATCH
+from test.common.large_head import LENGTH as LENGTH_OF_HEAD
+from test.common.large_head import WIDTH as WIDTH_OF_HEAD
 from test.common.ranks import cached_outcome, run_python, run_warm
 from test.common.tpu_steps import LENGTH, VOCABULARY, WIDTH, build
 
@@ -49,6 +53,8 @@ def traced(name: str) -> dict[str, Any]:
         return traced_that_reads()
     if name == "frees":
         return traced_that_frees()
+    if name == "pieces":
+        return traced_in_pieces()
     if name in IN_UNIT:
         return traced_in_a_unit(IN_UNIT[name])
     if name in KERNELS:
@@ -112,6 +118,29 @@ def traced_without_inputs() -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     return {"error": ""}
+
+
+def traced_in_pieces() -> dict[str, Any]:
+    """FLOPs of models whose heads are used in pieces."""
+    from unittest import mock
+
+    from test.common.large_head import step_of
+    from xla_fsdp.fsdp.chunked import chunks
+    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    coords = find_topology("v5e:2x2").coords
+    small = (
+        mock.patch.object(large_linear, "LEAST_BYTES", 2**16),
+        mock.patch.object(large_linear, "PIECE_BYTES", 2**17),
+        mock.patch.object(chunks, "CHUNK_BYTES", 2**17),
+    )
+    with small[0], small[1], small[2]:
+        return {
+            kind: trace_step(partial(step_of, kind), coords).model_flops
+            for kind in ("plain", "cross entropy")
+        }
 
 
 def traced_that_reads() -> dict[str, Any]:
@@ -285,6 +314,12 @@ def test_model_flops_are_three_times_the_forwards_products_however_often_they_ar
     products = 12 * WIDTH**2 + VOCABULARY * WIDTH + 2 * LENGTH * WIDTH  # the last: attention
     tokens = 2 * LENGTH  # two texts
     assert outcomes()["all shards"]["flops"] == 3 * 2 * tokens * products
+
+
+@pytest.mark.slow
+def test_products_in_pieces_are_counted() -> None:
+    forward = 2 * BATCH * LENGTH_OF_HEAD * WIDTH_OF_HEAD * (2 * WIDTH_OF_HEAD + 3072)
+    assert outcomes("pieces")["pieces"] == {"plain": 3 * forward, "cross entropy": 3 * forward}
 
 
 def test_a_mesh_is_seen_by_the_wrapping_and_counts_its_replicas() -> None:

@@ -12,7 +12,8 @@ def collect_garbage() -> None:
     """Free what only reference cycles hold.
 
     ``gc.collect()`` does nothing, and says nothing, while another thread collects: other ranks of
-    the process may, and lose the interpreter's lock meanwhile to the caller.
+    the process may, and lose the interpreter's lock meanwhile to the caller. Not to be called in a
+    finalizer, which may run inside of a collection of the same thread.
     """
     caller, collected = threading.get_ident(), threading.Event()
 

@@ -35,6 +35,7 @@ from xla_fsdp.distributed.xla.graph import (
     without_metadata,
 )
 from xla_fsdp.fsdp.attention import splash
+from xla_fsdp.fsdp.engine.large_linear import with_whole_weights
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.fsdp.init.unit_names import label_of, units_named
 from xla_fsdp.fsdp.scan import blocks_one_by_one
@@ -315,7 +316,7 @@ def _count_flops(step: Step) -> int:
     """Return the FLOPs of a step, three times the forward: backward has two products for each."""
     # Unrolled, and attention without its kernel: products inside of both are not counted.
     attend = mock.patch.object(splash, "SPLASH", splash.COUNTED)
-    with attend, blocks_one_by_one(), _ForwardFlops(display=False) as counter:
+    with attend, blocks_one_by_one(), with_whole_weights(), _ForwardFlops(display=False) as counter:
         step()
     return 3 * counter.get_total_flops()
 

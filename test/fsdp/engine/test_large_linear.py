@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from test.common.chips import skip_without_chips
-from test.common.large_head import Model, batch, build_step, loss_of
-from test.common.ranks import run_on_ranks
+from test.common.large_head import WIDTH, Model, batch, build_step, loss_of
+from test.common.ranks import ChildError, run_on_ranks
+from test.common.scenarios import make
 
 
 class Twice(Model):
@@ -121,8 +123,7 @@ def train(rank: int, name: str, options: dict[str, Any], micro_batches: int) -> 
     from xla_fsdp.fsdp.engine import large_linear
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**15 * xr.world_size()
-    torch.manual_seed(0)
-    model: Any = MODELS[name]()
+    model: Any = make(MODELS[name], seed=0)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(
             block, shard_param_on_dim_0=True, **options
@@ -224,8 +225,7 @@ def initial(name: str) -> dict[str, Tensor]:
 def wrapped(options: dict[str, Any] | None = None) -> Any:
     from xla_fsdp import XlaFullyShardedDataParallel
 
-    torch.manual_seed(0)
-    model: Any = Model(3072, bias=True)
+    model: Any = make(lambda: Model(3072, bias=True))
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(block, shard_param_on_dim_0=True)
     return XlaFullyShardedDataParallel(model, shard_param_on_dim_0=True, **(options or {}))
@@ -305,6 +305,29 @@ def stop(*_: Any) -> None:
     raise RuntimeError("stop")
 
 
+def other_gradients_first(model: Any, rank: int) -> None:
+    loss = loss_in(model, rank)
+    loss.backward(inputs=list(model.blocks.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def gradient_of_a_kept_weight(model: Any, rank: int) -> None:
+    kept: list[Tensor] = []
+    handle = model.head.register_forward_hook(lambda head, *_: kept.append(head.weight))
+    loss = loss_in(model, rank)
+    handle.remove()
+    [grad] = torch.autograd.grad(loss, kept, retain_graph=True)
+    (loss * grad.norm().item()).backward()
+
+
+def other_lengths(model: Any, rank: int) -> None:
+    """Works on CPU ranks, whose programs may differ."""
+    import torch_xla
+
+    tokens = torch.arange(2 * (8 + 40 * rank)).reshape(2, -1).to(torch_xla.device())
+    loss_of(model(tokens), tokens).backward()
+
+
 def keeps_all(model: Any, rank: int) -> None:
     model._fsdp_unit.settings.reshard_after_forward = False
     loss_in(model, rank).backward()
@@ -318,6 +341,7 @@ def frees_all(model: Any, rank: int) -> None:
 SCENARIOS = {
     changed_before_backward: 1, backward_twice: 2, two_forwards: 2, synced_before_backward: 2,
     without_grad: 0, autocast: 0, offloaded: 0, copied: 2, raised: 2, keeps_all: 0, frees_all: 2,
+    other_gradients_first: 3, gradient_of_a_kept_weight: 2, other_lengths: 2,
 }  # fmt: skip
 
 
@@ -349,6 +373,58 @@ def test_gradients_are_those_with_the_whole_weight() -> None:
             error, traced = found[scenario.__name__]
             assert error <= 1e-5, scenario.__name__
             assert traced == loops, scenario.__name__
+
+
+def weights_alive(rank: int) -> int:
+    """How many whole weights there are after a step, while its loss is held."""
+    import torch_xla
+
+    from xla_fsdp.fsdp.engine import large_linear
+
+    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    model = wrapped()
+    loss = loss_in(model, rank)
+    loss.backward()
+    model.zero_grad()
+    torch_xla.sync()
+    assert loss.isfinite()
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+        return sum(tuple(each.shape) == (3072, 128) for each in tensors)
+
+
+def test_a_held_loss_keeps_no_whole_weight() -> None:
+    assert run_on_ranks(weights_alive, 2) == [0, 0]
+
+
+class TwoHeads(Model):
+    def __init__(self) -> None:
+        super().__init__(3072)
+        self.other = nn.Linear(WIDTH, 3072, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        from xla_fsdp.distributed.xla import ops
+
+        x = self.norm(self.tokens(tokens) + self.blocks[0](self.tokens(tokens)))
+        return (self.other if ops.rank() else self.head)(x)
+
+
+def use_other_heads(rank: int) -> None:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.fsdp.engine import large_linear
+
+    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    model: Any = make(TwoHeads)
+    model.blocks[0] = XlaFullyShardedDataParallel(model.blocks[0])
+    loss_in(XlaFullyShardedDataParallel(model), rank).backward()
+    torch_xla.sync()
+
+
+def test_ranks_that_use_other_heads_are_told() -> None:
+    with pytest.raises(ChildError, match=r"use in \d+ pieces of head.weight .* on ranks \[0\]"):
+        run_on_ranks(use_other_heads, 2)
 
 
 def losses_of_steps(rank: int) -> list[list[float]]:

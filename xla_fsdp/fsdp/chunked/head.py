@@ -31,6 +31,7 @@ from xla_fsdp.fsdp.chunked.hooks import (
 )
 from xla_fsdp.fsdp.chunked.weights import BIAS, WEIGHT, ChunkedWeights
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
+from xla_fsdp.fsdp.engine.large_linear import weights_are_whole
 from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -174,7 +175,8 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
         chunks = weights.cut(self.pieces, input.numel() // weights.width, dtype)
         keeps = not unit.settings.reshards_after_forward
         config = HeadConfig(chunks, self.label_smoothing, dtype, keeps)
-        return HeadCall(unit, weights, config, loops).losses if chunks.count > 1 else None
+        in_loop = chunks.count > 1 and not weights_are_whole()
+        return HeadCall(unit, weights, config, loops).losses if in_loop else None
 
     def _losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
         logits = super().forward(hidden).float()

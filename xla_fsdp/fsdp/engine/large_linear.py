@@ -12,13 +12,16 @@ expects, backward computes the whole one from the whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.distributed.xla import ops
@@ -37,11 +40,14 @@ from xla_fsdp.fsdp.engine.param_guards import in_forward
 LEAST_BYTES = 2**25
 """Size of the smallest weight, gathered, that is computed with in pieces."""
 
-PIECE_BYTES = 2**24
-"""Approximate size of a piece with its logits."""
+PIECE_BYTES = 2**23
+"""Approximate size of a piece, gathered."""
 
 TILE = 16
 """Rows of a tile of 16-bit elements in TPU memory."""
+
+_whole: ContextVar[bool] = ContextVar("_whole", default=False)
+"""Whether no weight is used in pieces, for ``with_whole_weights``."""
 
 
 def large_weights(group: FSDPParamGroup) -> dict[int, int]:
@@ -58,6 +64,21 @@ def large_weights(group: FSDPParamGroup) -> dict[int, int]:
                 found[original] = number
         original += len(param.originals)
     return found
+
+
+def weights_are_whole() -> bool:
+    """Return whether ``with_whole_weights`` is in force."""
+    return _whole.get()
+
+
+@contextmanager
+def with_whole_weights() -> Iterator[None]:
+    """Compute with whole weights inside, whose products can be counted: those in a loop cannot."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,7 @@ class Pieces:
         return -(-self.shard_rows // self.rows)
 
     @property
-    def again(self) -> int:
+    def overlap(self) -> int:
         """Rows of the last piece that are in the one before it, too."""
         return self.count * self.rows - self.shard_rows
 
@@ -96,25 +117,26 @@ class Pieces:
     def joined(self, pieces: Tensor) -> Tensor:
         """Undo ``cut``."""
         whole = pieces[:-1].reshape(-1, self.width)
-        return torch.cat([whole, pieces[-1][self.again :]])
+        return torch.cat([whole, pieces[-1][self.overlap :]])
 
 
 def pieces_for(
-    num_classes: int, width: int, num_ranks: int, shard_rows: int, row_bytes: int
+    num_classes: int, width: int, num_ranks: int, shard_rows: int, itemsize: int
 ) -> Pieces:
     """Return pieces of at most ``PIECE_BYTES``, but at least one tile; of the sizes from two thirds
     of that on, choose the one that computes the fewest rows twice.
 
     Args:
         num_classes, width, num_ranks, shard_rows: see ``Pieces``.
-        row_bytes: memory for one row of the weight and its logits.
+        itemsize: bytes of an element.
     """
+    row_bytes = width * itemsize  # not of the logits: batches of ranks may differ in length
     most = max(1, min(PIECE_BYTES // (TILE * num_ranks * row_bytes), shard_rows // TILE))
     sizes = [tiles * TILE for tiles in range(most, most * 2 // 3, -1)]
     cuts = [
         Pieces(num_classes, width, num_ranks, shard_rows, min(size, shard_rows)) for size in sizes
     ]
-    return min(cuts, key=lambda cut: cut.again)  # the largest of equal ones
+    return min(cuts, key=lambda cut: cut.overlap)  # the largest of equal ones
 
 
 # ---------------------------------------------------------------- in the forward of the unit
@@ -134,6 +156,10 @@ class PiecewiseWeight(Tensor):
             if func is F.linear:
                 return _linear(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -182,11 +208,12 @@ class LinearInPieces:
     def can_compute(self, input: Any, weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether ``F.linear(input, weight)`` may be computed in pieces: where it is what
         the unit's backward expects, on tensors of one dtype on the device."""
-        if not isinstance(input, Tensor) or not on_device(input) or input.dim() < 2:
+        if type(input) not in (Tensor, Parameter) or not on_device(input) or input.dim() < 2:
             return False
         dtypes = {input.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
         return (
             len(dtypes) == 1
+            and not weights_are_whole()
             and input.shape[-1] == weight.shape[-1]
             and input.numel() > 0
             and torch.is_grad_enabled()
@@ -207,8 +234,7 @@ class LinearInPieces:
         """Return how to cut the weight for an input [n, width]."""
         packing, ranks = self.group.params[self.number].packing, self.group.collectives.num_shards
         shard_rows, width = packing.sent_shape
-        row_bytes = (width + len(rows)) * rows.dtype.itemsize
-        return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, row_bytes)
+        return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, rows.dtype.itemsize)
 
     def sent(self, pieces: Pieces) -> Tensor:
         """Return the weight's shard as it is gathered, in pieces."""
@@ -224,6 +250,7 @@ class LinearInPieces:
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the product of an input [n, width], [n, classes], and the last gathered piece."""
         pieces = self.pieces(rows)
+        self.group.params[self.number].expect_on_all_ranks(f"use in {pieces.count} pieces")
         rows, sent = ops.barrier([rows, self.sent(pieces)])
         # By class: each iteration writes whole rows.
         start = torch.zeros(
@@ -262,6 +289,7 @@ class LinearInPieces:
             needs: which of the two are needed.
         """
         pieces = self.pieces(rows)
+        self.group.params[self.number].expect_on_all_ranks(f"backward in {pieces.count} pieces")
         grad, sent = ops.barrier([grad, self.sent(pieces)])
         padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
         by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()
@@ -341,7 +369,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @in_forward(False)
     def forward(ctx: Any, linear: LinearInPieces, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.linear, ctx.weight = linear, weight
+        # An attribute lives as long as the user holds the loss: not the weight, if the forward does
+        # not free its values. Then no hooks pack what is saved, and that is the same object.
+        ctx.linear, ctx.weight = linear, weight if linear.call.reshards else None
+        ctx.node = weight.grad_fn
         rows = input.detach().reshape(-1, input.shape[-1])
         product, last = linear.forward(rows)
         ctx.save_for_backward(input, weight, last)
@@ -353,14 +384,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None
-        linear, needs = ctx.linear, ctx.needs_input_grad[1:]
+        linear, needs = ctx.linear, list(ctx.needs_input_grad[1:])
         input, weight, last = ctx.saved_tensors
+        used = weight if ctx.weight is None else ctx.weight
+        # A pass that was asked for other gradients would leave this one for the next.
+        needs[1] = needs[1] and torch._C._will_engine_execute_node(ctx.node)
         unit = linear.call.unit
         rows, flat = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
         if (
             torch.is_grad_enabled()
             or not linear.is_current
-            or (needs[1] and not (unit.reduces_now and _is_only_summed(ctx.weight)))
+            or (needs[1] and not (unit.reduces_now and _is_only_summed(used, ctx.node)))
         ):
             return None, grad @ weight if needs[0] else None, flat.t() @ rows if needs[1] else None
         of_rows, of_shard = linear.backward(rows, flat, last, needs)
@@ -370,7 +404,15 @@ class _Linear(torch.autograd.Function):
         return None, of_input, None
 
 
-def _is_only_summed(weight: Tensor) -> bool:
-    """Return whether nobody but its unit sees the gradient of an unsharded weight."""
+def _is_only_summed(weight: Tensor, node: Any) -> bool:
+    """Return whether nobody but its unit sees the gradient of an unsharded weight in this pass.
+
+    Args:
+        weight: the weight.
+        node: its ``EarlyReduce`` node.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        return not weight._backward_hooks and not weight.retains_grad
+        if weight._backward_hooks or weight.retains_grad:
+            return False
+    [(unshard, _)] = node.next_functions  # not run by ``torch.autograd.grad`` of the weight alone
+    return torch._C._will_engine_execute_node(unshard)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from test.common.garbage import collecting_elsewhere
 from test.common.hlo import Instruction, Program
 from test.common.scenarios import Scenarios, fsdp, make, message
-from xla_fsdp import name_activation
+from xla_fsdp import name_activation, one_rank_at_a_time
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -371,7 +371,9 @@ class Choosing(Block):
 
 class HostRandom(Block):
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        return super().forward(x) * torch.rand(()).item()
+        with one_rank_at_a_time():  # not while the other rank is making its model
+            factor = torch.rand(()).item()
+        return super().forward(x) * factor
 
 
 class Skipping(Block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -519,6 +520,42 @@ def _gathers(wrap_inner: Any, wrap_outer: Any, device: torch.device) -> list[int
     return [each.gathers for each in counted]
 
 
+class _Meeting(HostRandom):
+    """Is recomputed while the other rank draws, if that is not prevented."""
+
+    RAN, DRAWING, RECOMPUTING, DREW = (threading.Event() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.RAN.is_set():
+            self.RECOMPUTING.set()
+            assert self.DREW.wait(60)
+        return super().forward(x)
+
+
+def one_draws_meanwhile(rank: int) -> list[Tensor]:
+    """Rank 0 recomputes a forward that draws on the host; rank 1 draws a model's values."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module, one_rank_at_a_time
+
+    if rank == 0:
+        device = torch_xla.device()
+        output = checkpoint_module(_Meeting()).to(device)(torch.ones(2, FEATURES, device=device))
+        _Meeting.RAN.set()
+        assert _Meeting.DRAWING.wait(60)
+        output.sum().backward()
+        return []
+    assert _Meeting.RAN.wait(60)
+    with one_rank_at_a_time():
+        torch.manual_seed(3)
+        first = torch.rand(3)
+        _Meeting.DRAWING.set()
+        _Meeting.RECOMPUTING.wait(1)  # in vain, as rank 0 waits for this rank
+        second = torch.rand(3)
+    _Meeting.DREW.set()
+    return [first, second]
+
+
 def _message(call: Any) -> str:
     try:
         call()
@@ -551,6 +588,11 @@ def result() -> dict[str, Any]:
 )
 def test_same_as_without(what: str) -> None:
     assert result()[what]
+
+
+def test_a_recomputation_waits_for_a_rank_that_draws_its_model() -> None:
+    drawn = torch.cat(run_on_ranks(one_draws_meanwhile, 2)[1])
+    torch.testing.assert_close(drawn, torch.rand(6, generator=torch.Generator().manual_seed(3)))
 
 
 @pytest.mark.parametrize("change", CHANGES)

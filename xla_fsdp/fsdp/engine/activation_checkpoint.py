@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.context_parallel import current_context, in_context
+from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.graph import buffer_id
@@ -161,6 +162,7 @@ class _Environment:
 
     def __init__(self, module: nn.Module) -> None:
         self._device = ops.device()
+        self._rank_thread = current_rank_thread()  # backward runs in one of autograd's
         self._xla_rng = ops.get_rng_state(self._device)
         self._cpu_rng: Tensor | None = torch.get_rng_state()
         self._autocast = [
@@ -172,7 +174,8 @@ class _Environment:
 
     def settle(self) -> None:
         """Drop the state that the forward has not changed."""
-        # CPU ranks share the CPU's random state, so it is restored only if the forward used it.
+        # CPU ranks share the CPU's random state, so it is restored only if the forward used it, or
+        # another rank did meanwhile.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
         self._modules.settle()
@@ -200,7 +203,9 @@ class _Environment:
     def _set(self, xla_rng: int, cpu_rng: Tensor | None) -> None:
         ops.set_rng_state(xla_rng, self._device)
         if cpu_rng is not None:
-            torch.set_rng_state(cpu_rng)
+            thread = self._rank_thread
+            with contextlib.nullcontext() if thread is None else thread.turn():
+                torch.set_rng_state(cpu_rng)  # not while another rank draws its model's values
 
 
 class _ModuleState:

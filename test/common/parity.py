@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from test.common import models
 from test.common.compare import assert_close
 from test.common.models import CLASSES, FEATURES, Block
+from test.common.own_generator import OwnGenerator
 from test.common.ranks import cached_outcome, run_on_ranks
-from xla_fsdp import init_mesh, one_rank_at_a_time, wrap
+from xla_fsdp import init_mesh, wrap
 from xla_fsdp.checkpoint import consolidate_sharded_state_dicts
 from xla_fsdp.distributed.topology import reduction_steps
 
@@ -114,9 +115,7 @@ class Outcome:
 
 def build(case: Case) -> nn.Module:
     """The case's model, with the same values everywhere."""
-    # Ranks share one host random state; outside of a launch the first context does nothing.
-    with one_rank_at_a_time(), torch.random.fork_rng():
-        torch.manual_seed(5)
+    with OwnGenerator(5):
         return getattr(models, case.model)()
 
 

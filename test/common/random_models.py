@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from test.common.own_generator import OwnGenerator
+
 ROWS = 4
 FEATURES = 3
 
@@ -999,10 +1001,7 @@ class Sharding:
 
 def build(recipe: Recipe) -> nn.Module:
     """The plain model, with the same values on every rank."""
-    from xla_fsdp import one_rank_at_a_time
-
-    with one_rank_at_a_time(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with OwnGenerator(3):
         return Tree(recipe)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from test.common.models import FEATURES, Net
+from test.common.own_generator import OwnGenerator
 from test.common.ranks import cached_outcome, run_on_ranks
 
 RANKS = 2
@@ -61,8 +62,8 @@ def make(model_class: Callable[[], nn.Module] = Net, seed: int = 3) -> Any:
     """Build a model with the same values on every rank."""
     from xla_fsdp import one_rank_at_a_time
 
-    with one_rank_at_a_time(), torch.random.fork_rng():
-        torch.manual_seed(seed)
+    # One at a time, as some classes change settings of the process while they are built.
+    with one_rank_at_a_time(), OwnGenerator(seed):
         return model_class()
 
 

@@ -8,6 +8,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -980,43 +981,99 @@ class Headed(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-@scenario
-def early(rank: int) -> dict[str, Any]:
-    import torch_xla
+class Reentrant(Headed):
+    """Uses its head as it is, and in a checkpoint that runs a backward pass inside of backward."""
 
-    from xla_fsdp import full_state_dict
+    def forward(self, x: Tensor) -> Tensor:
+        from torch_xla.utils.checkpoint import checkpoint
 
-    plain = make(Headed)
-    model: Any = make(Headed)
-    model.body = fsdp(model.body)
-    model = fsdp(model)
-    x = torch.linspace(-1, 1, 4 * 128).view(4, 128)
-    given, found = x.to(torch_xla.device()), {}
+        x = self.body(x).tanh()
+        run = checkpoint if x.device.type == "xla" else lambda part, x: part(x)
+        return self.head(x) + run(self.head, run(torch.sin, x)).cos()
 
-    def compare(name: str, backwards: int) -> None:
+
+class Headeds:
+    """A plain model with a head, a sharded one, and an input of both."""
+
+    def __init__(self, kind: type[Headed] = Headed) -> None:
+        import torch_xla
+
+        self.plain, model = make(kind), make(kind)
+        model.body = fsdp(model.body)
+        self.model = fsdp(model)
+        self.x = torch.linspace(-1, 1, 4 * 128).view(4, 128).requires_grad_()
+        self.given = self.x.detach().to(torch_xla.device()).requires_grad_()
+
+    def loss(self) -> Tensor:
+        return self.model(self.given).square().sum()
+
+    def difference(self, backwards: int = 1) -> float:
+        """Return that of both after a step, of the plain one with gradients of ``backwards``."""
+        from xla_fsdp import full_state_dict
+
         for _ in range(backwards):
-            plain(x).square().sum().backward()
-        for each in (plain, model):
+            self.plain(self.x).square().sum().backward()
+        for each in (self.plain, self.model):
             torch.optim.SGD(each.parameters(), lr=1e-3).step()
             each.zero_grad()
-        own = full_state_dict(model)
-        pairs = ((own[key], value) for key, value in plain.state_dict().items())
-        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        own = full_state_dict(self.model)
+        pairs = ((own[key], value) for key, value in self.plain.state_dict().items())
+        return max(float((a - b).abs().max()) for a, b in pairs)
 
-    model(given).square().sum().backward()
-    compare("once", 1)
-    loss = model(given).square().sum()
+    def fail_once(self) -> None:
+        """Run a backward pass that raises in the body, and then to its end."""
+
+        def stop(grad: Tensor) -> None:
+            if fails:
+                raise RuntimeError("stop")
+
+        def watch(module: Any, given: Any, output: Tensor) -> None:
+            output.register_hook(stop)
+
+        fails = [True]
+        hook = self.model.body.register_forward_hook(watch)
+        loss = self.loss()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="stop"):
+            loss.backward(retain_graph=True)
+        fails.clear()
+        self.model.zero_grad()  # a pass inside of the other had ended
+        loss.backward()
+
+
+@scenario
+def early(rank: int) -> dict[str, Any]:
+    both, found = Headeds(), {}
+    both.loss().backward()
+    found["once"] = both.difference()
+    loss = both.loss()
     loss.backward(retain_graph=True)
     loss.backward()
-    compare("twice through one graph", 2)
-    with model.no_sync():
-        model(given).square().sum().backward()
-    model(given).square().sum().backward()
-    compare("kept before", 2)
-    (model(given).square().sum() + model(given).square().sum()).backward()
-    compare("two forwards", 2)
+    found["twice through one graph"] = both.difference(2)
+    with both.model.no_sync():
+        both.loss().backward()
+    both.loss().backward()
+    found["kept before"] = both.difference(2)
+    (both.loss() + both.loss()).backward()
+    found["two forwards"] = both.difference(2)
+    both.fail_once()
+    found["after one that raised"] = both.difference()
     return found
 
 
 def test_gradients_that_a_root_reduces_early_are_complete() -> None:
     assert max(result("early").values()) < 1e-5
+
+
+@scenario
+def early_in_passes_inside_of_passes(rank: int) -> dict[str, Any]:
+    both, found = Headeds(Reentrant), {}
+    both.loss().backward()
+    found["once"] = both.difference()
+    both.fail_once()
+    found["after one that raised"] = both.difference()
+    return found
+
+
+def test_gradients_that_a_root_reduces_early_in_reentrant_checkpoints_are_complete() -> None:
+    assert max(result("early_in_passes_inside_of_passes").values()) < 1e-5

@@ -29,14 +29,13 @@ from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elemen
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
+from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
-    install_captures,
-    models_of_transformers,
     trace_masks,
     why_not_streamed,
 )
@@ -505,8 +504,6 @@ def _shard(
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         return recurse or module in wrapped
 
-    if models_of_transformers(model):
-        install_captures(model)
     _turn_caches_off(model, plan)
     _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from test.common.in_place import in_place
 from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
+from test.common.recipes import language_model
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
@@ -1077,3 +1080,40 @@ def early_in_passes_inside_of_passes(rank: int) -> dict[str, Any]:
 
 def test_gradients_that_a_root_reduces_early_in_reentrant_checkpoints_are_complete() -> None:
     assert max(result("early_in_passes_inside_of_passes").values()) < 1e-5
+
+
+# ---------------------------------------------------------------- models of transformers
+
+
+@scenario
+def hidden_states(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    ids = tokens.to(torch_xla.device())
+    by_hand, by_policy = make(tiny_llama), make(tiny_llama)
+    for at, layer in enumerate(by_hand.model.layers):
+        by_hand.model.layers[at] = fsdp(layer)
+    layers = {type(layer) for layer in by_policy.model.layers}
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+    models = {
+        "by hand": fsdp(by_hand),
+        "by policy": fsdp(by_policy, auto_wrap_policy=policy),
+    }
+    found = {
+        name: [each.cpu() for each in model(ids, output_hidden_states=True).hidden_states]
+        for name, model in models.items()
+    }
+    found["plain"] = list(make(tiny_llama)(tokens, output_hidden_states=True).hidden_states)
+    return {name: [each.detach() for each in states] for name, states in found.items()}
+
+
+def tiny_llama() -> Any:
+    return language_model("Llama", False)
+
+
+def test_hidden_states_that_are_asked_for_after_wrapping_are_collected() -> None:
+    found = result("hidden_states")
+    assert len(found["plain"]) > 2
+    for name in ("by hand", "by policy"):
+        torch.testing.assert_close(found[name], found["plain"], atol=1e-5, rtol=1e-5)

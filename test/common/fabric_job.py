@@ -8,6 +8,7 @@ Leaves what rank 0 found in ``directory/found.pt``.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from test.common.scenarios import RANKS, make
 from xla_fsdp.integrations.lightning import install
 
 MICRO = 8  # rows in all ranks' parts of a micro batch
+
+
+class Late(XLAFSDPStrategy):
+    """Its first rank comes late to where ranks look for an old checkpoint before they save."""
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        given = super().broadcast(*args, **kwargs)
+        time.sleep(1 if self.global_rank == 0 else 0)
+        return given
 
 
 def build(fabric: Fabric) -> tuple[Any, Any]:
@@ -73,5 +83,5 @@ def run(fabric: Fabric, directory: Path) -> None:
 if __name__ == "__main__":
     install(cpu_ranks=RANKS)
     how = {"recipe": sys.argv[3]} if sys.argv[3:] else {"auto_wrap_policy": {Block}}
-    strategy = XLAFSDPStrategy(state_dict_type=sys.argv[2], **how)
+    strategy = Late(state_dict_type=sys.argv[2], **how)
     Fabric(accelerator="tpu", devices=RANKS, strategy=strategy).launch(run, Path(sys.argv[1]))

@@ -62,6 +62,7 @@ def build(
     meta: bool = False,
     scan: bool = False,
     offload: bool = False,
+    rows: int = 2,
     cut: bool = False,
     fails: str = "",
 ) -> Callable[[], Any]:
@@ -78,6 +79,7 @@ def build(
         meta: build the model on the meta device, so that one unit is in memory at a time.
         scan: run the blocks as one loop.
         offload: and let what they keep wait in the host's memory.
+        rows: of the batch.
         cut: make two programs of a step, which ends the first one after the forward.
         fails: "build" or "step": raise there, as a user's code may; "nothing": return None.
     """
@@ -112,7 +114,7 @@ def build(
     if scan:
         scan_blocks(model.blocks, offload_activations=offload)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(2, LENGTH, dtype=torch.long).to(torch_xla.device())
+    tokens = torch.zeros(rows, LENGTH, dtype=torch.long).to(torch_xla.device())
 
     def step() -> float:
         if fails == "step":

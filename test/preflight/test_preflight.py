@@ -147,6 +147,12 @@ def test_activations_of_tensor_parallelism_are_no_waste() -> None:
     )
 
 
+def test_less_traffic_than_the_parameters_take_is_explained() -> None:
+    [told] = about_bytes(26_000_000, 38_000_000, activations=False)
+    assert told.startswith("26 MB are sent in a step, less than the 38 MB of all parameters in the")
+    assert not list(about_bytes(9_900_000, 10_000_000, activations=False))
+
+
 def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(
     found: list[Collective],
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
     [
         ("{", "is no recipe: it is not JSON"),
         ("[1]", "is no recipe: it holds a list"),
+        ("{}", "is no recipe: it holds no field; write one by Recipe.save, or give the name"),
         ('{"version": 2}', "is a recipe of version 2; this xla_fsdp reads 1"),
         ('{"scna": true}', "is no recipe: it has scna; there are name, units, remat, scan"),
         ('{"name": "best"}', "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'"),
@@ -80,6 +81,12 @@ def test_a_file_that_holds_something_else(text: str, message: str, tmp_path: Pat
 def test_values_that_a_field_cannot_have(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Recipe(**fields)
+
+
+@pytest.mark.parametrize("name", ["lean", "plain"])
+def test_what_is_no_step_cannot_be_compiled(name: str) -> None:
+    with pytest.raises(TypeError, match="compile got 3, which cannot be called; give it"):
+        Recipe(name).compile(3)  # type: ignore[arg-type]
 
 
 def test_names_and_other_things() -> None:

@@ -158,6 +158,12 @@ def refusals(rank: int) -> dict[str, str]:
     def foreign() -> Any:
         return shard(optimizer=torch.optim.SGD(make(Transformer).parameters()), recipe="fast")
 
+    def fused() -> Any:
+        from xla_fsdp import parallelize
+
+        model = make(Transformer)
+        return parallelize(model, torch.optim.Adam(model.parameters(), fused=True), "plain")
+
     def inside() -> Any:
         from xla_fsdp import parallelize
 
@@ -183,6 +189,8 @@ def refusals(rank: int) -> dict[str, str]:
         "name": lambda: shard(recipe="leanest"),
         "stepped": stepped,
         "twice": twice,
+        "fused": fused,
+        "fused maker": lambda: shard(optimizer=partial(torch.optim.AdamW, fused=True)),
     }
     return {name: message(call) for name, call in cases.items()}
 
@@ -205,6 +213,8 @@ REFUSED = {
     "name": "there is no recipe 'leanest'",
     "stepped": "AdamW has made steps before; parallelize first",
     "twice": "the model is sharded already; give the plain model",
+    "fused": "parallelize: Adam has fused=True, for which torch has kernels on other devices only",
+    "fused maker": "parallelize: AdamW has fused=True, for which torch has kernels on other",
 }
 
 
@@ -425,10 +435,18 @@ def of_all_kinds(rank: int) -> dict[str, list[str]]:
         optimizer.register_step_post_hook(lambda *_: None)
         return optimizer
 
+    def of_another_model(params: Any) -> Any:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        other = make(partial(nn.Linear, 4, 4))
+        optimizer.add_param_group({"params": list(other.parameters())})
+        parallelize(other, optimizer)
+        return optimizer
+
     return {
         "muon": report(bare_layers, torch.optim.Muon),
         "own": report(Transformer, OwnSgd),
         "hooked": report(Transformer, hooked),
+        "of another": report(Transformer, of_another_model),
         "remat none": report(Transformer, torch.optim.SGD, Recipe(remat="none")),
         "remat up": report(Transformer, torch.optim.SGD, Recipe(remat=("up", "norm"))),
     }
@@ -436,6 +454,19 @@ def of_all_kinds(rank: int) -> dict[str, list[str]]:
 
 def bare_layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+
+@scenarios.add
+def joined(rank: int) -> list[str]:
+    return [each for each in shard(flatten_parameters=True).recipe._report if "joins" in each]
+
+
+def test_what_is_left_out_of_all_blocks_is_told_once() -> None:
+    assert scenarios.result("joined") == [
+        "stacked: left out for blocks: every block: flat_param_0 joins several parameters "
+        "(flatten_parameters=True), and stacks are of one parameter each; shard the blocks with "
+        "flatten_parameters=False"
+    ]
 
 
 def test_optimizers_that_look_at_whole_parameters_get_no_stacks() -> None:
@@ -456,6 +487,7 @@ def test_what_steps_in_backward() -> None:
         for each in found["own"]
     )
     assert f"{left_out}SGD has hooks on its steps, which would run by parameter" in found["hooked"]
+    assert f"{left_out}SGD was given to step_in_backward before" in found["of another"]
 
 
 def test_explain_tells_what_is_recomputed() -> None:

@@ -33,6 +33,7 @@ from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
+from xla_fsdp.fsdp.transformers_hooks import install_captures
 from xla_fsdp.wrap import Ignored, wrap_children
 
 _INNER = "_fsdp_wrapped_module"
@@ -339,6 +340,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 _wrap_inside(module, auto_wrap_policy, wrapper, ignored, config, others)
             if scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
+            install_captures(module)
             managed = ManagedModules([module], ignored)
             communication = communicate(managed, config, collectives)
             origins = materialize(managed, param_init_fn) if managed.on_meta else {}

@@ -42,7 +42,9 @@ def install(cpu_ranks: int | None = None) -> None:
     compat.install()
     for package in _PACKAGES:
         with contextlib.suppress(ImportError):
-            _take_recipes(importlib.import_module(f"{package}.strategies").XLAFSDPStrategy)
+            strategy = importlib.import_module(f"{package}.strategies").XLAFSDPStrategy
+            _take_recipes(strategy)
+            _save_together(strategy)
     if cpu_ranks is None:
         return
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -75,3 +77,19 @@ def _take_recipes(strategy: Any) -> None:
         return parallelize(module, None, **self._parse_fsdp_kwargs()).model
 
     strategy.setup_module = setup_module
+
+
+def _save_together(strategy: Any) -> None:
+    """Let ranks write their shards once all have seen that the directory is empty. One that looked
+    later found the file of another, and took it for an old checkpoint."""
+    original = strategy._save_checkpoint_shard
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def save_shard(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._sequential_save:  # else ranks come here one after the other
+            self.barrier("all-have-looked")
+        original(self, *args, **kwargs)
+
+    strategy._save_checkpoint_shard = save_shard

@@ -83,11 +83,11 @@ def about_reductions(
 
 
 def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
-    """Report more traffic than the parameters need.
+    """Report more traffic than the parameters need, and say how it can be less.
 
     Args:
         wire: bytes that are sent.
-        minimum: bytes that the parameters need.
+        minimum: bytes that the parameters need, in the dtypes that units gather them in.
         activations: whether tensor parallelism also sends activations.
     """
     more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
@@ -101,6 +101,13 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
         yield (
             f"{wire / MB:.0f} MB are sent in a step, {wire / minimum:.2f} times the "
             f"{minimum / MB:.0f} MB that the parameters need"
+        )
+    elif minimum - wire >= WORTH_SAYING:
+        yield (
+            f"{wire / MB:.0f} MB are sent in a step, less than the {minimum / MB:.0f} MB of all "
+            f"parameters in the dtypes that units gather them in: the compiler sends as bf16 what "
+            f"is only used in products that round to bf16, and a streamed embedding sends the rows "
+            f"that are looked up"
         )
 
 

@@ -135,7 +135,8 @@ class Report:
         full_parameters: most bytes of gathered parameters at once, on-chip ones included.
         largest: largest buffers at the peak of memory.
         traffic: collectives of one step.
-        minimum_wire_bytes: bytes that any program must send for this model and wrapping.
+        minimum_wire_bytes: bytes for all parameters of this wrapping, in the dtypes that units
+            gather and reduce in. A finding tells where the compiler sends less.
         step_time: estimated time.
         compile_seconds: duration of compilation.
         compile_cpu_seconds: CPU time of compilation.

@@ -23,19 +23,19 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
+from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
+from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
-    install_captures,
-    models_of_transformers,
     trace_masks,
     why_not_streamed,
 )
@@ -253,6 +253,8 @@ def _problems(
             f"{type(optimizer).__name__} has made steps before; parallelize first, then load its "
             f"state by load_optim_state_dict, or a checkpoint"
         )
+    if isinstance(optimizer, Optimizer) and (why := _why_no_steps(optimizer)):
+        yield why
 
 
 def _sharded_in(model: nn.Module) -> Iterator[str]:
@@ -260,6 +262,16 @@ def _sharded_in(model: nn.Module) -> Iterator[str]:
     shows by its parameters alone."""
     yield from (name or "the model" for name, _ in named_fsdp_modules(model))
     yield from (name for name, each in model.named_parameters() if is_sharded(each))
+
+
+def _why_no_steps(optimizer: Any) -> str:
+    """Return why no step of ``optimizer`` could run on an XLA device, whatever the recipe."""
+    if not any(group.get("fused") for group in optimizer.param_groups):
+        return ""
+    return (
+        f"{type(optimizer).__name__} has fused=True, for which torch has kernels on other devices "
+        f"only; make it without, XLA fuses steps by itself"
+    )
 
 
 def _share_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -492,8 +504,6 @@ def _shard(
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         return recurse or module in wrapped
 
-    if models_of_transformers(model):
-        install_captures(model)
     _turn_caches_off(model, plan)
     _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
@@ -665,6 +675,8 @@ def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: _Plan) -> An
                 f"{maker!r} was called with the sharded parameters and returned "
                 f"{optimizer!r}; let it return the optimizer that it makes"
             )
+        if why := _why_no_steps(optimizer):
+            raise ValueError(f"parallelize: {why}")
     if plan.wants("step_in_backward"):
         if why := _why_not_in_backward(optimizer):
             plan.leave_out("step_in_backward", "", why)
@@ -679,7 +691,13 @@ def _why_not_in_backward(optimizer: Any) -> str:
         return "parallelize was given no optimizer"
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
         return f"{type(optimizer).__name__} is more than an optimizer of torch"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+    if any(map(is_guard, hooks)):
+        return f"{type(optimizer).__name__} was given to step_in_backward before"
+    if hooks:
         return f"{type(optimizer).__name__} has hooks on its steps, which would run by parameter"
     if not steps_elementwise(optimizer):
         return (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.fsdp.chunked import LinearCrossEntropy
 from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
@@ -35,14 +35,6 @@ def causal_lm_in(model: nn.Module) -> Any:
     """Return the causal language model of transformers that ``model`` is or wraps, or None."""
     models = models_of_transformers(model)
     return next((each for each in models if _has_loss_of_tokens(each)), None)
-
-
-def models_of_transformers(model: nn.Module) -> list[Any]:
-    """Return the models of transformers that ``model`` is or contains."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    return [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
 
 
 def _has_loss_of_tokens(model: Any) -> bool:
@@ -103,17 +95,6 @@ def trace_masks() -> None:
             replacement: Any = functools.wraps(original)(functools.partial(traced, original))
             replacement.reads_no_device = True
             setattr(module, name, replacement)
-
-
-def install_captures(model: nn.Module) -> None:
-    """Let models of transformers register now the hooks that collect hidden states. They look for
-    layers by class when they are first asked for them, and would find units in their places."""
-    try:
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # earlier versions have no such hooks
-        return
-    for each in models_of_transformers(model):
-        maybe_install_capturing_hooks(each)
 
 
 def _is_tracing(original: Callable[..., bool], tensor: Any = None) -> bool:

@@ -140,7 +140,15 @@ class Recipe:
 
         Args:
             step: makes a whole step: forward, backward, the optimizer's step and ``zero_grad``.
+
+        Raises:
+            TypeError: if ``step`` is no function.
         """
+        if not callable(step):
+            raise TypeError(
+                f"Recipe.compile got {step!r}, which cannot be called; give it the function that "
+                f"makes a training step"
+            )
         import torch_xla
 
         from xla_fsdp.fsdp.replay import compile_step
@@ -185,6 +193,11 @@ class Recipe:
             raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no recipe: it holds a {type(values).__name__}")
+        if not values:
+            raise ValueError(
+                f"{path} is no recipe: it holds no field; write one by Recipe.save, or give the "
+                f"name of a recipe: {_choices()}"
+            )
         return cls._made_of(values, str(path))
 
     @classmethod

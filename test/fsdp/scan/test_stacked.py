@@ -617,7 +617,7 @@ def changed(change: Callable[[Any], None]) -> nn.Module:
     ("what", "said"),
     [
         ("frozen", ["block 1: up.weight is frozen, but is trained in block 0", "in all blocks"]),
-        ("flat", ["block 0: flat_param_0 joins several", "flatten_parameters=False"]),
+        ("flat", ["every block: flat_param_0 joins several", "flatten_parameters=False"]),
         ("blocks tied", ["block 0: down.weight is tied to a parameter of another unit"]),
         ("tied outside", ["block 1: norm.weight is tied to a parameter of another unit"]),
         ("auto-wrapped tie", ["head.bias is tied to norm.weight of a stacked block"]),

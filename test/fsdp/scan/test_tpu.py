@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 TARGET = "test.common.tpu_steps:build"
 DEPTHS = (4, 24, 48)
-BATCH, DEPTH, WIDTH = 2, 4, 1024
+BATCH, DEPTH, WIDTH = 8, 4, 1024
 MIB = 2**20
 
 
@@ -36,8 +36,9 @@ def test_collectives_do_not_grow_with_depth_and_code_by_the_optimizer_alone() ->
 
 @cached_outcome
 def wide() -> dict[str, Any]:
-    """Four blocks whose matrices travel alone; of smaller ones padding is a tenth."""
-    sizes = (f"width={WIDTH}", f"depth={DEPTH}")
+    """Four blocks whose matrices travel alone, of smaller ones padding is a tenth; and rows enough
+    for what they compute to hide that."""
+    sizes = (f"width={WIDTH}", f"depth={DEPTH}", f"rows={BATCH}")
     [found] = reports(
         TARGET, "--set", "scan=on", *(word for size in sizes for word in ("--set", size))
     )
@@ -70,7 +71,7 @@ def test_large_gradients_of_a_loop_go_around_rings_that_compute_hides() -> None:
 @cached_outcome
 def offloaded() -> dict[str, Any]:
     """``wide`` with the blocks' inputs on the host."""
-    options = ("scan=on", "offload=on", f"width={WIDTH}", f"depth={DEPTH}")
+    options = ("scan=on", "offload=on", f"width={WIDTH}", f"depth={DEPTH}", f"rows={BATCH}")
     [found] = reports(TARGET, *(word for each in options for word in ("--set", each)))
     return found
 

@@ -6,14 +6,18 @@ import contextlib
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from test.common.in_place import in_place
 from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
+from test.common.recipes import language_model
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
@@ -980,43 +984,136 @@ class Headed(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-@scenario
-def early(rank: int) -> dict[str, Any]:
-    import torch_xla
+class Reentrant(Headed):
+    """Uses its head as it is, and in a checkpoint that runs a backward pass inside of backward."""
 
-    from xla_fsdp import full_state_dict
+    def forward(self, x: Tensor) -> Tensor:
+        from torch_xla.utils.checkpoint import checkpoint
 
-    plain = make(Headed)
-    model: Any = make(Headed)
-    model.body = fsdp(model.body)
-    model = fsdp(model)
-    x = torch.linspace(-1, 1, 4 * 128).view(4, 128)
-    given, found = x.to(torch_xla.device()), {}
+        x = self.body(x).tanh()
+        run = checkpoint if x.device.type == "xla" else lambda part, x: part(x)
+        return self.head(x) + run(self.head, run(torch.sin, x)).cos()
 
-    def compare(name: str, backwards: int) -> None:
+
+class Headeds:
+    """A plain model with a head, a sharded one, and an input of both."""
+
+    def __init__(self, kind: type[Headed] = Headed) -> None:
+        import torch_xla
+
+        self.plain, model = make(kind), make(kind)
+        model.body = fsdp(model.body)
+        self.model = fsdp(model)
+        self.x = torch.linspace(-1, 1, 4 * 128).view(4, 128).requires_grad_()
+        self.given = self.x.detach().to(torch_xla.device()).requires_grad_()
+
+    def loss(self) -> Tensor:
+        return self.model(self.given).square().sum()
+
+    def difference(self, backwards: int = 1) -> float:
+        """Return that of both after a step, of the plain one with gradients of ``backwards``."""
+        from xla_fsdp import full_state_dict
+
         for _ in range(backwards):
-            plain(x).square().sum().backward()
-        for each in (plain, model):
+            self.plain(self.x).square().sum().backward()
+        for each in (self.plain, self.model):
             torch.optim.SGD(each.parameters(), lr=1e-3).step()
             each.zero_grad()
-        own = full_state_dict(model)
-        pairs = ((own[key], value) for key, value in plain.state_dict().items())
-        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        own = full_state_dict(self.model)
+        pairs = ((own[key], value) for key, value in self.plain.state_dict().items())
+        return max(float((a - b).abs().max()) for a, b in pairs)
 
-    model(given).square().sum().backward()
-    compare("once", 1)
-    loss = model(given).square().sum()
+    def fail_once(self) -> None:
+        """Run a backward pass that raises in the body, and then to its end."""
+
+        def stop(grad: Tensor) -> None:
+            if fails:
+                raise RuntimeError("stop")
+
+        def watch(module: Any, given: Any, output: Tensor) -> None:
+            output.register_hook(stop)
+
+        fails = [True]
+        hook = self.model.body.register_forward_hook(watch)
+        loss = self.loss()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="stop"):
+            loss.backward(retain_graph=True)
+        fails.clear()
+        self.model.zero_grad()  # a pass inside of the other had ended
+        loss.backward()
+
+
+@scenario
+def early(rank: int) -> dict[str, Any]:
+    both, found = Headeds(), {}
+    both.loss().backward()
+    found["once"] = both.difference()
+    loss = both.loss()
     loss.backward(retain_graph=True)
     loss.backward()
-    compare("twice through one graph", 2)
-    with model.no_sync():
-        model(given).square().sum().backward()
-    model(given).square().sum().backward()
-    compare("kept before", 2)
-    (model(given).square().sum() + model(given).square().sum()).backward()
-    compare("two forwards", 2)
+    found["twice through one graph"] = both.difference(2)
+    with both.model.no_sync():
+        both.loss().backward()
+    both.loss().backward()
+    found["kept before"] = both.difference(2)
+    (both.loss() + both.loss()).backward()
+    found["two forwards"] = both.difference(2)
+    both.fail_once()
+    found["after one that raised"] = both.difference()
     return found
 
 
 def test_gradients_that_a_root_reduces_early_are_complete() -> None:
     assert max(result("early").values()) < 1e-5
+
+
+@scenario
+def early_in_passes_inside_of_passes(rank: int) -> dict[str, Any]:
+    both, found = Headeds(Reentrant), {}
+    both.loss().backward()
+    found["once"] = both.difference()
+    both.fail_once()
+    found["after one that raised"] = both.difference()
+    return found
+
+
+def test_gradients_that_a_root_reduces_early_in_reentrant_checkpoints_are_complete() -> None:
+    assert max(result("early_in_passes_inside_of_passes").values()) < 1e-5
+
+
+# ---------------------------------------------------------------- models of transformers
+
+
+@scenario
+def hidden_states(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    ids = tokens.to(torch_xla.device())
+    by_hand, by_policy = make(tiny_llama), make(tiny_llama)
+    for at, layer in enumerate(by_hand.model.layers):
+        by_hand.model.layers[at] = fsdp(layer)
+    layers = {type(layer) for layer in by_policy.model.layers}
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+    models = {
+        "by hand": fsdp(by_hand),
+        "by policy": fsdp(by_policy, auto_wrap_policy=policy),
+    }
+    found = {
+        name: [each.cpu() for each in model(ids, output_hidden_states=True).hidden_states]
+        for name, model in models.items()
+    }
+    found["plain"] = list(make(tiny_llama)(tokens, output_hidden_states=True).hidden_states)
+    return {name: [each.detach() for each in states] for name, states in found.items()}
+
+
+def tiny_llama() -> Any:
+    return language_model("Llama", False)
+
+
+def test_hidden_states_that_are_asked_for_after_wrapping_are_collected() -> None:
+    found = result("hidden_states")
+    assert len(found["plain"]) > 2
+    for name in ("by hand", "by policy"):
+        torch.testing.assert_close(found[name], found["plain"], atol=1e-5, rtol=1e-5)

@@ -60,7 +60,6 @@ class ForwardCall:
 
     Attributes:
         versions: version of each shard at the time of the call.
-        reduced_early: gradients that ``EarlyReduce`` nodes have reduced in this backward pass.
     """
 
     def __init__(self, unit: BackwardSteps, *, recomputed: bool, reshards: bool) -> None:
@@ -68,7 +67,9 @@ class ForwardCall:
         self.recomputed = recomputed
         self.reshards = reshards
         self.versions = unit.group.versions
-        self.reduced_early: ReducedBuckets = {}
+        # By number of the backward pass: one that raised leaves what it has reduced, which the next
+        # must not add; inside of one a reentrant checkpoint runs another.
+        self._reduced_early: dict[int, ReducedBuckets] = {}
         self._num_nodes = 0
         self._waiting: set[int] = set()  # nodes that this backward pass has not run yet
         self._restarted_in = -1
@@ -84,6 +85,16 @@ class ForwardCall:
         if number != self._restarted_in:
             self._restarted_in = number
             self._waiting = set(range(1, self._num_nodes + 1))
+
+    def add_reduced_early(self, reduced: ReducedBuckets) -> None:
+        """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
+        number = torch._C._current_graph_task_id()
+        so_far = self._reduced_early.get(number, {})
+        self._reduced_early[number] = self.unit.group.reduction.add(so_far, reduced)
+
+    def take_reduced_early(self) -> ReducedBuckets:
+        """Return the gradients that this backward pass has reduced, and keep them no longer."""
+        return self._reduced_early.pop(torch._C._current_graph_task_id(), {})
 
     def node_done(self, node: int) -> None:
         """Record that ``node`` has run backward; after the last one, free the parameters."""
@@ -143,8 +154,7 @@ class Unshard(torch.autograd.Function):
         call, unit = ctx.call, ctx.call.unit
         if torch.is_grad_enabled():
             unit.refuse_unreduced()
-        early, call.reduced_early = call.reduced_early, {}
-        reduce = partial(unit.reduce_grads, early=early)
+        reduce = partial(unit.reduce_grads, early=call.take_reduced_early())
         # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
         # to them are gathered as the shards themselves are, without another division.
         result = linear(reduce, grads, unit.group.mean, unit.group.unsharded_grads)

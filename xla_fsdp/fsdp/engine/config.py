@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any
@@ -102,6 +103,14 @@ class FSDPConfig(UpstreamOptions):
 def _warn_once(text: str) -> None:
     # Python itself forgets what it has shown wherever filters change, as in torch's own functions.
     warnings.warn(text, stacklevel=1)
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line of the innermost code that is not this package's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("xla_fsdp."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def _check_reshard(reshard: object) -> None:

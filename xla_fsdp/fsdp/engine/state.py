@@ -847,7 +847,7 @@ class FSDPState:
         found = self.group.reduction.scatter_alone(number, grad, by)
         if found is None:
             return grad
-        call.reduced_early = self.group.reduction.add(call.reduced_early, found)
+        call.add_reduced_early(found)
         self.context.pending.extend(found.values())
         rings.sent(list(found.values()), by)
         return None
@@ -862,9 +862,7 @@ class FSDPState:
     def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None:
         """Take the gradient of parameter ``number``, summed over the ranks, [rows, width]."""
         self.context.watch()
-        reduction = self.group.reduction
-        found = reduction.as_bucket(number, total)
-        call.reduced_early = reduction.add(call.reduced_early, found)
+        call.add_reduced_early(self.group.reduction.as_bucket(number, total))
         self.context.pending.append(total)
 
     def refuse_unreduced(self) -> None:

@@ -6,7 +6,6 @@ units. Parameters that are not of floating point are not sharded.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine import guards
-from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
@@ -194,7 +193,7 @@ def shard_parameters(
             new.append((tensor, original))
         else:
             adopted.append(sharder.adopt(known, tensor, original))
-    _warn_about_hooks(new)
+    _warn_about_lost(new)
     if config.flatten_parameters:
         groups = sharder.flat_groups(new)
         made = [sharder.shard(f"flat_param_{i}", group) for i, group in enumerate(groups)]
@@ -203,18 +202,24 @@ def shard_parameters(
     return made + adopted
 
 
-def _warn_about_hooks(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
-    """Warn of hooks that would have seen gradients, which the shards do not take over."""
+def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
+    """Warn of hooks that would have seen gradients, and of gradients, which the shards do not take
+    over."""
     hooked = [
         original.names[0]
         for tensor, original in params
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
     ]
     if hooked:
-        warnings.warn(
+        warn_caller(
             f"hooks on gradients of {', '.join(hooked)} are not called: the parameter was replaced "
-            f"by its shard. Register them after sharding; they then see the shard's gradient",
-            stacklevel=2,
+            f"by its shard. Register them after sharding; they then see the shard's gradient"
+        )
+    if with_grad := [original.names[0] for tensor, original in params if tensor.grad is not None]:
+        warn_caller(
+            f"gradients of {', '.join(with_grad)} are dropped: the parameter was replaced by its "
+            f"shard, which has none. Shard before backward; where they are not wanted, call "
+            f"zero_grad() before sharding"
         )
 
 

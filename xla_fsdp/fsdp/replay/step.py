@@ -70,12 +70,18 @@ def compile_step(step: Callable[..., Any] | None = None, *, unknown: str = "rais
         A callable with the arguments of ``step``.
 
     Raises:
+        TypeError: if ``step`` is no function.
         ValueError: if ``unknown`` is neither.
     """
     if unknown not in ("raise", "trace"):
         raise ValueError(f"unknown={unknown!r}; expected 'raise' or 'trace'")
     if step is None:
         return functools.partial(compile_step, unknown=unknown)
+    if not callable(step):
+        raise TypeError(
+            f"compile_step got {step!r}, which cannot be called; give it the function that makes a "
+            f"training step"
+        )
     return CompiledStep(step, refuses=unknown == "raise")
 
 

@@ -163,9 +163,11 @@ def _other_stack(number: int, length: int) -> str:
 
 def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
     problems: list[str] = []
+    blocks_with: dict[str, list[int]] = {}
     for number, unit in enumerate(units):
         for first, param in zip(units[0].group.params, unit.group.params, strict=True):
-            problems += (f"block {number}: {each}" for each in _param_problems(param, first))
+            for each in _param_problems(param, first):
+                blocks_with.setdefault(each, []).append(number)
         if unit.group.steps_in_backward:
             problems.append(
                 f"block {number} is stepped in backward, by hooks on its shards; stack them before "
@@ -176,6 +178,9 @@ def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:
                 f"block {number} has gradients that wait to be reduced (no_sync); run the last "
                 f"backward of the accumulation, or zero_grad(), before its parameters are stacked"
             )
+    for each, numbers in blocks_with.items():
+        where = ", ".join(f"block {number}" for number in numbers)
+        problems.append(f"{'every block' if len(numbers) == len(units) else where}: {each}")
     return problems
 
 

@@ -471,7 +471,8 @@ def load_checkpoint(
     Returns:
         ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
         saved it, each rank gets its own ``extra`` and the states of its random number generators;
-        otherwise every rank gets rank 0's ``extra``, and the generators do not change.
+        otherwise every rank gets rank 0's ``extra``, and the generators do not change. Of replicas
+        one is saved, and all get what was its own.
 
     Raises:
         TypeError: if ``model`` is not sharded by FSDP.

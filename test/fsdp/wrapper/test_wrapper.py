@@ -1082,6 +1082,50 @@ def test_gradients_that_a_root_reduces_early_in_reentrant_checkpoints_are_comple
     assert max(result("early_in_passes_inside_of_passes").values()) < 1e-5
 
 
+# ---------------------------------------------------------------- forwards without backward
+
+
+class Marker:
+    """Lives as long as the node of a graph that holds it."""
+
+
+@scenario
+def dropped_graphs(rank: int) -> tuple[int, int]:
+    import torch_xla
+
+    # Nodes of a softmax save what they return.
+    model = nested(make(Softmaxes))
+    loss = model(rows().to(torch_xla.device())).sum()
+    markers, found, todo = [], set(), [loss.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            node.metadata["marker"] = marker = Marker()
+            markers.append(weakref.ref(marker))
+            todo += [each for each, _ in node.next_functions]
+    del loss, node, found, todo, marker
+    return len(markers), sum(each() is not None for each in markers)
+
+
+class Softmaxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Softmax(-1)) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_graph_ends_with_its_loss_also_without_backward() -> None:
+    nodes, alive = result("dropped_graphs")
+    assert nodes > 10
+    assert alive == 0
+
+
 # ---------------------------------------------------------------- models of transformers
 
 

@@ -321,7 +321,9 @@ class SavedParams:
         if self._outside is not None:
             pack, unpack = self._outside
             return _PackedOutside(pack(tensor), unpack)
-        return tensor
+        # An output that a node saves would keep this node alive, and all before it, until backward.
+        # Autograd connects what ``_unpack`` returns to the graph again.
+        return tensor if tensor.is_leaf else tensor.data
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PackedOutside):

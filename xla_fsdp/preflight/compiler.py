@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -231,7 +232,8 @@ def _run_child(
     max_host_mem: int,
     progress: Callable[[float], None] | None,
 ) -> None:
-    command = [sys.executable, "-m", f"{__package__}.compile_child", str(folder)]
+    module = f"{__package__}.compile_child"
+    command = [sys.executable, "-m", module, str(folder), str(os.getpid())]
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -241,10 +243,18 @@ def _run_child(
                 child.kill()
             child.wait()
     if child.returncode and not (folder / "result.json").exists():
-        tail = (folder / "log").read_text(errors="replace")[-2000:]
-        raise CompileError(
-            f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
+        raise CompileError(_end_of(child.returncode, (folder / "log").read_text(errors="replace")))
+
+
+def _end_of(returncode: int, log: str) -> str:
+    """Say how the compiler's process ended."""
+    if -returncode == signal.SIGKILL:
+        return (
+            "the TPU compiler was killed, as the system does when memory runs out: free some, or "
+            "lower max_host_mem or the number of jobs. It is tried again in the next run"
         )
+    lines = f"; its last lines:\n{log[-2000:]}" if log else ", without a word"
+    return f"the TPU compiler ended with exit code {returncode}{lines}"
 
 
 def _watch(

@@ -242,19 +242,17 @@ def _run_child(
             if child.poll() is None:
                 child.kill()
             child.wait()
-    if child.returncode and not (folder / "result.json").exists():
-        raise CompileError(_end_of(child.returncode, (folder / "log").read_text(errors="replace")))
-
-
-def _end_of(returncode: int, log: str) -> str:
-    """Say how the compiler's process ended."""
-    if -returncode == signal.SIGKILL:
-        return (
+    if not child.returncode or (folder / "result.json").exists():
+        return
+    if -child.returncode == signal.SIGKILL:
+        raise CompileError(
             "the TPU compiler was killed, as the system does when memory runs out: free some, or "
             "lower max_host_mem or the number of jobs. It is tried again in the next run"
         )
-    lines = f"; its last lines:\n{log[-2000:]}" if log else ", without a word"
-    return f"the TPU compiler ended with exit code {returncode}{lines}"
+    tail = (folder / "log").read_text(errors="replace")[-2000:]
+    raise CompileError(
+        f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
+    )
 
 
 def _watch(

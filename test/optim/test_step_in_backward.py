@@ -329,6 +329,7 @@ def test_remove_goes_back_to_steps_after_backward() -> None:
 def test_what_needs_all_gradients_is_refused() -> None:
     found = result("handled")
     assert "clip_grad_norm_ was called on a model that is stepped in backward" in found["clip"]
+    assert "parallelize with Recipe(step_in_backward=False), or remove() of" in found["clip"]
     assert "model that is stepped in backward" in found["clip of parameters"]
     assert "clip_grad_value_ was called" in found["clip value"]
     for call in ("unscale", "scaled step"):

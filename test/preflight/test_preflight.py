@@ -28,6 +28,7 @@ from xla_fsdp.preflight.findings import (
     about_bytes,
     about_dtypes,
     about_estimates,
+    about_overlap,
     about_reductions,
 )
 from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
@@ -166,6 +167,25 @@ def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(
     large = Collective(**{**vars(reduce), "wire_bytes": 2_000_000})
     [finding] = about_reductions([large], {"reduce-scatter.7": 32 * 128}, params)
     assert finding.startswith("the gradient of `wte.weight` is reduced by a full all-reduce")
+
+
+def test_traffic_of_which_no_unit_is_known_is_told(found: list[Collective]) -> None:
+    [gather] = [each for each in found if each.kind == "collective-permute"]
+
+    def sent(unit: str, megabytes: int) -> Collective:
+        changed = {"unit": unit, "wire_bytes": megabytes * 10**6, "times": 1, "overlapped": False}
+        return Collective(**{**vars(gather), **changed})
+
+    units = [sent("a", 9), sent("b", 8), sent("c", 7), sent("d", 6)]
+    [told] = about_overlap([*units, sent("", 70)])
+    assert told == (
+        "100 MB of collective-permute are not hidden under compute (`a` 9 MB, `b` 8 MB, `c` 7 MB, "
+        "and 76 MB of units with less, or of which no name is left)"
+    )
+    [told] = about_overlap([sent("a", 9), sent("b", 0)])
+    assert told.endswith("9 MB of collective-permute are not hidden under compute (`a` 9 MB)")
+    [told] = about_overlap([sent("", 9)])
+    assert told.endswith("not hidden under compute")
 
 
 def test_what_a_loop_holds_counts_for_every_trip(found: list[Collective]) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
+from xla_fsdp.preflight.api import traced_on
 from xla_fsdp.preflight.candidates import (
     RECIPES,
     batch_sizes,
@@ -360,12 +365,15 @@ def test_the_budget_ends_the_search(search: Search) -> None:
     assert tuned.best is not None
     assert (tuned.best.way.recipe.name, tuned.best.batch) == ("lean", 2)
     reasons = {each.way.recipe.name: tuned.reason(each) for each in tuned.candidates[-2:]}
-    assert set(reasons.values()) == {"the budget ended before it was compiled"}
+    assert set(reasons.values()) == {"the search ended before it was compiled"}
     assert f"\n{reasons['fast']}:\n  fast shard=16\n  plain shard=16\n" in tuned.text()
     larger = [each for each in tuned.candidates if each.batch == 4]
     assert [tuned.reason(each) for each in larger] == [
-        "the budget ended before it was compiled in full"
+        "the search ended before it was compiled in full"
     ]
+    [faster] = [each for each in tuned.text().splitlines() if each.startswith("Predicted to be")]
+    assert faster.startswith("Predicted to be faster: lean shard=16, batch 6, 39,933 tokens/s")
+    assert "tokens/s. The search ended before it was compiled in full; the same command" in faster
 
 
 def test_time_for_the_fastest_is_not_kept_once_it_is_compiled(search: Search) -> None:
@@ -379,7 +387,19 @@ def test_nothing_is_known_if_the_budget_ends_first(search: Search) -> None:
     assert fake.compiled == []
     assert fake.now <= 21
     assert tuned.best is None
-    assert "Nothing that was compiled in full fits v5e:4x4." in tuned.text()
+    assert tuned.text().endswith("The search for v5e:4x4 ended before anything was compiled.")
+
+
+def test_what_fails_before_the_budget_ends_is_not_said_to_be_too_large(search: Search) -> None:
+    def costs(recipe: Recipe) -> Cost:
+        return Cost(refused="no such layout") if recipe.name == "lean" else COSTS[recipe.name]
+
+    tuned, _ = search(costs, budget=100, seconds=60)
+    assert tuned.best is None
+    assert "JaxRuntimeError: no such layout:\n  lean shard=16\n" in tuned.text()
+    assert tuned.text().endswith(
+        "Nothing runs on v5e:4x4 of what was tried before the search ended."
+    )
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -499,6 +519,85 @@ def test_the_command_writes_the_recipe_and_the_page(
     assert f"The recipe is in {best}; train with batch=4" in capsys.readouterr().out
     assert "<circle" in page.read_text()
     assert json.loads(figures.read_text())["best"]["options"]["batch"] == 4
+
+
+def test_an_interrupted_search_writes_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeCompiler(lambda recipe: COSTS[recipe.name])
+    fake.install(monkeypatch)
+
+    def build_step(recipe: Recipe, batch: int = 1) -> Any:
+        if recipe.name == "fast":
+            raise KeyboardInterrupt
+        return fake.build_step(recipe, batch)
+
+    monkeypatch.setattr("xla_fsdp.preflight.__main__._load", lambda target: build_step)
+    best, figures = tmp_path / "best.json", tmp_path / "all.json"
+    command = ["train:build_step", "--tune", "--mesh", "shard=16", "--cache_dir", str(tmp_path)]
+    command += ["--sweep", "recipe=lean,fast", "--sweep", "batch=1,2", "--jobs", "1"]
+    assert main([*command, "--recipe_file", str(best), "--json", str(figures)]) == 130
+    shown = capsys.readouterr()
+    assert "the search ended before it was compiled:\n  fast shard=16\n" in shown.out
+    assert f"The recipe is in {best}; train with batch=2" in shown.out
+    assert "interrupted" in shown.err
+    assert Recipe.load(best) == Recipe("lean", mesh={"shard": 16})
+    assert json.loads(figures.read_text())["best"]["options"]["batch"] == 2
+
+
+def test_files_that_may_not_be_written_are_told_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    path = tmp_path / "best.json"
+    command = [f"{__name__}:both", "--tune", "--recipe_file", str(path)]
+    assert main(command) == USAGE_EXIT_CODE
+    assert f"{path} cannot be written: there is no permission" in capsys.readouterr().err
+
+
+def test_a_step_that_changes_the_working_directory_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("xla_fsdp.preflight.tracing.trace_step", lambda build, coords: build())
+    for _ in range(2):  # a relative path leads to the same folder
+        traced_on(find_topology("v5e:2x2"), os.chdir, {"path": "data"})
+    assert Path.cwd() == tmp_path
+
+
+def test_a_compiler_that_is_killed_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(killed))
+    program, slice_ = Program(b"", (), ()), find_topology("v5e:2x2")
+    with pytest.raises(CompileError, match="was killed, as the system does when memory runs out"):
+        compiler.compile_program(program, slice_, cache_dir=tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*.failed"))
+
+
+def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(folder / "request.json")  # which the compiler waits to read
+    search = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'xla_fsdp.preflight.compile_child', sys.argv[1]]\n"
+        "print(subprocess.Popen([*command, str(os.getpid())]).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", search, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    limit = time.monotonic() + 120
+    while Path(f"/proc/{child}/cmdline").exists() and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("word", ["30", "m", "0m", "xm", "infh"])

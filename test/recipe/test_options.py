@@ -40,14 +40,32 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
     [
         ("{", "is no recipe: it is not JSON"),
         ("[1]", "is no recipe: it holds a list"),
-        ("{}", "is no recipe: it holds no field; write one by Recipe.save, or give the name"),
+        ("{}", 'is no recipe: it has no "version"; write it by Recipe.save, or add "version": 1'),
+        ('{"name": "lean"}', 'is no recipe: it has no "version"'),
         ('{"version": 2}', "is a recipe of version 2; this xla_fsdp reads 1"),
-        ('{"scna": true}', "is no recipe: it has scna; there are name, units, remat, scan"),
-        ('{"name": "best"}', "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'"),
-        ('{"mesh": 8}', "mesh is 8; give sizes by name of the axis"),
-        ('{"mesh": {"tensor": 2}}', "mesh has an axis tensor alone; give shard=1 before it"),
-        ('{"mesh": {"replica": 2}}', "mesh has an axis replica alone; give shard=1 after it"),
-        ('{"mesh": {"shard": 0}}', "mesh has shard=0; sizes are whole numbers from 1"),
+        ('{"version": "1"}', "is a recipe of version '1'; this xla_fsdp reads 1"),
+        ('{"version": true}', "is a recipe of version True; this xla_fsdp reads 1"),
+        (
+            '{"version": 1, "scna": true}',
+            "is no recipe: it has scna; there are name, units, remat, scan",
+        ),
+        (
+            '{"version": 1, "name": "best"}',
+            "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'",
+        ),
+        ('{"version": 1, "mesh": 8}', "mesh is 8; give sizes by name of the axis"),
+        (
+            '{"version": 1, "mesh": {"tensor": 2}}',
+            "mesh has an axis tensor alone; give shard=1 before it",
+        ),
+        (
+            '{"version": 1, "mesh": {"replica": 2}}',
+            "mesh has an axis replica alone; give shard=1 after it",
+        ),
+        (
+            '{"version": 1, "mesh": {"shard": 0}}',
+            "mesh has shard=0; sizes are whole numbers from 1",
+        ),
     ],
 )
 def test_a_file_that_holds_something_else(text: str, message: str, tmp_path: Path) -> None:

@@ -262,6 +262,29 @@ def test_packed_texts_are_kept_apart_in_every_recipe() -> None:
     assert any(each.startswith("  use_cache: False in the config") for each in found["explained"])
 
 
+@scenarios.add
+def recomputing(rank: int) -> dict[str, Any]:
+    from xla_fsdp import parallelize
+
+    found = {}
+    for name in ("fast", "plain"):
+        model = make(MODELS["llama_untied"])
+        model.gradient_checkpointing_enable()
+        model, _, done = parallelize(model, None, name)
+        loss = model(ids(), labels=ids()).loss
+        loss.backward()
+        found[name] = loss.item(), done._report
+    return found
+
+
+def test_units_recompute_in_place_of_models_of_transformers() -> None:
+    for loss, report in scenarios.result("recomputing").values():
+        assert loss == pytest.approx(plain_loss("llama_untied"), abs=1e-6)
+        assert (
+            "  gradient_checkpointing: False in the model; remat says what is recomputed" in report
+        )
+
+
 def test_a_decoder_with_a_config_of_its_own_makes_no_cache() -> None:
     assert scenarios.result("without_caches")["t5"] == pytest.approx(plain_loss("t5"), abs=1e-5)
 

@@ -37,7 +37,8 @@ from xla_fsdp.preflight.html import page, tuned_page
 from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
 from xla_fsdp.preflight.report import Report, full_text, options_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
-from xla_fsdp.preflight.tuning import DEPTH, RECIPE, tune
+from xla_fsdp.preflight.tuned import Tuned
+from xla_fsdp.preflight.tuning import DEPTH, RECIPE, InterruptedSearch, tune
 
 USAGE_EXIT_CODE = 2
 
@@ -210,23 +211,32 @@ def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
     except CompileError as error:  # the compiler is not installed
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return 1
+    except InterruptedSearch as interrupted:
+        _show_tuned(interrupted.tuned, options)
+        raise
+    _show_tuned(tuned, options)
+    return 0 if tuned.best else 1
+
+
+def _show_tuned(tuned: Tuned, options: argparse.Namespace) -> None:
     _progress("")
     print(tuned.text())
+    if tuned.best and options.recipe_file:
+        tuned.save(options.recipe_file)
+        print(f"\nThe recipe is in {options.recipe_file}; train with batch={tuned.best.batch}")
     if options.json:
         options.json.write_text(tuned.to_json())
     if options.html:
         options.html.write_text(tuned_page(tuned))
-    if tuned.best and options.recipe_file:
-        tuned.save(options.recipe_file)
-        print(f"\nThe recipe is in {options.recipe_file}; train with batch={tuned.best.batch}")
-    return 0 if tuned.best else 1
 
 
 def _check_writable(*paths: Path | None) -> None:
     """Raise ValueError for a path that cannot be written, before minutes of compilation."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+    for path in filter(None, paths):
+        if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"{path} cannot be written: expected a file in an existing directory")
+        if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            raise ValueError(f"{path} cannot be written: there is no permission; name another file")
 
 
 def _load(target: str) -> Callable[..., Any]:

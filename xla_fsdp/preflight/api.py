@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,11 @@ def traced_on(
     """Trace the step that ``build_step(**options)`` returns, as a rank of the slice would."""
     from xla_fsdp.preflight.tracing import trace_step  # loads torch_xla
 
-    return trace_step(lambda: build_step(**options), topology.coords)
+    folder = Path.cwd()
+    try:
+        return trace_step(lambda: build_step(**options), topology.coords)
+    finally:
+        os.chdir(folder)  # else where the user's code went is where reports and children would be
 
 
 def compiled_report(

@@ -1,4 +1,5 @@
-"""Compile one program for a TPU topology: ``python -m xla_fsdp.preflight.compile_child FOLDER``.
+"""Compile one program for a TPU topology: ``python -m xla_fsdp.preflight.compile_child FOLDER
+PARENT``, which ends when the process of that number does.
 
 The folder holds ``request.json`` and ``program.pb`` (torch_xla's serialized HLO module, or for a
 program to be partitioned JAX's StableHLO bytecode). This writes ``optimized.txt`` (the scheduled
@@ -11,14 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+POLL_SECONDS = 0.5
 
 # With these options the compiler dumps a program that is too large before it fails.
 _DUMP_TOO_LARGE = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
@@ -29,7 +34,8 @@ _OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
 
 def main(argv: Sequence[str]) -> int:
     """Compile the program in the folder ``argv[0]``; return 0, or 1 if the compiler refuses."""
-    folder = Path(argv[0])
+    folder, parent = Path(argv[0]), int(argv[1])
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     request = json.loads((folder / "request.json").read_text())
     program = (folder / "program.pb").read_bytes()
     started, cpu_started = time.monotonic(), time.process_time()
@@ -46,6 +52,14 @@ def main(argv: Sequence[str]) -> int:
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     _write(folder, {**sizes, "peak_host_bytes": peak_rss, **spent})
     return 0
+
+
+def _end_with(parent: int, folder: Path) -> None:
+    """End this process, and remove its folder, when its parent was killed."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def _write(folder: Path, result: dict[str, Any]) -> None:

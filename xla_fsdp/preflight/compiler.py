@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -231,7 +232,8 @@ def _run_child(
     max_host_mem: int,
     progress: Callable[[float], None] | None,
 ) -> None:
-    command = [sys.executable, "-m", f"{__package__}.compile_child", str(folder)]
+    module = f"{__package__}.compile_child"
+    command = [sys.executable, "-m", module, str(folder), str(os.getpid())]
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -240,11 +242,17 @@ def _run_child(
             if child.poll() is None:
                 child.kill()
             child.wait()
-    if child.returncode and not (folder / "result.json").exists():
-        tail = (folder / "log").read_text(errors="replace")[-2000:]
+    if not child.returncode or (folder / "result.json").exists():
+        return
+    if -child.returncode == signal.SIGKILL:
         raise CompileError(
-            f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
+            "the TPU compiler was killed, as the system does when memory runs out: free some, or "
+            "lower max_host_mem or the number of jobs. It is tried again in the next run"
         )
+    tail = (folder / "log").read_text(errors="replace")[-2000:]
+    raise CompileError(
+        f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
+    )
 
 
 def _watch(

@@ -127,10 +127,15 @@ def about_overlap(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def _largest(by_unit: Counter[str]) -> str:
-    """Say which units send most of what is not hidden."""
+    """Say which units send most of what is not hidden, and how much has no name."""
     named = [(unit, nbytes) for unit, nbytes in by_unit.most_common() if unit]
-    listed = ", ".join(f"`{unit}` {nbytes / MB:.0f} MB" for unit, nbytes in named[:3])
-    return listed if len(named) <= 3 else f"{listed}, and {len(named) - 3} more"
+    said = [
+        f"`{unit}` {nbytes / MB:.0f} MB" for unit, nbytes in named[:3] if nbytes >= WORTH_SAYING
+    ]
+    rest = by_unit.total() - sum(nbytes for _, nbytes in named[: len(said)])
+    if said and rest >= WORTH_SAYING:
+        said.append(f"and {rest / MB:.0f} MB of units with less, or of which no name is left")
+    return ", ".join(said)
 
 
 def about_dtypes(modules: Sequence[Module], wanted: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ SHOWN = 10
 
 LONGEST_REASON = 160
 
-OUT_OF_BUDGET = "the budget ended before it was compiled"
+UNTRIED = "the search ended before it was compiled"
 
 HEADINGS = (
     "recipe and mesh", "batch", "needs MiB", "left MiB", "est. step ms", "per second", "by",
@@ -124,7 +124,7 @@ class Tuned:
         if not candidate.fits(self.capacity):
             return f"lacks {(candidate.figures.needed - self.capacity) / MIB:,.0f} MiB"
         if self.best is None or candidate.rate > self.best.rate:
-            return "the budget ended before it was compiled in full"
+            return f"{UNTRIED} in full"
         return "" if candidate == self.best else self._slower(candidate, self.best)
 
     def _slower(self, candidate: Candidate, best: Candidate) -> str:
@@ -175,12 +175,27 @@ class Tuned:
             return [self._why_none()]
         rate = f"{self.rate(self.best):,.0f} {self.unit}/s by estimate"
         head = f"Fastest that fits: {self.best.way}, batch {self.best.batch}, {rate}"
-        return [head, *self._other_batches(self.best), "", full_text(self.best.report)]
+        more = [*self._unconfirmed(self.best.rate), *self._other_batches(self.best)]
+        return [head, *more, "", full_text(self.best.report)]
+
+    def _unconfirmed(self, rate: float) -> Iterator[str]:
+        """Yield a line on what may be faster than the best, but was not compiled."""
+        fitting = [each for each in self.candidates if each.fits(self.capacity)]
+        if (first := max(fitting, key=lambda each: each.rate)).rate > rate:
+            yield (
+                f"Predicted to be faster: {first.way}, batch {first.batch}, "
+                f"{self.rate(first):,.0f} {self.unit}/s. The search ended before it was compiled "
+                f"in full; the same command again goes on"
+            )
 
     def _why_none(self) -> str:
         reasons = {each.failed for each in self.candidates}
-        if not reasons.isdisjoint({"", OUT_OF_BUDGET}):
+        if reasons == {UNTRIED}:
+            return f"The search for {self.topology} ended before anything was compiled."
+        if "" in reasons:
             return f"Nothing that was compiled in full fits {self.topology}."
+        if UNTRIED in reasons:
+            return f"Nothing runs on {self.topology} of what was tried before the search ended."
         number = len(self.candidates)
         ways = f"all {number} ways that were" if number > 1 else "the only way that was"
         which = "reason" if len(reasons) == 1 else "reasons"

@@ -38,7 +38,7 @@ from xla_fsdp.preflight.trials import (
     jobs_that_fit,
     samples_per_second,
 )
-from xla_fsdp.preflight.tuned import OUT_OF_BUDGET, Candidate, Tuned
+from xla_fsdp.preflight.tuned import UNTRIED, Candidate, Tuned
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,
@@ -55,6 +55,14 @@ FOR_COMPARING = 0.75
 """Of the budget, while the fastest is only predicted; the rest is for compiling it in full."""
 
 RECIPE, BATCH, DEPTH, LENGTH = "recipe", "batch", "depth", "length"
+
+
+class InterruptedSearch(KeyboardInterrupt):
+    """Ctrl-C ended a search. ``tuned`` holds what was tried until then."""
+
+    def __init__(self, tuned: Tuned) -> None:
+        super().__init__("the search was interrupted")
+        self.tuned = tuned
 
 
 def tune(
@@ -108,6 +116,7 @@ def tune(
         ValueError: if there is no such topology, recipe or axis, a mesh has other ranks, a number
             is none, or ``build_step`` does not take a recipe, a batch or the options.
         CompileError: if the TPU compiler is not installed.
+        InterruptedSearch: for a KeyboardInterrupt, with what was tried until then.
     """
     slice_ = find_topology(topology)
     tried = {name: list(values) for name, values in (choices or {}).items()}
@@ -141,12 +150,19 @@ def tune(
     given = tried_meshes or meshes(slice_.num_ranks)
     fixed = ways([each for each in recipes if each.mesh is not None], tried)  # have a mesh
     free = [way.on(given[0]) for way in ways([each for each in recipes if not each.mesh], tried)]
-    search.compare([*fixed, *free])
-    fastest = [way for way in search.fastest_ways() if way in free]
-    search.compare([way.on(mesh) for mesh in given[1:] for way in fastest])
-    search.confirm()
-    found = tuple(search.candidates())
-    return Tuned(topology, slice_.chip.usable_bytes, found, None if LENGTH in tried else length)
+
+    def tuned() -> Tuned:
+        found = tuple(search.candidates())
+        return Tuned(topology, slice_.chip.usable_bytes, found, None if LENGTH in tried else length)
+
+    try:
+        search.compare([*fixed, *free])
+        fastest = [way for way in search.fastest_ways() if way in free]
+        search.compare([way.on(mesh) for mesh in given[1:] for way in fastest])
+        search.confirm()
+    except KeyboardInterrupt as error:
+        raise InterruptedSearch(tuned()) from error
+    return tuned()
 
 
 def check_contract(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -342,7 +358,7 @@ class _Search:
                 continue
             rate = samples_per_second(line.way, batch, figures.seconds, self.topology.num_ranks)
             found.append(Candidate(line.way, batch, figures, rate, line.reports.get(batch)))
-        reason = line.failed or OUT_OF_BUDGET
+        reason = line.failed or UNTRIED
         return found or [Candidate(line.way, self.batches[0], failed=reason)]
 
     def fastest_ways(self) -> list[Way]:

@@ -43,6 +43,7 @@ from xla_fsdp.recipe.options import SWITCHES, Recipe
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 
 ENDS = (LinearCrossEntropy, StreamedEmbedding)
+OWN_CHECKPOINTING = "gradient_checkpointing"  # attribute of models and layers of transformers
 OWNED = ("auto_wrapper_callable", "scan_layers", "scan_stacked")
 """Options of the wrapper that a recipe decides."""
 
@@ -505,6 +506,7 @@ def _shard(
         return recurse or module in wrapped
 
     _turn_caches_off(model, plan)
+    _turn_own_checkpointing_off(model, plan)
     _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
     if recomputed or remat != "full":
@@ -528,6 +530,17 @@ def _turn_caches_off(model: nn.Module, plan: _Plan) -> None:
         config.use_cache = False
     if caching:
         plan.do("use_cache", "False in the config; texts packed by position_ids are kept apart")
+
+
+def _turn_own_checkpointing_off(model: nn.Module, plan: _Plan) -> None:
+    """Leave recomputing to the units: models of transformers do it by ``torch.utils.checkpoint``,
+    which knows no XLA device."""
+    parts = [part for each in models_of_transformers(model) for part in each.modules()]
+    recomputing: list[Any] = [each for each in parts if getattr(each, OWN_CHECKPOINTING, False)]
+    for each in recomputing:
+        setattr(each, OWN_CHECKPOINTING, False)
+    if recomputing:
+        plan.do(OWN_CHECKPOINTING, "False in the model; remat says what is recomputed")
 
 
 def _choose_experts(model: nn.Module, plan: _Plan) -> None:

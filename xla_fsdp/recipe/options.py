@@ -193,18 +193,19 @@ class Recipe:
             raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no recipe: it holds a {type(values).__name__}")
-        if not values:
+        if "version" not in values:  # a file of something else, perhaps
             raise ValueError(
-                f"{path} is no recipe: it holds no field; write one by Recipe.save, or give the "
-                f"name of a recipe: {_choices()}"
+                f'{path} is no recipe: it has no "version"; write it by Recipe.save, or add '
+                f'"version": {VERSION}'
             )
         return cls._made_of(values, str(path))
 
     @classmethod
     def _made_of(cls, values: dict[str, Any], source: str) -> Recipe:
-        if (version := values.pop("version", VERSION)) != VERSION:
+        version = values.pop("version", VERSION)
+        if type(version) is not int or version != VERSION:
             raise ValueError(
-                f"{source} is a recipe of version {version}; this xla_fsdp reads {VERSION}. "
+                f"{source} is a recipe of version {version!r}; this xla_fsdp reads {VERSION}. "
                 f"Upgrade it, or write the recipe again by Recipe.save"
             )
         if unknown := sorted(set(values) - set(_fields())):

@@ -127,8 +127,8 @@ def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
     if any(group.steps_in_backward for group in found):
         raise RuntimeError(
             f"{function} was called on a model that is stepped in backward: its gradients are gone "
-            f"by now. Do without, or step after backward (remove() of what step_in_backward "
-            f"returned)"
+            f"by now. Do without, or step after backward: parallelize with "
+            f"Recipe(step_in_backward=False), or remove() of what step_in_backward() returned"
         )
     if any(group.has_unreduced for group in found):
         raise RuntimeError(

@@ -7,6 +7,7 @@ Invariants: torch_xla is never loaded here, as two XLA runtimes in one process c
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,9 @@ import numpy as np
 
 WITHOUT_EFFECT = ("annotate_device_placement",)
 """Custom calls that a CPU does not know, and that return their operand: where a value lies."""
+
+UNINITIALIZED = "AllocateBuffer"
+"""Custom call that a CPU does not know, for memory of any values, which has to be written first."""
 
 PALLAS = "tpu_custom_call"
 
@@ -124,10 +128,12 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
 
 
 def _stable_hlo(hlo: bytes) -> bytes:
-    """Return a program as the CPU client takes it, without calls in ``WITHOUT_EFFECT``."""
+    """Return a program as the CPU client takes it, without calls in ``WITHOUT_EFFECT``, and with
+    NaN for ``UNINITIALIZED``, so that reading it shows."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import hlo as stablehlo
 
     computation = xla_client.XlaComputation(hlo)
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
@@ -137,6 +143,13 @@ def _stable_hlo(hlo: bytes) -> bytes:
             name = ir.StringAttr(call.attributes["call_target_name"]).value
             if name == PALLAS:
                 raise ValueError("it calls a Pallas kernel, which only a TPU can run")
+            if name == UNINITIALIZED:
+                [result] = call.results
+                with ir.InsertionPoint(call):
+                    element = ir.FloatAttr.get(result.type.element_type, math.nan)
+                    nan = stablehlo.constant(ir.DenseElementsAttr.get_splat(result.type, element))
+                result.replace_all_uses_with(nan)
+                call.erase()
             if name in WITHOUT_EFFECT:
                 [operand], [result] = call.operands, call.results
                 result.replace_all_uses_with(operand)

@@ -219,6 +219,23 @@ def initial(name: str) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in MODELS[name]().named_parameters()}
 
 
+@pytest.mark.parametrize("shard_rows", [16, 30, 48, 61])
+def test_pieces_have_each_row_of_a_shard_once(shard_rows: int) -> None:
+    from xla_fsdp.fsdp.engine.large_linear import Pieces
+
+    pieces = Pieces(num_classes=shard_rows, width=3, num_ranks=1, shard_rows=shard_rows, rows=16)
+    shard = torch.randn(shard_rows, 3)
+    cut, once = pieces.cut(shard), pieces.cut(shard, once=True)
+    starts = [int(pieces.start(torch.tensor([at]))) for at in range(pieces.count)]
+    for start, piece in zip(starts, cut, strict=True):
+        assert torch.equal(piece, shard[start : start + 16])
+    total = torch.zeros_like(shard)
+    for start, piece in zip(starts, once, strict=True):
+        total[start : start + 16] += piece
+    assert torch.equal(total, shard)
+    assert torch.equal(pieces.joined(cut), shard)
+
+
 # ---------------------------------------------------------------- as with the whole weight
 
 

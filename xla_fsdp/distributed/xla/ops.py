@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -251,6 +252,21 @@ def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[T
         return list(tensors)
     added = (torch.stack(flags).any() if flags[1:] else flags[0]).float() * 1e-30
     return [each + added.to(each.dtype) for each in tensors]
+
+
+def uninitialized(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor of any values, of the dtype and on the device of ``like``, for a loop that
+    writes all of it. Zeros would be written, too, as the TPU compiler does not see that.
+
+    On CPU they are NaN, so that reading one shows.
+    """
+    if runtime().device_type() == "CPU":
+        return torch.full(tuple(shape), math.nan, dtype=like.dtype, device=like.device)
+    # With an operand, only for torch_xla to know the device.
+    [made] = torch_xla._XLAC._xla_custom_call(
+        [like], "AllocateBuffer", [tuple(shape)], [like.dtype], False, "", 0, {}
+    )
+    return cast(Tensor, made)
 
 
 # To trace a step in less time, the functions below skip operations that change nothing (such as a

@@ -3,7 +3,8 @@
 Gathered whole, the head's weight and the logits are most of what a training step needs. So forward
 and backward are loops: each iteration gathers the same few rows of every rank's shard, computes
 their logits or their part of the gradients, and reduces that of the weight. Each piece is gathered
-twice, under the products of the one before it.
+twice: in forward under the product of the one before it, in backward under those of its own
+gradient, which do not need it.
 
 Invariants: the unsharded weight is there for all other code that reads it; nothing gathers it in a
 program that does not use it. Where a piecewise gradient would not be what autograd or the user
@@ -108,11 +109,15 @@ class Pieces:
         """Return the first row of piece ``number``, both [1] int32."""
         return torch.clamp(number * self.rows, max=self.shard_rows - self.rows)
 
-    def cut(self, shard: Tensor) -> Tensor:
-        """Return the pieces of a shard: [shard_rows, width] to [count, rows, width]."""
-        last = self.shard_rows - self.rows
-        starts = [min(number * self.rows, last) for number in range(self.count)]
-        return torch.stack([shard[start : start + self.rows] for start in starts])
+    def cut(self, shard: Tensor, *, once: bool = False) -> Tensor:
+        """Return the pieces of a shard: [shard_rows, width] to [count, rows, width].
+
+        With ``once``, rows of the last piece that are in the one before it, too, are zeros: for a
+        sum over all pieces.
+        """
+        *others, rest = shard.split(self.rows)
+        last = shard[self.shard_rows - self.rows :]
+        return torch.stack([*others, F.pad(rest, (0, 0, self.overlap, 0)) if once else last])
 
     def joined(self, pieces: Tensor) -> Tensor:
         """Undo ``cut``."""
@@ -236,34 +241,33 @@ class LinearInPieces:
         shard_rows, width = packing.sent_shape
         return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, rows.dtype.itemsize)
 
-    def sent(self, pieces: Pieces) -> Tensor:
-        """Return the weight's shard as it is gathered, in pieces."""
+    def sent(self, pieces: Pieces, *, once: bool = False) -> Tensor:
+        """Return the weight's shard as it is gathered, in pieces (``Pieces.cut``)."""
         param = self.group.params[self.number]
         [sent] = self.group.gather.sent([param], [param.shard])
-        return pieces.cut(sent)
+        return pieces.cut(sent, once=once)
 
     def gather(self, piece: Tensor) -> Tensor:
         """All-gather a piece: [rows, width] on every rank to [ranks * rows, width]."""
         [gathered] = self.group.gather.gather_tensors([piece])
         return gathered.reshape(-1, piece.shape[-1])
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product of an input [n, width], [n, classes], and the last gathered piece."""
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the product of an input [n, width], [n, classes]."""
         pieces = self.pieces(rows)
         self.group.params[self.number].expect_on_all_ranks(f"use in {pieces.count} pieces")
         rows, sent = ops.barrier([rows, self.sent(pieces)])
         # By class: each iteration writes whole rows.
-        start = torch.zeros(
-            pieces.num_ranks, pieces.shard_rows, len(rows), dtype=rows.dtype, device=rows.device
-        )
+        shape = (pieces.num_ranks, pieces.shard_rows, len(rows))
+        start = ops.uninitialized(shape, rows)
         loop = self._loops.get(
             ("forward", self.number, pieces, TensorSpec.of(rows)),
             lambda: self._forward_loop(pieces, rows, start),
         )
         numbers = _numbers(pieces, rows.device)
         values = [self.gather(sent[0]), start, sent, numbers, rows]
-        last, logits = loop.run(values, None)
-        return logits.reshape(-1, len(rows))[: pieces.num_classes].t(), last
+        _, logits = loop.run(values, None)
+        return logits.reshape(-1, len(rows))[: pieces.num_classes].t()
 
     def _forward_loop(self, pieces: Pieces, rows: Tensor, logits: Tensor) -> Loop:
         def body(values: list[Tensor]) -> list[Tensor]:
@@ -277,7 +281,7 @@ class LinearInPieces:
         return Loop(traced, pieces.count, 2, 2, prefetched=[0])
 
     def backward(
-        self, rows: Tensor, grad: Tensor, last: Tensor, needs: Sequence[bool]
+        self, rows: Tensor, grad: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients: of the input, [n, width] float32, and of the weight's shard, summed
         over the ranks, [shard rows, width].
@@ -285,12 +289,11 @@ class LinearInPieces:
         Args:
             rows: the input, [n, width].
             grad: of the product, [n, classes].
-            last: result of ``forward``.
             needs: which of the two are needed.
         """
         pieces = self.pieces(rows)
         self.group.params[self.number].expect_on_all_ranks(f"backward in {pieces.count} pieces")
-        grad, sent = ops.barrier([grad, self.sent(pieces)])
+        grad, sent = ops.barrier([grad, self.sent(pieces, once=True)])
         padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
         by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()
         by_class = by_class.reshape(pieces.num_ranks, pieces.shard_rows, -1)
@@ -310,8 +313,8 @@ class LinearInPieces:
         )
         of_input = [torch.zeros_like(rows, dtype=torch.float32)] if needs[0] else []
         numbers = _numbers(pieces, rows.device)
-        values = [last, *of_input, sent, numbers, by_class, rows]
-        results = iter(loop.run(values, None)[1:])
+        values = [*of_input, sent, numbers, by_class, rows]
+        results = iter(loop.run(values, None))
         of_rows = next(results) if needs[0] else None
         return of_rows, pieces.joined(next(results)) if needs[1] else None
 
@@ -325,29 +328,19 @@ class LinearInPieces:
             return cast if reduction.predivide == 1 else cast / reduction.predivide
 
         def body(values: list[Tensor]) -> list[Tensor]:
-            piece, *so_far = values[:-4]
             sent, number, by_class, rows = values[-4:]
-            following = self.gather(sent)
-            start = pieces.start(number)
-            grad = read_slice(by_class, 1, start, pieces.rows)
-            found = [following]
-            for total in so_far:
-                row = start + torch.arange(pieces.rows, dtype=torch.int32, device=start.device)
-                first_time = (row >= number * pieces.rows)[None, :, None]
-                once = torch.where(first_time, grad, 0).reshape(-1, len(rows))
-                found.append(total + (once.t() @ piece))
+            grad = read_slice(by_class, 1, pieces.start(number), pieces.rows)
+            flat = grad.reshape(-1, len(rows)).t()
+            found = [total + flat @ self.gather(sent) for total in values[:-4]]
             if needs[1]:
-                flat = grad.reshape(-1, len(rows))
-                found.append(by.reduce_scatter_product(flat.t(), rows, finish))
+                found.append(by.reduce_scatter_product(flat, rows, finish))
             return found
 
-        carry = [_gathered(pieces, rows)]
-        if needs[0]:
-            carry.append(TensorSpec(tuple(rows.shape), torch.float32))
+        carry = [TensorSpec(tuple(rows.shape), torch.float32)] if needs[0] else []
         constants = [TensorSpec.of(by_class), TensorSpec.of(rows)]
         specs = [*carry, *_xs(pieces, rows), *constants]
         traced = trace_body(body, specs, "fsdp_linear_backward")
-        return Loop(traced, pieces.count, len(carry), 2, prefetched=[0], reverse=True)
+        return Loop(traced, pieces.count, len(carry), 2, reverse=True)
 
 
 def _numbers(pieces: Pieces, device: torch.device) -> Tensor:
@@ -374,8 +367,8 @@ class _Linear(torch.autograd.Function):
         ctx.linear, ctx.weight = linear, weight if linear.call.reshards else None
         ctx.node = weight.grad_fn
         rows = input.detach().reshape(-1, input.shape[-1])
-        product, last = linear.forward(rows)
-        ctx.save_for_backward(input, weight, last)
+        product = linear.forward(rows)
+        ctx.save_for_backward(input, weight)
         ctx.set_materialize_grads(False)
         return product.reshape(*input.shape[:-1], -1)
 
@@ -385,7 +378,7 @@ class _Linear(torch.autograd.Function):
         if grad is None:
             return None, None, None
         linear, needs = ctx.linear, list(ctx.needs_input_grad[1:])
-        input, weight, last = ctx.saved_tensors
+        input, weight = ctx.saved_tensors
         used = weight if ctx.weight is None else ctx.weight
         # A pass that was asked for other gradients would leave this one for the next.
         needs[1] = needs[1] and torch._C._will_engine_execute_node(ctx.node)
@@ -397,7 +390,7 @@ class _Linear(torch.autograd.Function):
             or (needs[1] and not (unit.reduces_now and _is_only_summed(used, ctx.node)))
         ):
             return None, grad @ weight if needs[0] else None, flat.t() @ rows if needs[1] else None
-        of_rows, of_shard = linear.backward(rows, flat, last, needs)
+        of_rows, of_shard = linear.backward(rows, flat, needs)
         if of_shard is not None:
             unit.take_reduced(linear.call, linear.number, of_shard)
         of_input = None if of_rows is None else of_rows.to(input.dtype).reshape(input.shape)

@@ -490,40 +490,43 @@ def test_a_large_table_is_sent_where_that_is_less() -> None:
 
 
 SIX_RANKS = 6
+IN_PARTS: dict[str, Any] = {"rows": 17_501, "width": 256, "pieces": None}
+PART, SHARD = 2, 2_917  # shards of a part, rows of a shard, which are no whole tiles of 8 rows
 
 
 def of_parts(rank: int) -> Tensor:
     """Of all parts, the first and last rows of each shard among them, some twice, and no rows."""
-    shard = -(-LARGE["rows"] // SIX_RANKS)
-    ends = [each * shard + at for each in range(SIX_RANKS) for at in (0, shard - 1)]
-    numbers = (torch.arange(7_000) * 11 + rank * 5_000) % LARGE["rows"]
-    return torch.cat([torch.tensor(ends).clamp(max=LARGE["rows"] - 1), numbers, numbers[:10]])
+    ends = [each * SHARD + at for each in range(SIX_RANKS) for at in (0, SHARD - 1)]
+    numbers = (torch.arange(1_750) * 11 + rank * 1_250) % IN_PARTS["rows"]
+    return torch.cat([torch.tensor(ends).clamp(max=IN_PARTS["rows"] - 1), numbers, numbers[:10]])
 
 
-def in_parts(rank: int) -> tuple[list[int], dict[str, float], list[bool]]:
-    """Loops and gathers of a table's rows, distances from the plain model, and which of the rows
-    -1 and 0 are NaN."""
+def in_parts(rank: int) -> tuple[list[int], bool, dict[str, float], list[bool]]:
+    """Loops and gathers of a table's rows, whether each shard in a part is whole tiles, distances
+    from the plain model, and which of the rows -1 and 0 are NaN."""
     from xla_fsdp.distributed.xla.graph import lowered_hlo
     from xla_fsdp.distributed.xla.host import settle
 
-    model = streamed(net(**LARGE))
+    model = streamed(net(**IN_PARTS))
     settle()
     numbers = torch.cat([torch.tensor([-1, 0]), of_parts(rank)[2:]])
     rows = model.tokens(*to_device(numbers))
     text = lowered_hlo([rows])
     counts = [text.count(f" {each}(") for each in ("while", "all-gather", "reduce-scatter")]
+    in_tiles = f"f32[{PART * (SHARD + 3)},{IN_PARTS['width']}]" in text
     is_nan = rows[:2].isnan().all(1).tolist()
-    return counts, differences(rank, net(**LARGE), of=of_parts), is_nan
+    return counts, in_tiles, differences(rank, net(**IN_PARTS), of=of_parts), is_nan
 
 
 @cached_outcome
-def parts() -> list[tuple[list[int], dict[str, float], list[bool]]]:
+def parts() -> list[tuple[list[int], bool, dict[str, float], list[bool]]]:
     return run_on_ranks(in_parts, SIX_RANKS)
 
 
 def test_ranks_gather_parts_of_a_table_and_send_rows_in_smaller_groups() -> None:
-    for counts, found, is_nan in parts():
+    for counts, in_tiles, found, is_nan in parts():
         assert counts == [0, 2, 1]  # gathered are the part and the numbers
+        assert in_tiles
         assert max(found.values()) < TOLERANCE, found
         assert is_nan == [True, False]
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.shard_layout import LANES, ROWS
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Loop, LoopCache, TensorSpec, trace_body
 from xla_fsdp.fsdp.chunked.chunks import Chunks
@@ -98,7 +100,8 @@ class ExchangeRows:
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
         row, is_here = self._locate(self.group.all_gather(numbers))
-        part = self.part.all_gather(self.weights.sent_rows(shards))
+        sent = self.weights.sent_rows(shards)
+        part = self.part.all_gather(F.pad(sent, (0, 0, 0, self._padding)))
         # Only one rank sends a row, the others zeros, so the sums are exact.
         return self.group.reduce_scatter(torch.where(is_here[:, None], part[row], 0.0))
 
@@ -106,21 +109,30 @@ class ExchangeRows:
         reduction = self.weights.group.reduction
         row, is_here = self._locate(self.group.all_gather(numbers))
         all_grads = self.group.all_gather(grad)
-        found = _scatter_add(self._part_rows, row, is_here, all_grads)
+        num_rows = self.part.num_shards * (self.weights.shard_rows + self._padding)
+        found = _scatter_add(num_rows, row, is_here, all_grads)
         own = reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
         return own if self.part.num_shards == 1 else self.part.reduce_scatter(own)
+
+    @property
+    def _padding(self) -> int:
+        """Rows after each shard in a part of several."""
+        # Without it the TPU would move all rows of the part, and of its gradient, within their
+        # tiles: for 8 shards of 786 rows of width 2048, 3.5 MiB of code.
+        return -self.weights.shard_rows % ROWS if self.part.num_shards > 1 else 0
 
     @property
     def _part_rows(self) -> int:
         return self.part.num_shards * self.weights.shard_rows
 
     def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row in this rank's part for each number, [n], 0 if it is in another one, and
-        whether it is in this part, [n] bool."""
+        """Return the row in this rank's part, with padding, for each number, [n], 0 if it is in
+        another one, and whether it is in this part, [n] bool."""
         key = ("first row", self.part.num_shards)
         row = numbers - self.cache.get(key, self._first_row)
         is_here = (row >= 0) & (row < self._part_rows)
-        return torch.where(is_here, row, 0), is_here
+        shard = torch.div(row, self.weights.shard_rows, rounding_mode="floor")
+        return torch.where(is_here, row + shard * self._padding, 0), is_here
 
     def _first_row(self) -> Tensor:
         # An input, not a constant: all ranks must have the same program.
@@ -137,5 +149,8 @@ def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
 def _scatter_add(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     """Sum gradients by row, where ``counts`` is true; return [num_rows, width] float32."""
     share = torch.where(counts[:, None], grad.float(), 0.0)
-    start = torch.zeros(num_rows, grad.shape[-1], dtype=torch.float32, device=grad.device)
-    return start.index_add(0, rows, share)
+    width = grad.shape[-1]
+    # A row that is whole tiles takes a fifth of the code that the TPU needs for one in each tile.
+    shape = (width // LANES, LANES) if width % LANES == 0 else (width,)
+    start = torch.zeros(num_rows, *shape, dtype=torch.float32, device=grad.device)
+    return start.index_add(0, rows, share.reshape(-1, *shape)).reshape(num_rows, width)

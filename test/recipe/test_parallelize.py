@@ -352,6 +352,19 @@ def test_steps_of_models_that_see_both_ways_are_replayed() -> None:
 
 
 @scenarios.add
+def without_backward(rank: int) -> int:
+    model, _, done = shard("llama_untied", recipe="fast")
+    step, tokens = done.compile(lambda ids: model(ids, labels=ids).loss), ids()
+    for _ in range(4):
+        step(tokens)
+    return step.replays
+
+
+def test_steps_without_backward_are_replayed() -> None:
+    assert scenarios.result("without_backward") == 2
+
+
+@scenarios.add
 def table_of_its_own(rank: int) -> dict[str, str]:
     from xla_fsdp import Recipe
 

@@ -618,10 +618,10 @@ def changed(change: Callable[[Any], None]) -> nn.Module:
     [
         ("frozen", ["block 1: up.weight is frozen, but is trained in block 0", "in all blocks"]),
         ("flat", ["every block: flat_param_0 joins several", "flatten_parameters=False"]),
-        ("blocks tied", ["block 0: down.weight is tied to a parameter of another unit"]),
+        ("blocks tied", ["block 0, block 1: down.weight is tied to a parameter of another unit"]),
         ("tied outside", ["block 1: norm.weight is tied to a parameter of another unit"]),
         ("auto-wrapped tie", ["head.bias is tied to norm.weight of a stacked block"]),
-        ("with gradient", ["block 0: norm.weight has a gradient", "zero_grad()"]),
+        ("with gradient", ["every block: norm.weight has a gradient", "zero_grad()"]),
         ("stepped in backward", ["block 0 is stepped in backward"]),
         ("kept", ["block 0 has gradients that wait to be reduced (no_sync)"]),
         ("other order", ["block 0 of 3 is not at this place of a stack"]),

@@ -205,8 +205,11 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
     }
 
 
-def one_rank(rank: int, root: str) -> State:
-    return resumed(Path(root), 1)
+def one_rank(rank: int, root: str) -> dict[str, State]:
+    job = Job(1, recipe="lean")  # stepped in backward
+    job.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())
+    job.train(0, STEPS)
+    return {"resumed": resumed(Path(root), 1), "in backward": job.full()}
 
 
 # ---------------------------------------------------------------- tests
@@ -281,10 +284,15 @@ def test_loading_on_as_many_ranks_goes_on_bit_by_bit(found: Any) -> None:
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.fixture(scope="module")
+def alone(found: Any, root: Path) -> dict[str, State]:
+    """What one rank makes, also of what two have saved."""
+    return run_on_ranks(one_rank, 1, str(root))[0]
+
+
 @pytest.mark.slow
-def test_loading_on_another_number_of_ranks(found: Any, root: Path) -> None:
-    alone = run_on_ranks(one_rank, 1, str(root))[0]
-    assert_close(alone, found[0]["whole"]["full"], atol=2e-6, rtol=1e-5)
+def test_loading_on_another_number_of_ranks(found: Any, alone: dict[str, State]) -> None:
+    assert_close(alone["resumed"], found[0]["whole"]["full"], atol=2e-6, rtol=1e-5)
 
 
 def test_what_cannot_follow_its_model_is_refused(found: Any) -> None:
@@ -310,6 +318,12 @@ def test_a_recipe_that_steps_in_backward(found: dict[str, Any]) -> None:
     done = found[0]["in backward"]
     assert done["recipe"].step_in_backward
     assert_close(done["full"], train_plain(STEPS, MICRO, clips=False)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_rank_that_steps_in_backward_accumulates(alone: dict[str, State]) -> None:
+    state, _ = train_plain(STEPS, MICRO, clips=False)
+    assert_close(alone["in backward"], state, atol=1e-5, rtol=1e-5)
 
 
 def test_a_recipe_or_a_function_that_shards() -> None:

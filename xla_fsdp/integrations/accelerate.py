@@ -88,10 +88,10 @@ class Accelerator(accelerate.Accelerator):
         recipe: shards each of these by ``parallelize`` instead, together with the optimizer given
             to the same ``prepare`` that holds its parameters. ``recipes`` then has what was done,
             in the order of the models.
+        kwargs: passed to accelerate.
 
     Raises:
         ValueError: if both are given.
-        kwargs: passed to accelerate.
     """
 
     _models: list[Any]
@@ -161,6 +161,14 @@ class Accelerator(accelerate.Accelerator):
         return model if self._shard is None else self._shard(model)
 
     # ------------------------------------------------------------ gradients
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Let gradients accumulate as accelerate does, which ``accumulate`` calls; of a sharded
+        model also on one rank, where it might step in every backward."""
+        wrapper = model if isinstance(model, XlaFullyShardedDataParallel) else None
+        with super().no_sync(model) if wrapper is None else wrapper.no_sync():
+            yield
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2

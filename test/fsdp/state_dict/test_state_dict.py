@@ -83,6 +83,30 @@ def test_units_inside_a_plain_module_and_units_alone() -> None:
 
 
 @scenario
+def inside_of_its_unit(rank: int) -> dict[str, Any]:
+    from xla_fsdp import full_state_dict
+
+    found: dict[str, Any] = {}
+    model = make()
+    root = nested(model)
+    found["inner"] = message(lambda: full_state_dict(model))
+    tied = make(TiedNet)
+    roots = root, fsdp(tied)
+    found["tied"] = message(lambda: full_state_dict(tied))
+    unit = next(module for module in model.modules() if type(module) is type(roots[0]))
+    found["unit"] = sorted(full_state_dict(unit)) == sorted(unit.state_dict())
+    return found
+
+
+def test_a_model_without_the_unit_that_shards_it_is_refused() -> None:
+    found = result("inside_of_its_unit")
+    for each in (found["inner"], found["tied"]):
+        assert each.startswith("ValueError: full_state_dict was given a ")
+        assert "of which it has only shards; give it the sharded model" in each
+    assert found["unit"]
+
+
+@scenario
 def what_does_not_fit(rank: int) -> dict[str, Any]:
     from xla_fsdp import full_state_dict
 

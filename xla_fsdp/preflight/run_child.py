@@ -145,7 +145,7 @@ def _stable_hlo(hlo: bytes) -> bytes:
                 raise ValueError("it calls a Pallas kernel, which only a TPU can run")
             if name == UNINITIALIZED:
                 [result] = call.results
-                with ir.InsertionPoint(call):
+                with ir.InsertionPoint(call), call.location:
                     element = ir.FloatAttr.get(result.type.element_type, math.nan)
                     nan = stablehlo.constant(ir.DenseElementsAttr.get_splat(result.type, element))
                 result.replace_all_uses_with(nan)

@@ -81,7 +81,7 @@ def test_offloaded_inputs_of_blocks_lie_in_the_hosts_memory() -> None:
     assert found["offloaded_bytes"] == inputs
     assert wide()["offloaded_bytes"] == 0
     assert found["wire_bytes"] == wide()["wire_bytes"]
-    # The compiler's schedule hides the gather of one small matrix of each block with or without
+    # The compiler's schedule hides the gather of one matrix of each block with or without
     # this: with 2 and 8 rows it blocks here, with 32 rows where nothing is offloaded.
     assert found["blocking_bytes"] <= wide()["blocking_bytes"] + DEPTH * WIDTH**2 * 2
     assert any("go to the host's memory" in each for each in found["findings"])

@@ -290,6 +290,21 @@ def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> Non
     assert [each for each in fake.compiled if each[:2] == ("plain", 32)] == [("plain", 32, 4)]
 
 
+def test_a_larger_batch_that_fails_is_told(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_report = trials.compiled_report
+
+    def second_killed(traced: Any, topology: Any, options: Any, **how: Any) -> Any:
+        if options["batch"] == 2:
+            raise CompileError("the TPU compiler was killed")
+        return compiled_report(traced, topology, options, **how)
+
+    monkeypatch.setattr(trials, "compiled_report", second_killed)
+    tuned, _ = search(choices={"recipe": [LEAN], "batch": [1, 2, 4]})
+    assert tuned.best is not None
+    assert tuned.best.batch == 1
+    assert "\nOther batches of it: 2: the TPU compiler was killed\n" in tuned.text()
+
+
 def test_nothing_that_fits_is_an_answer(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(mib_fixed=20_000, is_loop=True))
     assert tuned.best is None

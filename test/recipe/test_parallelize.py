@@ -21,6 +21,7 @@ from test.common.recipes import (
     optimizer_of,
 )
 from test.common.scenarios import Scenarios, make, message
+from xla_fsdp.recipe.causal_lm import why_not_streamed
 
 scenarios = Scenarios(__name__)
 
@@ -585,3 +586,12 @@ def test_what_becomes_a_unit() -> None:
     assert found["none"] == [""]
     inner = [f"body.1.{at}.{name}" for at in range(2) for name in ("up", "down")]
     assert found["policy"] == ["", "body.0", *inner]
+
+
+def test_a_head_of_another_class_is_told_with_its_module() -> None:
+    class Linear(nn.Linear):
+        """As PEFT's."""
+
+    model = make(MODELS["llama_untied"])
+    model.lm_head = Linear(4, 4)
+    assert why_not_streamed(model) == f"it is a {__name__}.Linear, not an nn.Linear"

@@ -140,9 +140,7 @@ class Tuned:
 
     def cells(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the row of a candidate under ``HEADINGS``."""
-        figures, reason = candidate.figures, self.reason(candidate)
-        if len(reason) > LONGEST_REASON:
-            reason = f"{reason[:LONGEST_REASON]}..."
+        figures, reason = candidate.figures, _cut(self.reason(candidate))
         name = str(candidate.way)
         if figures is None:
             return name, "", "", "", "", "", "", reason
@@ -202,12 +200,13 @@ class Tuned:
         return f"Nothing runs on {self.topology}: {ways} tried failed, for the {which} above."
 
     def _other_batches(self, best: Candidate) -> Iterator[str]:
-        """Yield a line on the best way's other batches that fit, and the first that does not."""
+        """Yield a line on the best way's other batches that fit, and the first that does not or
+        fails."""
         own = [each for each in self.candidates if each.way == best.way and each != best]
         fitting = [each for each in own if each.fits(self.capacity)]
         others = [f"{each.batch}: {self.rate(each):,.0f} {self.unit}/s" for each in fitting]
-        too_large = [each for each in own if each not in fitting and each.figures]
-        others += [f"{each.batch}: {self.reason(each)}" for each in too_large[:1]]
+        failing = [each for each in own if each not in fitting]
+        others += [f"{each.batch}: {_cut(self.reason(each))}" for each in failing[:1]]
         if others:
             yield f"Other batches of it: {'; '.join(others)}"
 
@@ -235,3 +234,7 @@ class Tuned:
             "reason": self.reason(candidate),
             **figures,
         }
+
+
+def _cut(reason: str) -> str:
+    return f"{reason[:LONGEST_REASON]}..." if len(reason) > LONGEST_REASON else reason

@@ -358,6 +358,8 @@ class _Search:
                 continue
             rate = samples_per_second(line.way, batch, figures.seconds, self.topology.num_ranks)
             found.append(Candidate(line.way, batch, figures, rate, line.reports.get(batch)))
+        if found and line.failed:  # at a larger batch
+            found.append(Candidate(line.way, line.failed_from, failed=line.failed))
         reason = line.failed or UNTRIED
         return found or [Candidate(line.way, self.batches[0], failed=reason)]
 
@@ -385,6 +387,7 @@ class _Search:
             if outcome is None:  # the budget has ended
                 return
             if isinstance(outcome, str):
-                line.fail(f"batch {best.batch}: {outcome}", best.batch)
+                where = "" if line.reports else f"batch {best.batch}: "
+                line.fail(f"{where}{outcome}", best.batch)
             else:
                 line.add(best.batch, outcome)

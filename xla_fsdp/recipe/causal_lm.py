@@ -46,7 +46,8 @@ def why_not_streamed(model: Any) -> str:
     """Return why the head of a causal language model cannot compute its loss; empty if it can."""
     head, kind = model.get_output_embeddings(), type(model).__name__
     if type(head) not in (nn.Linear, LinearCrossEntropy):
-        return f"it is a {type(head).__name__}, not an nn.Linear"
+        # With its module, as PEFT has a class Linear, too.
+        return f"it is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
     if model.loss_function is not _default_loss():
         return f"{kind} has a loss function of its own"
     if "labels" not in inspect.signature(model.forward).parameters:

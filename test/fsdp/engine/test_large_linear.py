@@ -61,6 +61,13 @@ class Weighty(Model):
         return logits * (1 + grad.norm().detach())
 
 
+class InPlace(Model):
+    """Scales its logits in place."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).mul_(0.5)
+
+
 class Checkpointed(Model):
     """Recomputes its head."""
 
@@ -98,13 +105,14 @@ MODELS: dict[str, Callable[[], Model]] = {
     "hooked": lambda: Hooked(3072),
     "penalized": lambda: Penalized(3072),
     "weighty": lambda: Weighty(3072),
+    "in_place": lambda: InPlace(3072),
     "checkpointed": lambda: Checkpointed(3072),
     "tied": lambda: Tied(3072),
 }
 # Loops that each model traces: of forward, and of backward where nothing asks for whole gradients.
 LOOPS = {
     "plain": 2, "odd": 2, "flat": 0, "frozen": 2, "only_head": 2, "twice": 2, "hooked": 1,
-    "penalized": 2, "weighty": 2, "checkpointed": 0, "tied": 2,
+    "penalized": 2, "weighty": 2, "in_place": 2, "checkpointed": 0, "tied": 2,
 }  # fmt: skip
 
 

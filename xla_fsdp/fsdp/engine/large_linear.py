@@ -370,7 +370,8 @@ class _Linear(torch.autograd.Function):
         product = linear.forward(rows)
         ctx.save_for_backward(input, weight)
         ctx.set_materialize_grads(False)
-        return product.reshape(*input.shape[:-1], -1)
+        # No view, which could not be changed in place. The clone is no operation of the program.
+        return product.reshape(*input.shape[:-1], -1).clone()
 
     @staticmethod
     @in_forward(False)

@@ -183,7 +183,7 @@ def _forward(
         first = [x] if unit.config.optimization_barrier_in_forward else []
         sent = _to_send(call, _large_leaves(call), first)
         sent_small = [
-            own.shards.sent(at.weights.small, own.shards.of(at.weights.small))
+            own.shards.sent_small(at.weights.small)
             for own, at in zip(call.positions, call.blocks.positions, strict=True)
         ]
         if unit.config.optimization_barrier_in_forward:
@@ -230,7 +230,7 @@ def _to_send(
 ) -> list[list[Tensor]]:
     """Return stacks of large parameters, by position."""
     parts = zip(call.positions, call.blocks.positions, leaves, strict=True)
-    return [own.shards.to_send(at.weights.large, each, after) for own, at, each in parts]
+    return [own.shards.sent_large(at.weights.large, each, after) for own, at, each in parts]
 
 
 def _prefetched(call: ScanCall, inputs: Inputs, position: int, iteration: int) -> list[Tensor]:

@@ -218,10 +218,20 @@ class BlockShards(ABC):
         return [leaves[at] for leaves in by_block for at in numbers]
 
     @abstractmethod
-    def sent(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
+    def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return the sent tensors of small parameters of all blocks, one stack [length, ...] for
+        each parameter.
+
+        Args:
+            numbers: indices of the parameters.
+        """
+
+    @abstractmethod
+    def sent_large(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the sent tensors of all blocks, one stack [length, ...] for each parameter.
+        """Return stacks [length, ...] of large parameters, of which each iteration casts and sends
+        one slice.
 
         Args:
             numbers: indices of the parameters.
@@ -229,14 +239,8 @@ class BlockShards(ABC):
             after: tensors to compute before the stacks.
         """
 
-    def to_send(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return stacks of which each iteration casts and sends one slice."""
-        return self.sent(numbers, leaves, after)
-
     def is_sent_as_stored(self, number: int) -> bool:
-        """Whether ``to_send`` returns the leaf of this parameter itself."""
+        """Whether ``sent_large`` returns the leaf of this parameter itself."""
         return False
 
     @abstractmethod
@@ -251,8 +255,18 @@ class BlockShards(ABC):
 class SeparateShards(BlockShards):
     """Shards of blocks that each have their own; they are stacked in every step."""
 
-    def sent(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
+    def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
+        if not numbers:
+            return []
+        first = self._groups[0]
+        with torch.no_grad():
+            by_block = ([group.leaves[at] for at in numbers] for group in self._groups)
+            # Without the barrier the compiler casts each shard before it stacks them.
+            stacks = ops.barrier([torch.stack(own) for own in zip(*by_block, strict=True)])
+            return first.gather.sent([first.params[at] for at in numbers], stacks, stacked=True)
+
+    def sent_large(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
         if not numbers:
             return []
@@ -321,14 +335,10 @@ class StackedShards(BlockShards):
         whole = (self._first, self._stop, self._step) == (0, len(stack), 1)
         return stack if whole else stack[self._first : self._stop : self._step]
 
-    def sent(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor] = ()
-    ) -> list[Tensor]:
-        params = [self._group.params[at] for at in numbers]
-        with torch.no_grad():
-            return ops.once_computed(after, self._group.gather.sent(params, leaves, stacked=True))
+    def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
+        return self._sent(numbers, self.of(numbers))
 
-    def to_send(
+    def sent_large(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
         pairs = list(zip(numbers, leaves, strict=True))
@@ -336,9 +346,14 @@ class StackedShards(BlockShards):
         # the loop, the copy takes less memory.
         found = {at: leaf.detach() for at, leaf in pairs if self.is_sent_as_stored(at)}
         others = [at for at in numbers if at not in found]
-        sent = self.sent(others, [leaf for at, leaf in pairs if at in others], after)
-        found.update(zip(others, sent, strict=True))
+        sent = self._sent(others, [leaf for at, leaf in pairs if at in others])
+        found.update(zip(others, ops.once_computed(after, sent), strict=True))
         return [found[at] for at in numbers]
+
+    def _sent(self, numbers: Sequence[int], leaves: Sequence[Tensor]) -> list[Tensor]:
+        params = [self._group.params[at] for at in numbers]
+        with torch.no_grad():
+            return self._group.gather.sent(params, leaves, stacked=True)
 
     def is_sent_as_stored(self, number: int) -> bool:
         param = self._group.params[number]

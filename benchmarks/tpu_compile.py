@@ -11,7 +11,8 @@ fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps each table in a file, with the command
 that makes it; other sections of the file stay. Preflight caches compiled programs, so a second run
-takes only the time to trace.
+takes only the time to trace. With ``--compilations N`` each program is compiled N times more, in
+turn with the others, and compile times are the medians of these.
 
     python benchmarks/tpu_compile.py --goals --models 1024x24 --topology v5e:4x4 --topology v5e:8x8
 
@@ -27,10 +28,11 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from xla_fsdp.preflight.compiler import (
     compile_program,
     compiler_environment,
 )
-from xla_fsdp.preflight.program import Traced
+from xla_fsdp.preflight.program import Program, Traced
 from xla_fsdp.preflight.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.tpu_flags import compiler_flags
@@ -84,6 +86,8 @@ class Result:
     name: str
     report: Report
     compiled: Compiled
+    program: Program
+    flags: str  # that it was compiled with
     tokens: int  # of all ranks
     trace_seconds: list[float] = field(default_factory=list)
 
@@ -127,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", action="append", help="default v5e:4x4; may be repeated")
     parser.add_argument("--only", default=",".join(PROGRAMS), metavar="NAME,...")
     parser.add_argument("--rounds", type=int, default=5, help="steps traced for the time of one")
+    parser.add_argument(
+        "--compilations", type=int, default=0, help="more of each program, for the compile times"
+    )
     parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
     parser.add_argument("--cache_dir", type=Path, help="default: in the user's cache folder")
     parser.add_argument(
@@ -153,6 +160,8 @@ def _results(case: Case, options: argparse.Namespace) -> tuple[list[Result], lis
             results.append(_examine(name, case, options))
         except CompileError as error:
             problems += ["", f"{name}: {error}"]
+    if options.compilations:
+        _time_compilations(results, case, options)
     traced = [result.name for result in results if result.name in TRACED_EVERY_STEP]
     tell(f"{case.title}: host time of a step")
     seconds = in_child(_trace_seconds, traced, case, options.rounds) if traced else {}
@@ -166,15 +175,41 @@ def _examine(name: str, case: Case, options: argparse.Namespace) -> Result:
     traced: Traced = in_child(_lowered_by_jax if name == "jax" else _traced, name, case)
     tell(f"{case.title}: compiling {name}")
     [program] = traced.programs
-    compiled = compile_program(
+    flags = compiler_flags() if name in FLAGGED and not options.plain else ""
+    compiled = _compile(program, flags, case, options, options.cache_dir)
+    tokens = case.topology.num_ranks * case.shape.batch * case.shape.length
+    report = report_on(traced, [compiled], case.topology, {})
+    return Result(name, report, compiled, program, flags, tokens)
+
+
+def _compile(
+    program: Program, flags: str, case: Case, options: argparse.Namespace, cache_dir: Path | None
+) -> Compiled:
+    return compile_program(
         program,
         case.topology,
         max_host_mem=round(options.max_host_mem * GIB),
-        cache_dir=options.cache_dir,
-        flags=compiler_flags() if name in FLAGGED and not options.plain else "",
+        cache_dir=cache_dir,
+        flags=flags,
     )
-    tokens = case.topology.num_ranks * case.shape.batch * case.shape.length
-    return Result(name, report_on(traced, [compiled], case.topology, {}), compiled, tokens)
+
+
+def _time_compilations(results: Sequence[Result], case: Case, options: argparse.Namespace) -> None:
+    """Compile again without the cache; set the compile times to the medians.
+
+    Programs alternate, so that other load on the machine affects all of them.
+    """
+    times: dict[str, list[Compiled]] = {result.name: [] for result in results}
+    for number in range(options.compilations):
+        tell(f"{case.title}: compilation {number + 1} of {options.compilations}")
+        for result in results:
+            with tempfile.TemporaryDirectory() as folder:
+                again = _compile(result.program, result.flags, case, options, Path(folder))
+            times[result.name].append(again)
+    for result in results:
+        cpu = statistics.median(each.cpu_seconds for each in times[result.name])
+        wall = statistics.median(each.seconds for each in times[result.name])
+        result.compiled = replace(result.compiled, cpu_seconds=cpu, seconds=wall)
 
 
 def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -257,7 +292,7 @@ def _command(options: argparse.Namespace, cases: Sequence[Case]) -> list[str]:
     words += ["--models", ",".join(models)]
     for name in dict.fromkeys(each.topology.name for each in cases):
         words += ["--topology", name]
-    for option in ("only", "rounds", "max_host_mem"):
+    for option in ("only", "rounds", "compilations", "max_host_mem"):
         if (value := getattr(options, option)) != _parser().get_default(option):
             words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
     words += ["--plain"] if options.plain else []

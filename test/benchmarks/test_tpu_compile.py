@@ -145,7 +145,8 @@ class Figures:
             peak=0, arguments=0, temporaries=0, code=self.code_mib * 2**20, on_host=0,
             cpu_seconds=self.cpu_seconds, seconds=0,
         )  # fmt: skip
-        return benchmark.Result("streamed", report, compiled, tokens=4000)
+        program = benchmark.Program(b"", (), ())
+        return benchmark.Result("streamed", report, compiled, program, flags="", tokens=4000)
 
 
 def test_the_table_of_goals_marks_what_is_missed(benchmark: ModuleType) -> None:
@@ -180,3 +181,39 @@ def number(cell: str) -> float:
 
 if __name__ == "__main__":
     print(json.dumps([losses(int(seed)) for seed in sys.argv[1:]]))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The times of a compilation."""
+
+    cpu_seconds: float
+    seconds: float
+
+
+def test_compile_times_are_medians_of_compilations_in_turn(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = benchmark.Case(benchmark.gpt.Shape(64, 1), benchmark.find_topology("v5e:4x4"))
+    names = ("scan", "jax")
+    results = [
+        benchmark.Result(n, None, Compiled(99, 99), benchmark.Program(n.encode(), (), ()), n, 1)
+        for n in names
+    ]
+    times = iter([7.0, 20, 5, 40, 6, 30])
+    folders, order = set(), []
+
+    def compile_program(program: Any, topology: Any, *, flags: str, **options: Any) -> Compiled:
+        assert flags == program.hlo.decode()
+        assert not list(options["cache_dir"].iterdir())
+        folders.add(options["cache_dir"])
+        order.append(flags)
+        cpu = next(times)
+        return Compiled(cpu, cpu / 2)
+
+    monkeypatch.setattr(benchmark, "compile_program", compile_program)
+    options = benchmark._parser().parse_args(["--compilations", "3"])
+    benchmark._time_compilations(results, case, options)
+    assert order == [*names] * 3
+    assert [result.compiled for result in results] == [Compiled(6, 3), Compiled(30, 15)]
+    assert not any(folder.exists() for folder in folders)

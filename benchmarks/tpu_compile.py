@@ -94,7 +94,10 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, and print the tables; return the exit code."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.goals and options.compilations:
+        parser.error("--compilations is for tables of programs; --goals compiles each once")
     for title, lines in _goals(options) if options.goals else _tables(options):
         print("\n".join(["", f"## {title}", "", *lines]), flush=True)
         if options.write:  # after every case: a run may take hours

@@ -179,10 +179,6 @@ def number(cell: str) -> float:
     return float(re.sub(",", "", cell))
 
 
-if __name__ == "__main__":
-    print(json.dumps([losses(int(seed)) for seed in sys.argv[1:]]))
-
-
 @dataclass(frozen=True)
 class Compiled:
     """The times of a compilation."""
@@ -217,3 +213,15 @@ def test_compile_times_are_medians_of_compilations_in_turn(
     assert order == [*names] * 3
     assert [result.compiled for result in results] == [Compiled(6, 3), Compiled(30, 15)]
     assert not any(folder.exists() for folder in folders)
+
+
+def test_tables_of_goals_refuse_several_compilations(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--goals", "--compilations", "2"])
+    assert "--goals compiles each once" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    print(json.dumps([losses(int(seed)) for seed in sys.argv[1:]]))

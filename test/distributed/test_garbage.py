@@ -1,4 +1,4 @@
-"""Garbage is collected, whatever other threads do."""
+"""Garbage is collected, and objects keep their tensors, whatever other threads do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from test.common.garbage import collecting_elsewhere
 from xla_fsdp.distributed.garbage import collect_garbage
+from xla_fsdp.distributed.xla import ops
 
 
 class Node:
@@ -27,3 +30,22 @@ def test_cycles_are_freed_while_another_thread_collects(collect: Any, is_freed: 
         collect()
         assert (node() is None) == is_freed
     assert len(gc.callbacks) == before
+
+
+def saved_by_autograd_alone() -> tuple[Tensor, weakref.ref[Tensor]]:
+    """A result, and a reference to the tensor [7, 3] that its gradient needs."""
+    saved = torch.ones(7, 3, requires_grad=True) * 2
+    return saved * torch.ones(7, 1, requires_grad=True), weakref.ref(saved)
+
+
+def found(reference: weakref.ref[Tensor]) -> Tensor:
+    return next(each for each in ops.tensor_objects() if each is reference())
+
+
+@pytest.mark.parametrize("find", [ops.referent, found])
+def test_a_tensor_that_was_found_outlives_the_graph_that_saved_it(find: Any) -> None:
+    """A thread of autograd may drop the graph at any time."""
+    result, reference = saved_by_autograd_alone()
+    tensor = find(reference)
+    del result
+    assert tensor.tolist() == [[2.0] * 3] * 7

@@ -271,7 +271,7 @@ def _operand_sizes(module: Module) -> dict[str, int]:
 def _live_tensors() -> list[Tensor]:
     """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
     found: dict[int, Tensor] = {}
-    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+    for tensor in ops.tensor_objects():
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
             if each is not None and each.device.type == "xla":
                 found[id(each)] = each

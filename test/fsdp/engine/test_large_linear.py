@@ -372,6 +372,8 @@ SCENARIOS = {
 
 def compared(rank: int) -> dict[str, tuple[float, int]]:
     """How far gradients are from those with the whole weight, and the number of loops."""
+    import torch_xla
+
     from xla_fsdp.fsdp.engine import large_linear
 
     found = {}
@@ -381,7 +383,9 @@ def compared(rank: int) -> dict[str, tuple[float, int]]:
             large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = least, 2**16
             model = wrapped()
             scenario(model, rank)
-            grads.append([each.grad for each in model.parameters()])
+            torch_xla.sync()
+            # Read, so that the ranks meet before one of them changes the sizes for the other.
+            grads.append([each.grad.cpu() for each in model.parameters()])
             if least < 2**40:
                 loops = len(model._fsdp_unit._loops.made)
         errors = [

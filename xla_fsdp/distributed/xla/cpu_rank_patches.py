@@ -251,7 +251,7 @@ def drop_pending(num_ranks: int) -> None:
     different collectives.
     """
     with _no_collection(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in _tensors():
+        for tensor in ops.tensor_objects():
             # Raised for what torch left behind after an error, whose tensor has been freed, and
             # for subclasses around other tensors, which are found by themselves.
             with contextlib.suppress(RuntimeError):
@@ -262,11 +262,6 @@ def drop_pending(num_ranks: int) -> None:
     # What these have in place of a value ends the process when a program reads it.
     for rank in range(num_ranks):
         torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
-
-
-def _tensors() -> list[Tensor]:
-    """Return all tensors that have a Python object."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
 
 def _lose_gradient(leaf: Tensor) -> None:

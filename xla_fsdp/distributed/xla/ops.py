@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -351,6 +353,25 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
             tensor.data = dummy
         else:
             release(tensor, dummy)
+
+
+def tensor_objects() -> list[Tensor]:
+    """Return all tensors of the process that have a Python object."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return [_owned(each) for each in found]
+
+
+def referent(reference: weakref.ref[Tensor]) -> Tensor | None:
+    """Return the tensor of a weak reference, or None if it is gone."""
+    tensor = reference()
+    return None if tensor is None else _owned(tensor)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    # The object of a tensor that only autograd still holds belongs to that tensor. A thread of
+    # autograd may drop it at any time, and the object would be left without a tensor.
+    tensor._fix_weakref()  # type: ignore[attr-defined]
+    return tensor
 
 
 def num_changes(tensors: Sequence[Tensor]) -> list[int]:

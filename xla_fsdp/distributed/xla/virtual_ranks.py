@@ -270,7 +270,7 @@ def _live_tensors(on: str) -> list[Tensor]:
     """Return all Python objects of XLA tensors on a device; several may be of one XLA tensor."""
     device = torch.device(on)
     found: dict[int, Tensor] = {}
-    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+    for tensor in ops.tensor_objects():
         for each in (tensor, tensor.grad if tensor.is_leaf else None):
             if each is not None and each.device == device:
                 found[id(each)] = each

@@ -430,7 +430,7 @@ class Program:
 
     def _pool(self, held: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         hosts = [host.device_value for host in self.hosts]
-        return [*held, *arguments, *hosts, *(reference() for reference in self.objects)]
+        return [*held, *arguments, *hosts, *map(ops.referent, self.objects)]
 
     def _at(self, reference: Reference) -> int:
         kind, number = reference

@@ -98,7 +98,7 @@ class Seen(TorchFunctionMode):
 
     def tensors(self) -> list[Tensor]:
         """Return the XLA tensors that it has seen and that still exist."""
-        found = (reference() for reference in list(self._tensors.values()))
+        found = map(ops.referent, list(self._tensors.values()))
         return [each for each in found if each is not None]
 
     def _note(self, value: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.context_parallel import context_key
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_guards import ReshardedParam
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -156,7 +157,7 @@ class Somewhere:
         return "somewhere", self.number
 
     def get(self) -> Any:
-        return self.reference()
+        return ops.referent(self.reference)
 
     def set(self, value: Tensor | None) -> None:
         raise TypeError("a tensor in an unknown place cannot be replaced")
@@ -559,7 +560,7 @@ class Watched:
                 found.setdefault(slot.where, (label, slot))
         known = {id(slot.get()) for _, slot in found.values()}
         for reference in self._others:
-            tensor = reference()
+            tensor = ops.referent(reference)
             if tensor is None or isinstance(tensor, ReshardedParam):  # which has lost its values
                 continue
             if id(tensor) not in known:

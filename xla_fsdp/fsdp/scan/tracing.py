@@ -11,10 +11,12 @@ import pickle
 import random
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -281,15 +283,20 @@ _OF_GRAPHS = frozenset(
 
 
 class MadeTensors(TorchFunctionMode):
-    """References to the tensors that functions return inside."""
+    """Which of the tensors that functions return inside are alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[weakref.ref[Tensor]] = []
+        self._alive: dict[int, tuple[weakref.ref[Tensor], list[int]]] = {}  # with their shapes
+        self._count = 0
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that no function returned."""
-        self._made += map(weakref.ref, tensors)
+        for tensor in tensors:
+            self._count += 1
+            # Not asked later: that would keep the tensor, if only autograd held it.
+            gone = partial(_forget, self._alive, self._count)
+            self._alive[self._count] = weakref.ref(tensor, gone), list(tensor.shape)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -302,17 +309,23 @@ class MadeTensors(TorchFunctionMode):
     def problem(self) -> str | None:
         """Return what to tell the user if one of them is alive after the trace: to read it would
         end the process, as it has no value outside of the loop."""
-        if any(each() is not None for each in self._made):
+        if self._alive:
             collect_garbage()
-        for tensor in [each() for each in self._made]:
-            if tensor is not None:
-                return (
-                    f"a scanned block leaves a tensor of shape {list(tensor.shape)} in a dict, a "
-                    f"list or another object; blocks run as one loop, outside of which it has no "
-                    f"value. Return it as a part of what goes from block to block, or do not scan "
-                    f"these blocks"
-                )
+        # Autograd's threads drop what a gradient was computed from a moment after they hand it out.
+        latest = time.monotonic() + 1
+        while self._alive and time.monotonic() < latest:
+            time.sleep(0.001)
+        for _, shape in list(self._alive.values())[:1]:
+            return (
+                f"a scanned block leaves a tensor of shape {shape} in a dict, a list or another "
+                f"object; blocks run as one loop, outside of which it has no value. Return it as a "
+                f"part of what goes from block to block, or do not scan these blocks"
+            )
         return None
+
+
+def _forget(alive: dict[int, Any], number: int, _: weakref.ref[Tensor]) -> None:
+    alive.pop(number, None)
 
 
 def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[int]:

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.shard_layout import LANES, ROWS
+from xla_fsdp.distributed.shard_layout import ROWS
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Loop, LoopCache, TensorSpec, trace_body
 from xla_fsdp.fsdp.chunked.chunks import Chunks
 from xla_fsdp.fsdp.chunked.weights import ChunkedWeights
+from xla_fsdp.fsdp.engine.embedding_grad import sum_rows
 
 
 class LookupStrategy(Protocol):
@@ -80,7 +81,7 @@ class GatherChunks:
         def body(values: list[Tensor]) -> list[Tensor]:
             number, wanted, grad = values
             row, is_here = self.chunks.locate(wanted, number)
-            found = _scatter_add(num_rows, row, is_here, grad)
+            found = sum_rows(num_rows, row, is_here, grad)
             return [self.weights.reduce(found.to(self.weights.dtype))]
 
         specs = [TensorSpec((1,), torch.int32), TensorSpec.of(numbers), TensorSpec.of(grad)]
@@ -110,7 +111,7 @@ class ExchangeRows:
         row, is_here = self._locate(self.group.all_gather(numbers))
         all_grads = self.group.all_gather(grad)
         num_rows = self.part.num_shards * (self.weights.shard_rows + self._padding)
-        found = _scatter_add(num_rows, row, is_here, all_grads)
+        found = sum_rows(num_rows, row, is_here, all_grads)
         own = reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
         return own if self.part.num_shards == 1 else self.part.reduce_scatter(own)
 
@@ -143,14 +144,4 @@ def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
     """Return the unsharded gradient of the table, [num_rows, width] float32, from this rank's rows
     alone."""
     is_row = numbers >= 0
-    return _scatter_add(num_rows, torch.where(is_row, numbers, 0), is_row, grad)
-
-
-def _scatter_add(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    """Sum gradients by row, where ``counts`` is true; return [num_rows, width] float32."""
-    share = torch.where(counts[:, None], grad.float(), 0.0)
-    width = grad.shape[-1]
-    # A row that is whole tiles takes a fifth of the code that the TPU needs for one in each tile.
-    shape = (width // LANES, LANES) if width % LANES == 0 else (width,)
-    start = torch.zeros(num_rows, *shape, dtype=torch.float32, device=grad.device)
-    return start.index_add(0, rows, share.reshape(-1, *shape)).reshape(num_rows, width)
+    return sum_rows(num_rows, torch.where(is_row, numbers, 0), is_row, grad)

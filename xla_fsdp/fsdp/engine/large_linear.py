@@ -35,6 +35,7 @@ from xla_fsdp.distributed.xla.loop import (
     write_slice,
 )
 from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
+from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 
@@ -147,33 +148,6 @@ def pieces_for(
 # ---------------------------------------------------------------- in the forward of the unit
 
 
-class PiecewiseWeight(Tensor):
-    """An unsharded weight in the forward of its unit, with which ``F.linear`` computes piecewise
-    where it can."""
-
-    _linear: LinearInPieces
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear:
-                return _linear(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(weight, PiecewiseWeight) and weight._linear.can_compute(input, weight, bias):
-        result = weight._linear(input, weight)
-        return result if bias is None else result + bias
-    return F.linear(input, weight, bias)
-
-
 class LinearInPieces:
     """``F.linear`` without bias in one forward of a unit, with one of its weights.
 
@@ -196,10 +170,8 @@ class LinearInPieces:
         self._version = version_of(saved.unsharded[original])
 
     def mark(self) -> None:
-        """Make the weight a ``PiecewiseWeight``, until the unit reshards."""
-        weight: Any = self.saved.unsharded[self._original]
-        weight.__class__ = PiecewiseWeight
-        weight._linear = self
+        """Let ``F.linear`` compute with the weight in pieces, until the unit reshards."""
+        compute_by(self.saved.unsharded[self._original], F.linear, self._linear)
 
     @property
     def group(self) -> FSDPParamGroup:
@@ -230,8 +202,11 @@ class LinearInPieces:
             and self._original not in self.saved.changed_in_place()
         )
 
-    def __call__(self, input: Tensor, weight: Tensor) -> Tensor:
-        return _Linear.apply(self, input, weight)
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.can_compute(input, weight, bias):
+            return F.linear(input, weight, bias)
+        result = _Linear.apply(self, input, weight)
+        return result if bias is None else result + bias
 
     # ------------------------------------------------------------ loops
 

@@ -22,6 +22,7 @@ from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.all_gather import AllGather, InTurn
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.embedding_grad import sum_small_in_float32
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     OriginalParam,
@@ -211,6 +212,7 @@ class FSDPParamGroup:
         if state is ShardedState.UNSHARDED:
             remember_shown(unsharded)
         reopen(unsharded)
+        sum_small_in_float32(self.originals, unsharded)
         self.unsharded, self.sharded_state = unsharded, state
         self.unsharded_versions = self.versions if versions is None else versions
 

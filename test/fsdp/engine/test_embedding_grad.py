@@ -1,0 +1,250 @@
+"""Gradients of small embeddings: sums of rows in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test.common.ranks import run_on_ranks
+from test.common.scenarios import make
+
+TYPES, PLACES, LENGTH = 2, 24, 4096
+
+
+class Model(nn.Module):
+    """Two small tables, one of rows that are whole tiles, in a unit or in the root."""
+
+    def __init__(self, width: int = 128, **options: Any) -> None:
+        super().__init__()
+        self.types = nn.Embedding(TYPES, width)
+        self.places = nn.Embedding(PLACES, width, **options)
+        self.body = nn.Linear(width, width)
+
+    def embed(self, types: Tensor) -> Tensor:
+        places = torch.arange(types.shape[1], device=types.device) % PLACES
+        return self.types(types) + self.places(places)
+
+    def forward(self, types: Tensor) -> Tensor:
+        return torch.tanh(self.body(self.embed(types))).square()
+
+
+class Penalized(Model):
+    """Its loss has the norm of a gradient, which has a graph."""
+
+    def forward(self, types: Tensor) -> Tensor:
+        rows = self.types(types)
+        [grad] = torch.autograd.grad(rows.tanh().mean(), self.types.weight, create_graph=True)
+        return super().forward(types) + grad.square().mean()
+
+
+class Tied(Model):
+    """Uses one table also as a matrix, and reads it."""
+
+    def forward(self, types: Tensor) -> Tensor:
+        x = super().forward(types)
+        return F.linear(x, self.places.weight) + self.places.weight.mean()
+
+
+class Functional(Model):
+    """Calls the function by keywords, with numbers in int32, and with a table that it computes."""
+
+    def embed(self, types: Tensor) -> Tensor:
+        numbers = types.int()
+        rows = F.embedding(input=numbers, weight=self.types.weight, padding_idx=-1)
+        return rows + F.embedding(numbers, self.types.weight * 2)
+
+
+class Recomputed(Model):
+    """Recomputes its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from xla_fsdp import checkpoint_module
+
+        self.body = checkpoint_module(self.body)
+        self.types = checkpoint_module(self.types)
+
+
+class InTransform(Model):
+    """Looks up rows inside of a transform."""
+
+    def embed(self, types: Tensor) -> Tensor:
+        return torch.func.vmap(self.types)(types)
+
+
+class ByRows(nn.Module):
+    """A model whose blocks look up rows."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.types, self.body = nn.Embedding(TYPES, 128), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor, types: Tensor) -> Tensor:
+            return x + torch.tanh(self.body(x + self.types(types)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Embedding(TYPES, 128)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
+
+    def forward(self, types: Tensor) -> Tensor:
+        x = self.start(types)
+        for block in self.blocks:
+            x = block(x, types)
+        return x
+
+
+def frozen() -> Model:
+    model = Model()
+    model.types.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Model,
+    "narrow": lambda: Model(40),
+    "padding": lambda: Model(padding_idx=3),
+    "last_is_padding": lambda: Model(padding_idx=-1),
+    "by_frequency": lambda: Model(scale_grad_by_freq=True),
+    "penalized": Penalized,
+    "tied": Tied,
+    "functional": Functional,
+    "recomputed": Recomputed,
+    "in_transform": InTransform,
+    "frozen": frozen,
+    "by_rows": ByRows,
+}
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, TYPES, (3, 50), generator=generator)
+
+
+def loss_of(model: Any, types: Tensor) -> Tensor:
+    return model(types).float().mean()
+
+
+def wrap(name: str, model: Any, **options: Any) -> Any:
+    """Wrap a model, or a unit inside of it and then the model, or its blocks, scanned."""
+    from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
+
+    if name == "plain":
+        model.types = XlaFullyShardedDataParallel(model.types, **options)
+    if name == "by_rows":
+        for at, block in enumerate(model.blocks):
+            model.blocks[at] = XlaFullyShardedDataParallel(block, **options)
+        model = XlaFullyShardedDataParallel(model, **options)
+        scan_blocks(model.blocks)
+        return model
+    return XlaFullyShardedDataParallel(model, **options)
+
+
+def train_all(rank: int, names: list[str]) -> dict[str, Any]:
+    return {name: train(rank, name) for name in names}
+
+
+def train(rank: int, name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps; losses and parameters."""
+    import torch_xla
+
+    model = wrap(name, make(MODELS[name], seed=0))
+    optimizer = sgd(model)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch(rank, step).to(torch_xla.device()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with type(model).summon_full_params(model):
+        params = {key: value.detach().cpu() for key, value in model.named_parameters()}
+    return losses, params
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+
+
+def reference(num_ranks: int, name: str) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The same on the joined batch, with losses by rank."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizer = sgd(model)
+    losses: list[list[float]] = [[] for _ in range(num_ranks)]
+    for step in range(3):
+        for rank in range(num_ranks):
+            loss = loss_of(model, batch(rank, step))
+            (loss / num_ranks).backward()
+            losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {key: value.detach() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [(1, ["plain", "by_rows"]), (2, list(MODELS)), (3, ["plain", "narrow", "padding", "by_rows"])],
+)
+def test_models_train_as_without_fsdp(num_ranks: int, names: list[str]) -> None:
+    found = run_on_ranks(train_all, num_ranks, names)
+    for name in names:
+        losses, params = reference(num_ranks, name)
+        for rank in range(num_ranks):
+            assert found[rank][name][0] == pytest.approx(losses[rank], rel=1e-5)
+        for key, value in params.items():
+            torch.testing.assert_close(found[0][name][1][key], value, rtol=1e-5, atol=3e-6)
+
+
+# ---------------------------------------------------------------- in bfloat16
+
+
+class Sum(nn.Module):
+    """The gradient of each row is how often it is looked up."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.table(numbers).float().sum()
+
+
+def counted(rank: int) -> dict[str, list[float]]:
+    """Gradients of the first rows, to which 4,096 and 512 are added."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    numbers = torch.zeros(9, 512, dtype=torch.long)
+    numbers[8] = 1
+    found = {}
+    for name, width, rows in (("tiles", 128, 2), ("narrow", 40, 3), ("large", 1024, 4097)):
+        for recompute in (False, True):
+            model: Any = make(lambda width=width, rows=rows: Sum(width, rows))
+            model = checkpoint_module(model) if recompute else model
+            model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+            model(numbers.to(torch_xla.device())).backward()
+            [param] = model.parameters()
+            grad = param.grad.clone()
+            with torch.no_grad():
+                param.copy_(grad)
+            with type(model).summon_full_params(model):
+                [whole] = model.parameters()
+                found[f"{name}, {recompute}"] = whole[:2, -1].tolist()
+    return found
+
+
+def test_sums_do_not_stop_growing() -> None:
+    for found in run_on_ranks(counted, 2):
+        for recompute in (False, True):
+            assert found[f"tiles, {recompute}"] == [4096, 512]
+            assert found[f"narrow, {recompute}"] == [4096, 512]
+            # Where sums are in bfloat16, as for a table of more than 2**22 elements.
+            assert found[f"large, {recompute}"] == [256, 256]

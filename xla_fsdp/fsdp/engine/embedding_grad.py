@@ -1,0 +1,95 @@
+"""The gradient of an embedding's table: sums of rows in float32.
+
+PyTorch/XLA adds the gradients of equal numbers in the dtype of the table. In bfloat16 a sum stops
+growing at some 256 times what is added to it: so would the two rows of BERT's token types, to which
+every token of a batch adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.higher_order import in_transform
+from xla_fsdp.distributed.shard_layout import LANES
+from xla_fsdp.fsdp.engine.forward_weight import compute_by
+from xla_fsdp.fsdp.engine.param import OriginalParam
+
+SMALL = 2**22
+"""Elements of the largest table whose gradient is summed in float32. For a vocabulary that would
+hold a third whole table, as large as two in bfloat16; ``StreamedEmbedding`` holds none."""
+
+
+def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence[Tensor]) -> None:
+    """Let ``F.embedding`` sum the gradients of small tables in float32.
+
+    Args:
+        originals: parameters of a unit.
+        unsharded: the tensors with which its forward computes.
+    """
+    for original, tensor in zip(originals, unsharded, strict=True):
+        if len(original.shape) == 2 and original.shape.numel() <= SMALL:
+            is_table = any(isinstance(owner.module, nn.Embedding) for owner in original.owners)
+            # Leaves belong to the user, as in ``summon_full_params``.
+            if is_table and type(tensor) is Tensor and tensor.requires_grad:
+                compute_by(tensor, F.embedding, _embedding)
+
+
+def sum_rows(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    """Sum gradients by row.
+
+    Args:
+        num_rows: rows of the table.
+        rows: [n] integers, the row of each gradient.
+        counts: [n] bool, which gradients count.
+        grad: [n, width].
+
+    Returns:
+        The gradient of the table, [num_rows, width] float32.
+    """
+    share = torch.where(counts[:, None], grad.float(), 0.0)
+    width = grad.shape[-1]
+    # A row that is whole tiles takes a fifth of the code that the TPU needs for one in each tile.
+    shape = (width // LANES, LANES) if width % LANES == 0 else (width,)
+    start = torch.zeros(num_rows, *shape, dtype=torch.float32, device=grad.device)
+    return start.index_add(0, rows, share.reshape(-1, *shape)).reshape(num_rows, width)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    plain = max_norm is None and not (scale_grad_by_freq or sparse or in_transform())
+    if plain and torch.is_grad_enabled():
+        return _Embedding.apply(input, weight, padding_idx)
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+class _Embedding(torch.autograd.Function):
+    """Map (input, weight) to ``F.embedding(input, weight, padding_idx)``. Backward is made of
+    operations that have gradients themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.num_rows, ctx.dtype = len(weight), weight.dtype
+        ctx.padding_idx = padding_idx
+        return F.embedding(input, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        [input] = ctx.saved_tensors
+        rows = input.reshape(-1)
+        padding = ctx.padding_idx
+        skipped = -1 if padding is None else padding % ctx.num_rows
+        summed = sum_rows(ctx.num_rows, rows, rows != skipped, grad.reshape(-1, grad.shape[-1]))
+        return None, summed.to(ctx.dtype), None

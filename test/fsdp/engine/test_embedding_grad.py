@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -206,45 +206,73 @@ def test_models_train_as_without_fsdp(num_ranks: int, names: list[str]) -> None:
 
 
 class Sum(nn.Module):
-    """The gradient of each row is how often it is looked up."""
+    """Adds rows; the gradient of each is how often it is looked up."""
 
-    def __init__(self, width: int, rows: int) -> None:
+    def __init__(self, width: int = 128, rows: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(rows, width)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        return self.table(numbers).float().sum()
+    def forward(self, x: Tensor | float, numbers: Tensor) -> Tensor:
+        return x + self.table(numbers)
+
+
+class SumOfBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(1, 128))
+        self.blocks = nn.ModuleList([Sum() for _ in range(3)])
+
+    def forward(self, x: float, numbers: Tensor) -> Tensor:
+        found = x + self.start.expand(numbers.numel(), -1)
+        numbers = numbers.flatten()  # one tensor for all blocks, as a loop wants it
+        for block in self.blocks:
+            found = block(found, numbers)
+        return found
+
+
+def wrapped_sums() -> Iterator[tuple[str, Any]]:
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
+
+    def wrap(model: Any) -> Any:
+        return XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+
+    for name, width, rows in (("tiles", 128, 2), ("narrow", 40, 3), ("large", 1024, 8193)):
+        yield name, wrap(make(lambda width=width, rows=rows: Sum(width, rows)))
+    yield "recomputed", wrap(checkpoint_module(make(Sum)))
+    for name, kinds in (("scanned", {"stacked": False}), ("stacked", {"stacked": True})):
+        model = make(SumOfBlocks)
+        for at, block in enumerate(model.blocks):
+            model.blocks[at] = wrap(block)
+        model = wrap(model)
+        scan_blocks(model.blocks, **kinds)
+        yield name, model
 
 
 def counted(rank: int) -> dict[str, list[float]]:
-    """Gradients of the first rows, to which 4,096 and 512 are added."""
+    """The gradients of the rows of tables, to which 4,096 and 512 are added."""
     import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
     numbers = torch.zeros(9, 512, dtype=torch.long)
     numbers[8] = 1
     found = {}
-    for name, width, rows in (("tiles", 128, 2), ("narrow", 40, 3), ("large", 1024, 4097)):
-        for recompute in (False, True):
-            model: Any = make(lambda width=width, rows=rows: Sum(width, rows))
-            model = checkpoint_module(model) if recompute else model
-            model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
-            model(numbers.to(torch_xla.device())).backward()
-            [param] = model.parameters()
-            grad = param.grad.clone()
-            with torch.no_grad():
-                param.copy_(grad)
-            with type(model).summon_full_params(model):
-                [whole] = model.parameters()
-                found[f"{name}, {recompute}"] = whole[:2, -1].tolist()
+    for name, model in wrapped_sums():
+        model(0.0, numbers.to(torch_xla.device())).float().sum().backward()
+        grads = full_grads(model)
+        found[name] = next(grad[:2, -1].tolist() for key, grad in grads.items() if "table" in key)
     return found
+
+
+def full_grads(model: Any) -> dict[str, Tensor]:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.grad)
+    with type(model).summon_full_params(model):
+        return {key: value.detach().cpu() for key, value in model.named_parameters()}
 
 
 def test_sums_do_not_stop_growing() -> None:
     for found in run_on_ranks(counted, 2):
-        for recompute in (False, True):
-            assert found[f"tiles, {recompute}"] == [4096, 512]
-            assert found[f"narrow, {recompute}"] == [4096, 512]
-            # Where sums are in bfloat16, as for a table of more than 2**22 elements.
-            assert found[f"large, {recompute}"] == [256, 256]
+        # Where sums are in bfloat16, as for a table of more than 16 MiB.
+        assert found.pop("large") == [256, 256]
+        assert list(found) == ["tiles", "narrow", "recomputed", "scanned", "stacked"]
+        assert all(counts == [4096, 512] for counts in found.values()), found

@@ -19,9 +19,9 @@ from xla_fsdp.distributed.shard_layout import LANES
 from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param import OriginalParam
 
-SMALL = 2**22
-"""Elements of the largest table whose gradient is summed in float32. For a vocabulary that would
-hold a third whole table, as large as two in bfloat16; ``StreamedEmbedding`` holds none."""
+SMALL_BYTES = 2**24
+"""Size of the largest table whose gradient is summed in float32. For a vocabulary that would take
+memory for two more tables; ``StreamedEmbedding`` sums in float32 and holds no table."""
 
 
 def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence
         unsharded: the tensors with which its forward computes.
     """
     for original, tensor in zip(originals, unsharded, strict=True):
-        if len(original.shape) == 2 and original.shape.numel() <= SMALL:
+        if len(original.shape) == 2 and tensor.nbytes <= SMALL_BYTES:
             is_table = any(isinstance(owner.module, nn.Embedding) for owner in original.owners)
             # Leaves belong to the user, as in ``summon_full_params``.
             if is_table and type(tensor) is Tensor and tensor.requires_grad:

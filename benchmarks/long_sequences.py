@@ -95,15 +95,17 @@ def _examine(name: str, topology: Topology, length: int, options: argparse.Names
     else:
         traced = in_child(_traced, name, topology, length, options)
     [program] = traced.programs
+    flags = "" if name == "jax" else compiler_flags()
     compiled = compile_program(
         program,
         topology,
         max_host_mem=round(options.max_host_mem * GIB),
         cache_dir=options.cache_dir,
-        flags="" if name == "jax" else compiler_flags(),
+        flags=flags,
     )
     tokens = topology.num_ranks // _sharers(name, options) * length
-    return Result(name, report_on(traced, [compiled], topology, {}), compiled, tokens)
+    report = report_on(traced, [compiled], topology, {})
+    return Result(name, report, compiled, program, flags, tokens)
 
 
 def _traced(name: str, topology: Topology, length: int, options: argparse.Namespace) -> Traced:

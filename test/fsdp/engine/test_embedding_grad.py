@@ -59,6 +59,25 @@ class Functional(Model):
         return rows + F.embedding(numbers, self.types.weight * 2)
 
 
+class OfParameter(Model):
+    """Makes a parameter, and a module, of the unsharded weight."""
+
+    def embed(self, types: Tensor) -> Tensor:
+        again = nn.Embedding.from_pretrained(self.types.weight)
+        return super().embed(types) + again(types) * nn.Parameter(self.types.weight).mean()
+
+
+class Empty(Model):
+    """Has a table without columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Embedding(TYPES, 0)
+
+    def embed(self, types: Tensor) -> Tensor:
+        return torch.cat([super().embed(types), self.none(types)], dim=-1)
+
+
 class Recomputed(Model):
     """Recomputes its forward."""
 
@@ -115,6 +134,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "penalized": Penalized,
     "tied": Tied,
     "functional": Functional,
+    "of_parameter": OfParameter,
+    "empty": Empty,
+    "double": lambda: Model().double(),
     "recomputed": Recomputed,
     "in_transform": InTransform,
     "frozen": frozen,
@@ -146,15 +168,15 @@ def wrap(name: str, model: Any, **options: Any) -> Any:
     return XlaFullyShardedDataParallel(model, **options)
 
 
-def train_all(rank: int, names: list[str]) -> dict[str, Any]:
-    return {name: train(rank, name) for name in names}
+def train_all(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {name: train(rank, name, options) for name in names}
 
 
-def train(rank: int, name: str) -> tuple[list[float], dict[str, Tensor]]:
+def train(rank: int, name: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps; losses and parameters."""
     import torch_xla
 
-    model = wrap(name, make(MODELS[name], seed=0))
+    model = wrap(name, make(MODELS[name], seed=0), **options)
     optimizer = sgd(model)
     losses = []
     for step in range(3):
@@ -193,7 +215,7 @@ def reference(num_ranks: int, name: str) -> tuple[list[list[float]], dict[str, T
     [(1, ["plain", "by_rows"]), (2, list(MODELS)), (3, ["plain", "narrow", "padding", "by_rows"])],
 )
 def test_models_train_as_without_fsdp(num_ranks: int, names: list[str]) -> None:
-    found = run_on_ranks(train_all, num_ranks, names)
+    found = run_on_ranks(train_all, num_ranks, names, {})
     for name in names:
         losses, params = reference(num_ranks, name)
         for rank in range(num_ranks):
@@ -203,6 +225,21 @@ def test_models_train_as_without_fsdp(num_ranks: int, names: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- in bfloat16
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_low_precision_differs_by_rounding_alone(num_ranks: int) -> None:
+    names = list(MODELS) if num_ranks == 2 else ["plain", "narrow", "padding", "by_rows"]
+    found = run_on_ranks(train_all, num_ranks, names, {"compute_dtype": torch.bfloat16})
+    for name in names:
+        losses, params = reference(num_ranks, name)
+        torch.manual_seed(0)
+        initial = dict(MODELS[name]().named_parameters())
+        for rank in range(num_ranks):
+            assert found[rank][name][0] == pytest.approx(losses[rank], rel=3e-2), name
+        for key, value in params.items():
+            change = (value - initial[key]).norm()
+            assert (found[0][name][1][key] - value).norm() <= 0.1 * change, (name, key)
 
 
 class Sum(nn.Module):

@@ -20,19 +20,19 @@ from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param import OriginalParam
 
 SMALL_BYTES = 2**24
-"""Size of the largest table whose gradient is summed in float32. For a vocabulary that would take
-memory for two more tables; ``StreamedEmbedding`` sums in float32 and holds no table."""
+"""Size of the largest 16-bit table whose gradient is summed in float32. For a vocabulary that would
+take memory for two more tables; ``StreamedEmbedding`` sums in float32 and holds no table."""
 
 
 def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence[Tensor]) -> None:
-    """Let ``F.embedding`` sum the gradients of small tables in float32.
+    """Let ``F.embedding`` sum the gradients of small 16-bit tables in float32.
 
     Args:
         originals: parameters of a unit.
         unsharded: the tensors with which its forward computes.
     """
     for original, tensor in zip(originals, unsharded, strict=True):
-        if len(original.shape) == 2 and tensor.nbytes <= SMALL_BYTES:
+        if tensor.dtype.itemsize == 2 and tensor.dim() == 2 and 0 < tensor.nbytes <= SMALL_BYTES:
             is_table = any(isinstance(owner.module, nn.Embedding) for owner in original.owners)
             # Leaves belong to the user, as in ``summon_full_params``.
             if is_table and type(tensor) is Tensor and tensor.requires_grad:
@@ -40,7 +40,7 @@ def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence
 
 
 def sum_rows(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    """Sum gradients by row.
+    """Sum gradients by row, in float32 or a wider dtype.
 
     Args:
         num_rows: rows of the table.
@@ -49,13 +49,14 @@ def sum_rows(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tenso
         grad: [n, width].
 
     Returns:
-        The gradient of the table, [num_rows, width] float32.
+        The gradient of the table, [num_rows, width].
     """
-    share = torch.where(counts[:, None], grad.float(), 0.0)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    share = torch.where(counts[:, None], grad.to(dtype), 0.0)
     width = grad.shape[-1]
     # A row that is whole tiles takes a fifth of the code that the TPU needs for one in each tile.
     shape = (width // LANES, LANES) if width % LANES == 0 else (width,)
-    start = torch.zeros(num_rows, *shape, dtype=torch.float32, device=grad.device)
+    start = torch.zeros(num_rows, *shape, dtype=dtype, device=grad.device)
     return start.index_add(0, rows, share.reshape(-1, *shape)).reshape(num_rows, width)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 class ForwardWeight(Tensor):
     """An unsharded weight in the forward of its unit, until the unit reshards."""
 
-    _computed_by: dict[Any, Callable[..., Tensor]]  # by function of torch
+    _computed_by: Mapping[Any, Callable[..., Tensor]] = MappingProxyType({})  # by function of torch
 
     @classmethod
     def __torch_function__(
@@ -24,7 +25,11 @@ class ForwardWeight(Tensor):
             # Only there: another argument, the input say, may be such a weight, too.
             if isinstance(weight, ForwardWeight):
                 func = weight._computed_by.get(func, func)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is Tensor.detach:
+                # As ``nn.Parameter(weight)`` refuses another class. It computes as any tensor does.
+                result.__class__ = cls
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

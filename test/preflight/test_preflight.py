@@ -197,14 +197,24 @@ def test_what_the_compiler_cannot_estimate_counts_nothing_and_is_told() -> None:
     known = '"estimated_cycles":"1500000"'
     unknown = Module(OPTIMIZED.replace(known, f'"estimated_cycles":"{NO_ESTIMATE}"'))
     slice_ = find_topology("v5e:2x2")
-    assert estimate([Module(OPTIMIZED)], [], 0, slice_).compute == pytest.approx(1e-3)
-    assert estimate([unknown], [], 0, slice_).compute == 0
+    assert estimate([Module(OPTIMIZED)], [], 0, 0, slice_).compute == pytest.approx(1e-3)
+    assert estimate([unknown], [], 0, 0, slice_).compute == 0
     [told] = about_estimates([unknown])
     assert told.startswith("the compiler cannot say how long 1 instruction(s) take (computed)")
     assert not list(about_estimates([Module(OPTIMIZED)]))
     kernel = OPTIMIZED.replace("AsyncCollectiveStart", "tpu_custom_call")
     [told] = about_estimates([Module(kernel)])
     assert told.startswith("the compiler cannot say how long 1 instruction(s) take (call.1)")
+
+
+def test_offloading_travels_beside_compute_to_the_host_and_back() -> None:
+    offloaded = 64_000_000  # 8 ms at 16 GB/s, there and back; a core of v3 has half of that
+    for topology, host in (("v5e:2x2", 8e-3), ("v3:2x2", 16e-3)):
+        time = estimate([Module(OPTIMIZED)], [], 10**9, offloaded, find_topology(topology))
+        assert time.host == pytest.approx(host)
+        assert time.compute < time.total == time.host
+    none = estimate([Module(OPTIMIZED)], [], 10**9, 0, find_topology("v5e:2x2"))
+    assert none.total == none.compute
 
 
 KERNEL = """HloModule step, is_scheduled=true
@@ -218,7 +228,9 @@ ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
 
 def test_kernels_take_as_long_as_the_operations_that_they_state() -> None:
     slice_ = find_topology("v5e:2x2")
-    assert estimate([Module(KERNEL)], [], 0, slice_).compute == pytest.approx(2e-3)  # 197 TFLOP/s
+    assert estimate([Module(KERNEL)], [], 0, 0, slice_).compute == pytest.approx(
+        2e-3
+    )  # 197 TFLOP/s
     assert not list(about_estimates([Module(KERNEL)]))
 
 
@@ -444,7 +456,7 @@ def test_warnings_are_on_top_and_below_a_table() -> None:
 
 def fast(milliseconds: float, **options: Any) -> Report:
     seconds = milliseconds / 1e3
-    time = StepTime(seconds, seconds, 0.0, 0.0, 10**12, 1 / milliseconds)
+    time = StepTime(seconds, seconds, 0.0, 0.0, 0.0, 10**12, 1 / milliseconds)
     return report(step_time=time, **options)
 
 

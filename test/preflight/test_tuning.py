@@ -441,13 +441,14 @@ def test_memory_and_processors_limit_jobs(
 
 
 def test_prediction_is_a_line_through_the_nearest_two() -> None:
-    known = {4: Figures(8, 4, 0, 1), 8: Figures(16, 4, 2, 3), 32: Figures(100, 5, 2, 3)}
+    known = {4: Figures(8, 4, 0, 1, 2), 8: Figures(16, 4, 2, 3, 4), 32: Figures(100, 5, 2, 3, 4)}
     assert figures_at(known, 8) == known[8]
-    assert figures_at(known, 6) == Figures(12, 4, 1, 2)
+    assert figures_at(known, 6) == Figures(12, 4, 1, 2, 3)
     assert figures_at(known, 20).needed == 58
     assert figures_at(known, 56).needed == 184
-    assert figures_at(known, 1) == Figures(2, 4, 0, 0)  # nothing is below 0
-    assert Figures(0, 3, 2, 5).seconds == 7
+    assert figures_at(known, 1) == Figures(2, 4, 0, 0, 0.5)  # nothing is below 0
+    assert Figures(0, 3, 2, 5, 0).seconds == 7
+    assert Figures(0, 3, 2, 5, 6).seconds == 8
 
 
 def test_losers_are_told_where_they_lose(search: Search) -> None:

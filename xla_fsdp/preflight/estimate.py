@@ -1,7 +1,7 @@
 """Estimate how long a step and its parts take, from the cycles in the compiler's schedule.
 
-Overlapped collectives are assumed to run beside all compute, and kernels to reach the chip's peak,
-so real steps are slower.
+Overlapped collectives, and what is offloaded to the host, are assumed to travel beside all compute,
+and kernels to reach the chip's peak, so real steps are slower.
 """
 
 from __future__ import annotations
@@ -22,16 +22,27 @@ def estimate(
     modules: Iterable[Module],
     collectives: Iterable[Collective],
     model_flops: int,
+    offloaded_bytes: int,
     topology: Topology,
 ) -> StepTime:
-    """Estimate the time of a step that runs these programs."""
+    """Estimate the time of a step that runs these programs.
+
+    Args:
+        modules: the programs.
+        collectives: those of all programs.
+        model_flops: of forward and backward.
+        offloaded_bytes: what a rank stores in the host's memory, and reads again.
+        topology: that of the ranks.
+    """
     compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
     wire = {True: 0.0, False: 0.0}
     for each in collectives:
         wire[each.overlapped] += _wire_seconds(each, topology) * each.times
-    seconds = max(compute, wire[True]) + wire[False]
-    mfu = model_flops / (seconds * topology.chip.peak_flops) if seconds else 0.0
-    return StepTime(seconds, compute, wire[False], wire[True], model_flops, mfu)
+    chip = topology.chip
+    host = 2 * offloaded_bytes / (chip.host_bytes / chip.cores)
+    seconds = max(compute, wire[True], host) + wire[False]
+    mfu = model_flops / (seconds * chip.peak_flops) if seconds else 0.0
+    return StepTime(seconds, compute, wire[False], wire[True], host, model_flops, mfu)
 
 
 def timeline(module: Module, collectives: Sequence[Collective], topology: Topology) -> Timeline:

@@ -194,8 +194,8 @@ def about_offloading(on_host: int) -> Iterator[str]:
     if on_host >= WORTH_SAYING:
         yield (
             f"{on_host / MB:.0f} MB of activations per rank go to the host's memory and come back "
-            f"in every step. The estimated step has no time for that: it is hidden if twice these "
-            f"bytes, at the speed of the link between host and chip, take less than the compute"
+            f"in every step. The estimate lets them travel beside all compute, at the published "
+            f"speed of v4's link to its host"
         )
 
 

@@ -20,18 +20,19 @@ class Figures:
     compute: float
     blocking: float  # collectives under which no compute is scheduled
     overlapped: float
+    host: float  # storing what is offloaded, and reading it
 
     @property
     def seconds(self) -> float:
         """Estimated seconds of the step, as ``StepTime.total``."""
-        return max(self.compute, self.overlapped) + self.blocking
+        return max(self.compute, self.overlapped, self.host) + self.blocking
 
     @classmethod
     def of(cls, report: Report) -> Figures:
         """Return those of a compiled step."""
         time = report.step_time
         needed = report.memory.capacity - report.memory.left
-        return cls(needed, time.compute, time.blocking, time.overlapped)
+        return cls(needed, time.compute, time.blocking, time.overlapped, time.host)
 
 
 def figures_at(known: Mapping[int, Figures], size: int) -> Figures:

@@ -83,10 +83,11 @@ class Buffer:
 class StepTime:
     """Estimated seconds of one step, and the share of the chip's peak FLOPs that it uses."""
 
-    total: float  # blocking collectives, and the larger of compute and what overlaps it
+    total: float  # blocking collectives, and the largest of the others
     compute: float  # all cycles that the compiler expects, loops included
     blocking: float  # collectives under which no compute is scheduled, at full link speed
     overlapped: float  # all others, at full link speed
+    host: float  # storing what is offloaded in the host's memory, and reading it
     model_flops: int  # of forward and backward, without recomputation
     mfu: float  # model FLOPs utilization, from 0 to 1
 
@@ -311,9 +312,10 @@ def _traffic(report: Report) -> str:
 
 def _time(report: Report) -> str:
     time = report.step_time
+    host = f", offloading {time.host * 1e3:.1f}" if time.host else ""
     return (
         f"Estimated step: {time.total * 1e3:.1f} ms (compute {time.compute * 1e3:.1f}, blocking "
-        f"collectives {time.blocking * 1e3:.1f}, overlapped {time.overlapped * 1e3:.1f}), "
+        f"collectives {time.blocking * 1e3:.1f}, overlapped {time.overlapped * 1e3:.1f}{host}), "
         f"estimated MFU {time.mfu:.1%}. Compiled in {report.compile_seconds:.0f} s with "
         f"{report.host_bytes / MIB:,.0f} MiB of host memory"
     )

@@ -29,6 +29,9 @@ class Chip:
     clock_hz: float  # of the compute core
     link_bytes: float  # per second, of one torus link in one direction
     network_bytes: float = 3.125 * GB  # per second and chip, between slices
+    # Per second and chip, to and from the host's memory, each way: v4's, which is published (Austin
+    # et al., How to Scale Your Model, 2025, "How to Think About TPUs").
+    host_bytes: float = 16 * GB
     cores: int = 1  # ranks per chip
     num_axes: int = 2  # torus axes of a slice
     hosts: tuple[int, ...] = (2, 2)  # chips of one host along each axis; slices are whole hosts

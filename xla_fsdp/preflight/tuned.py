@@ -135,7 +135,8 @@ class Tuned:
         # Seconds of all ranks for a sample, and the part of the step in which a rank computes.
         seconds, shortest = 1 / candidate.rate, 1 / best.rate
         computing = seconds * own.compute / own.seconds - shortest * least.compute / least.seconds
-        what = "compute" if 2 * computing > seconds - shortest else "waiting for collectives"
+        others = "the host's memory" if own.host > own.overlapped else "collectives"
+        what = "compute" if 2 * computing > seconds - shortest else f"waiting for {others}"
         return f"{seconds / shortest - 1:.1%} more time for each sample, of it most in {what}"
 
     def cells(self, candidate: Candidate) -> tuple[str, ...]:

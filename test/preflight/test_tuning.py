@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from test.common.example_report import report
 from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
@@ -22,6 +23,7 @@ from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import traced_on
 from xla_fsdp.preflight.candidates import (
     RECIPES,
+    Way,
     batch_sizes,
     data_ranks,
     meshes,
@@ -32,6 +34,7 @@ from xla_fsdp.preflight.html import tuned_page
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.program import Program
 from xla_fsdp.preflight.topologies import find_topology
+from xla_fsdp.preflight.tuned import Candidate
 
 pytest.importorskip("libtpu", reason="keys of the cache hold its version")
 
@@ -328,7 +331,7 @@ def test_a_step_that_raises_every_way_is_told_once(search: Search, recipes: list
     assert "no such file" in tuned_page(tuned)
 
 
-def test_ways_that_fail_for_several_reasons_are_told(search: Search) -> None:
+def test_othersthat_fail_for_several_reasons_are_told(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(raises=f"no {recipe.name}"))
     assert tuned.text().endswith("all 3 ways that were tried failed, for the reasons above.")
 
@@ -464,6 +467,17 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
     # fast at 4: 1000 + 32 * 500 MiB = 17,000
     assert "Other batches of it: 1: 38,095 tokens/s; 2: 43,243 tokens/s; 4: lacks 875 MiB" in rows
     assert "HBM per rank (MiB), fits" in tuned.text()
+
+
+def test_waiting_for_the_hosts_memory_is_told() -> None:
+    others = [Way(LEAN), Way(FAST), Way(PLAIN)]
+    best = Candidate(others[0], 1, Figures(0, 1, 0, 0, 0), 16.0, report())
+    offloaded = Candidate(others[1], 1, Figures(0, 1, 0, 0.5, 3), 16 / 3)
+    overlapped = Candidate(others[2], 1, Figures(0, 1, 0, 2, 1), 8.0)
+    tuned = Tuned("v5e:4x4", 2**30, (best, offloaded, overlapped), None)
+    told = "more time for each sample, of it most in waiting for"
+    assert tuned.reason(offloaded) == f"200.0% {told} the host's memory"
+    assert tuned.reason(overlapped) == f"100.0% {told} collectives"
 
 
 def test_the_page_plots_memory_against_the_rate(search: Search) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_compile import MIB, Result, in_child, table, tell
+from tpu_compile import Result, in_child, table, tell
 from xla_fsdp.preflight.api import report_on
 from xla_fsdp.preflight.compiler import CompileError, compile_program, compiler_environment
 from xla_fsdp.preflight.program import Traced
@@ -76,7 +76,7 @@ def _section(topology: Topology, length: int, options: argparse.Namespace) -> li
         except CompileError as error:
             problems += ["", f"{name}: {error}"]
             continue
-        short = f"no, short of {-result.report.memory.left / MIB:,.0f} MiB"
+        short = f"no, short of {result.report.shortage}"
         fits.append("yes" if result.report.fits else short)
         results.append(result)
     figures = table(results)

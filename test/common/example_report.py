@@ -34,6 +34,7 @@ def report(**changes: Any) -> Report:
         "step_time": StepTime(0.03, 0.02, 0.01, 0.0, 0.0, 10**12, 0.25),
         "compile_seconds": 5.0, "compile_cpu_seconds": 9.0, "host_bytes": 2**30,
         "offloaded_bytes": 0,
+        "host_capacity": 48 * 10**9,
         "warnings": (), "findings": ("<something> to look at",), "timeline": TIMELINE,
     }  # fmt: skip
     return Report(**{**facts, **changes})

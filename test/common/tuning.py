@@ -41,6 +41,7 @@ class Cost:
     mib_fixed: float = 1000
     mib_per_layer: float = 100
     mib_per_layer_and_sample: float = 50
+    host_mib_per_layer_and_sample: float = 0
     ms_fixed: float = 10
     ms_per_layer_and_sample: float = 1
     is_loop: bool = False
@@ -53,6 +54,10 @@ class Cost:
         """Memory of a step."""
         per_layer = self.mib_per_layer + batch * self.mib_per_layer_and_sample
         return self.mib_fixed + depth * per_layer
+
+    def host_mib(self, depth: int, batch: int) -> float:
+        """Memory of the host that a step uses."""
+        return depth * batch * self.host_mib_per_layer_and_sample
 
     def ms(self, depth: int, batch: int) -> float:
         """Time of a step."""
@@ -104,6 +109,7 @@ class FakeCompiler:
         facts = {
             "recipe": recipe.name, "depth": depth, "batch": batch, "all": repr(recipe),
             "mib": cost.mib(depth, batch), "mib_of_chip": cost.mib_of_chip,
+            "host_mib": cost.host_mib(depth, batch),
             "ms": cost.ms(depth, batch),
             "refused": cost.refused if depth >= cost.refused_from else "",
         }  # fmt: skip
@@ -146,8 +152,11 @@ def _write(folder: Path, facts: dict[str, Any]) -> None:
     cycles = round(facts["ms"] * (1.5 if lacks else 1.0) / 1e3 * CLOCK_HZ)
     (folder / "optimized.txt").write_text(MODULE.format(cycles=cycles))
     (folder / "dump").mkdir()
-    size = round(facts["mib"] * MIB)
-    assignment = f"allocation 0: size {size}, maybe-live-out\n"
+    size, on_host = (round(facts[name] * MIB) for name in ("mib", "host_mib"))
+    assignment = (
+        f"allocation 0: size {size}, maybe-live-out\n"
+        f"allocation 1: size {on_host}, color 5, preallocated-temp:\n"
+    )
     (folder / "dump" / "x-buffer-assignment.txt").write_text(assignment)
     keys = ("code", "seconds", "cpu_seconds", "peak_host_bytes")
     result = {**dict.fromkeys(keys, 0), "too_large_by": round(lacks * MIB)}

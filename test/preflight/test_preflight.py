@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
 from xla_fsdp.preflight.report import Memory, StepTime, full_text, table
-from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
+from xla_fsdp.preflight.topologies import CHIPS, GIB, MIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
@@ -502,14 +503,26 @@ def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
 def test_a_report_of_what_does_not_fit() -> None:
     small = Memory(*[GIB] * 9, capacity=8 * GIB)
     lines = full_text(report(memory=small))
-    assert "does NOT fit: short of 1,024" in lines
+    assert "does NOT fit into 8,192: short of 1,024 MiB" in lines
     assert table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
+
+
+def test_what_the_host_has_no_memory_for_does_not_fit() -> None:
+    offloaded = report(offloaded_bytes=5 * GIB, host_capacity=4 * GIB)
+    assert not offloaded.fits
+    capacity = f"{offloaded.memory.capacity / MIB:,.0f}"
+    assert f"does NOT fit into {capacity}: short of 1,024 MiB of the host's memory" in full_text(
+        offloaded
+    )
+    both = dataclasses.replace(offloaded, memory=Memory(*[GIB] * 9, capacity=8 * GIB))
+    assert both.shortage == "1,024 MiB and 1,024 MiB of the host's memory"
+    assert report(offloaded_bytes=4 * GIB, host_capacity=4 * GIB).fits
 
 
 def test_what_the_compiler_refused_does_not_fit() -> None:
     refused = Memory(*[GIB] * 9, capacity=10 * GIB, too_large_by=GIB // 2)
     lines = full_text(report(memory=refused))
-    assert "does NOT fit: short of 512 of 10,240 (the compiler refused it" in lines
+    assert "does NOT fit into 10,240: short of 512 MiB (the compiler refused it" in lines
     assert refused.peak == 9 * GIB
 
 

@@ -33,7 +33,7 @@ from xla_fsdp.preflight.candidates import (
 from xla_fsdp.preflight.html import tuned_page
 from xla_fsdp.preflight.prediction import Figures, figures_at
 from xla_fsdp.preflight.program import Program
-from xla_fsdp.preflight.topologies import find_topology
+from xla_fsdp.preflight.topologies import CHIPS, find_topology
 from xla_fsdp.preflight.tuned import Candidate
 
 pytest.importorskip("libtpu", reason="keys of the cache hold its version")
@@ -102,6 +102,17 @@ def test_the_search_agrees_with_trying_everything(search: Search) -> None:
         assert each.figures.needed == pytest.approx(cost.mib(FULL, each.batch) * MIB, rel=1e-4)
         assert each.figures.seconds == pytest.approx(cost.ms(FULL, each.batch) / 1e3, rel=1e-4)
     assert len(fake.compiled) < len(batches) * len(COSTS)
+
+
+def test_what_the_host_has_no_memory_for_is_not_chosen(search: Search) -> None:
+    batches = [1, 2, 4, 6]
+    # v5e's host has 45,776 MiB for each chip: enough for 32 * 2 * 700, not for twice that.
+    costs = Cost(is_loop=True, ms_fixed=20_000, host_mib_per_layer_and_sample=700)
+    tuned, fake = search(lambda recipe: costs, choices={"recipe": [LEAN], "batch": batches})
+    assert tuned.best is not None
+    assert tuned.best.batch == 2
+    assert "4: lacks 43,824 MiB of the host's memory" in tuned.text()
+    assert fake.compiled == [("lean", 32, 1), ("lean", 32, 2)]
 
 
 def test_loops_are_compiled_in_full_and_others_at_two_depths(search: Search) -> None:
@@ -444,14 +455,18 @@ def test_memory_and_processors_limit_jobs(
 
 
 def test_prediction_is_a_line_through_the_nearest_two() -> None:
-    known = {4: Figures(8, 4, 0, 1, 2), 8: Figures(16, 4, 2, 3, 4), 32: Figures(100, 5, 2, 3, 4)}
+    known = {
+        4: Figures(8, 4, 0, 1, 2, 6),
+        8: Figures(16, 4, 2, 3, 4, 8),
+        32: Figures(100, 5, 2, 3, 4, 8),
+    }
     assert figures_at(known, 8) == known[8]
-    assert figures_at(known, 6) == Figures(12, 4, 1, 2, 3)
+    assert figures_at(known, 6) == Figures(12, 4, 1, 2, 3, 7)
     assert figures_at(known, 20).needed == 58
     assert figures_at(known, 56).needed == 184
-    assert figures_at(known, 1) == Figures(2, 4, 0, 0, 0.5)  # nothing is below 0
-    assert Figures(0, 3, 2, 5, 0).seconds == 7
-    assert Figures(0, 3, 2, 5, 6).seconds == 8
+    assert figures_at(known, 1) == Figures(2, 4, 0, 0, 0.5, 4.5)  # nothing is below 0
+    assert Figures(0, 3, 2, 5, 0, 0).seconds == 7
+    assert Figures(0, 3, 2, 5, 6, 0).seconds == 8
 
 
 def test_losers_are_told_where_they_lose(search: Search) -> None:
@@ -471,10 +486,10 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
 
 def test_waiting_for_the_hosts_memory_is_told() -> None:
     others = [Way(LEAN), Way(FAST), Way(PLAIN)]
-    best = Candidate(others[0], 1, Figures(0, 1, 0, 0, 0), 16.0, report())
-    offloaded = Candidate(others[1], 1, Figures(0, 1, 0, 0.5, 3), 16 / 3)
-    overlapped = Candidate(others[2], 1, Figures(0, 1, 0, 2, 1), 8.0)
-    tuned = Tuned("v5e:4x4", 2**30, (best, offloaded, overlapped), None)
+    best = Candidate(others[0], 1, Figures(0, 1, 0, 0, 0, 0), 16.0, report())
+    offloaded = Candidate(others[1], 1, Figures(0, 1, 0, 0.5, 3, 1), 16 / 3)
+    overlapped = Candidate(others[2], 1, Figures(0, 1, 0, 2, 1, 1), 8.0)
+    tuned = Tuned("v5e:4x4", CHIPS["v5e"], (best, offloaded, overlapped), None)
     told = "more time for each sample, of it most in waiting for"
     assert tuned.reason(offloaded) == f"200.0% {told} the host's memory"
     assert tuned.reason(overlapped) == f"100.0% {told} collectives"

@@ -29,7 +29,7 @@ from xla_fsdp.preflight.report import (
     fastest_of,
     options_text,
 )
-from xla_fsdp.preflight.topologies import GIB, MIB, Topology, find_topology
+from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 from xla_fsdp.tpu_flags import compiler_flags
 
@@ -175,10 +175,7 @@ def fastest(
         raise failed
     best = fastest_of(reports)
     if best is None:
-        sizes = ", ".join(
-            f"{options_text(each.options)} lacks {-each.memory.left / MIB:,.0f} MiB"
-            for each in reports
-        )
+        sizes = ", ".join(f"{options_text(each.options)} lacks {each.shortage}" for each in reports)
         raise ValueError(f"none of {len(reports)} configurations fits: {sizes}")
     return best
 
@@ -270,6 +267,7 @@ def report_on(
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
         offloaded_bytes=max(each.on_host for each in compiled),
+        host_capacity=topology.chip.host_capacity,
         warnings=tuple(about_groups(traced.parameters)),
         findings=tuple(all_findings(traced, compiled, compiled[largest], modules, collectives)),
         timeline=timeline(modules[largest], by_module[largest], topology),

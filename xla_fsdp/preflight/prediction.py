@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.report import Report, shortage
+from xla_fsdp.preflight.topologies import Chip
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step needs on a rank: bytes of the chip's memory, and estimated seconds."""
+    """What one step needs on a rank: bytes of memory, and estimated seconds."""
 
-    needed: float
+    needed: float  # bytes of the chip's memory
     compute: float
     blocking: float  # collectives under which no compute is scheduled
     overlapped: float
     host: float  # storing what is offloaded, and reading it
+    offloaded: float  # bytes of the host's memory
 
     @property
     def seconds(self) -> float:
@@ -32,7 +34,12 @@ class Figures:
         """Return those of a compiled step."""
         time = report.step_time
         needed = report.memory.capacity - report.memory.left
-        return cls(needed, time.compute, time.blocking, time.overlapped, time.host)
+        offloaded = report.offloaded_bytes
+        return cls(needed, time.compute, time.blocking, time.overlapped, time.host, offloaded)
+
+    def shortage(self, chip: Chip) -> str:
+        """Return what a chip and its host lack for it, in words; nothing if it fits."""
+        return shortage(self.needed - chip.usable_bytes, self.offloaded - chip.host_capacity)
 
 
 def figures_at(known: Mapping[int, Figures], size: int) -> Figures:

@@ -143,6 +143,7 @@ class Report:
         compile_cpu_seconds: CPU time of compilation.
         host_bytes: host memory needed for compilation.
         offloaded_bytes: memory of a TPU's host that the step uses per rank.
+        host_capacity: memory that a TPU's host has per rank.
         warnings: problems of the configuration.
         findings: other sentences about what could be better.
         timeline: timeline of the program that needs most memory.
@@ -161,14 +162,20 @@ class Report:
     compile_cpu_seconds: float
     host_bytes: int
     offloaded_bytes: int
+    host_capacity: int
     warnings: tuple[str, ...]
     findings: tuple[str, ...]
     timeline: Timeline
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into a chip's memory."""
-        return self.memory.left >= 0
+        """Whether the step fits into the memory of a chip and of its host."""
+        return not self.shortage
+
+    @property
+    def shortage(self) -> str:
+        """What a chip and its host lack for the step, in words; empty if it fits."""
+        return shortage(-self.memory.left, self.offloaded_bytes - self.host_capacity)
 
     @property
     def wire_bytes(self) -> int:
@@ -190,6 +197,14 @@ class Report:
             "estimated_step_seconds": self.step_time.total,
         }
         return json.dumps({**derived, **asdict(self)}, indent=1, default=str)
+
+
+def shortage(device: float, host: float) -> str:
+    """Return in words how many bytes a chip lacks, and its host; neither does if it is below 0."""
+    lacking = {"": device, " of the host's memory": host}
+    return " and ".join(
+        f"{nbytes / MIB:,.0f} MiB{where}" for where, nbytes in lacking.items() if nbytes > 0
+    )
 
 
 # ---------------------------------------------------------------- text
@@ -287,10 +302,11 @@ def _memory(report: Report) -> str:
     sizes["peak"] = memory.peak
     if report.offloaded_bytes:
         sizes["beside it, in the host's memory"] = report.offloaded_bytes
-    verdict = f"fits, with {memory.left / MIB:,.0f} left"
+    capacity = f"{memory.capacity / MIB:,.0f}"
+    verdict = f"fits, with {memory.left / MIB:,.0f} left of {capacity}"
     if not report.fits:
-        verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"
-    head = f"HBM per rank (MiB), {verdict} of {memory.capacity / MIB:,.0f}"
+        verdict = f"does NOT fit into {capacity}: short of {report.shortage}"
+    head = f"HBM per rank (MiB), {verdict}"
     if memory.too_large_by:
         head += " (the compiler refused it, so its code is not known)"
     rows = [(label, "", f"{size / MIB:,.1f}") for label, size in sizes.items()]

@@ -11,7 +11,7 @@ from typing import Any
 from xla_fsdp.preflight.candidates import Way
 from xla_fsdp.preflight.prediction import Figures
 from xla_fsdp.preflight.report import Report, aligned, full_text
-from xla_fsdp.preflight.topologies import MIB
+from xla_fsdp.preflight.topologies import MIB, Chip
 from xla_fsdp.recipe.options import Recipe
 
 SHOWN = 10
@@ -47,9 +47,9 @@ class Candidate:
     report: Report | None = None
     failed: str = ""
 
-    def fits(self, capacity: int) -> bool:
-        """Return whether it is known to need at most so many bytes."""
-        return self.figures is not None and self.figures.needed <= capacity
+    def fits(self, chip: Chip) -> bool:
+        """Return whether it is known to fit into the memory of such a chip and of its host."""
+        return self.figures is not None and not self.figures.shortage(chip)
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,25 @@ class Tuned:
 
     Args:
         topology: name of the slice.
-        capacity: bytes of a chip's memory that a program may use.
+        chip: what it consists of.
         candidates: all that were tried, by way.
         length: tokens of a sample; None if ``build_step`` does not say.
     """
 
     topology: str
-    capacity: int
+    chip: Chip
     candidates: tuple[Candidate, ...]
     length: int | None = None
 
     @property
+    def capacity(self) -> int:
+        """Bytes of a chip's memory that a program may use."""
+        return self.chip.usable_bytes
+
+    @property
     def best(self) -> Candidate | None:
         """The fastest by estimate of those that were compiled as they are to run and fit."""
-        compiled = [each for each in self.candidates if each.report and each.fits(self.capacity)]
+        compiled = [each for each in self.candidates if each.report and each.fits(self.chip)]
         return max(compiled, key=lambda each: each.rate, default=None)
 
     @property
@@ -109,20 +114,20 @@ class Tuned:
     def _foremost(self, candidates: Sequence[Candidate]) -> Candidate:
         if (best := self.best) is not None and best in candidates:
             return best
-        fitting = [each for each in candidates if each.fits(self.capacity)]
+        fitting = [each for each in candidates if each.fits(self.chip)]
         return max(fitting, key=lambda each: each.rate) if fitting else candidates[0]
 
     def _rank(self, candidate: Candidate) -> tuple[bool, bool, bool, float]:
         is_known = candidate.figures is not None
         is_beaten = candidate != self.best
-        return is_beaten, not is_known, not candidate.fits(self.capacity), -candidate.rate
+        return is_beaten, not is_known, not candidate.fits(self.chip), -candidate.rate
 
     def reason(self, candidate: Candidate) -> str:
         """Return why a candidate is not the best; empty for the best."""
         if candidate.figures is None:
             return candidate.failed
-        if not candidate.fits(self.capacity):
-            return f"lacks {(candidate.figures.needed - self.capacity) / MIB:,.0f} MiB"
+        if not candidate.fits(self.chip):
+            return f"lacks {candidate.figures.shortage(self.chip)}"
         if self.best is None or candidate.rate > self.best.rate:
             return f"{UNTRIED} in full"
         return "" if candidate == self.best else self._slower(candidate, self.best)
@@ -179,7 +184,7 @@ class Tuned:
 
     def _unconfirmed(self, rate: float) -> Iterator[str]:
         """Yield a line on what may be faster than the best, but was not compiled."""
-        fitting = [each for each in self.candidates if each.fits(self.capacity)]
+        fitting = [each for each in self.candidates if each.fits(self.chip)]
         if (first := max(fitting, key=lambda each: each.rate)).rate > rate:
             yield (
                 f"Predicted to be faster: {first.way}, batch {first.batch}, "
@@ -204,7 +209,7 @@ class Tuned:
         """Yield a line on the best way's other batches that fit, and the first that does not or
         fails."""
         own = [each for each in self.candidates if each.way == best.way and each != best]
-        fitting = [each for each in own if each.fits(self.capacity)]
+        fitting = [each for each in own if each.fits(self.chip)]
         others = [f"{each.batch}: {self.rate(each):,.0f} {self.unit}/s" for each in fitting]
         failing = [each for each in own if each not in fitting]
         others += [f"{each.batch}: {_cut(self.reason(each))}" for each in failing[:1]]
@@ -229,7 +234,7 @@ class Tuned:
         return {
             "way": str(candidate.way),
             "batch": candidate.batch,
-            "fits": candidate.fits(self.capacity),
+            "fits": candidate.fits(self.chip),
             "rate": self.rate(candidate),
             "compiled": candidate.report is not None,
             "reason": self.reason(candidate),

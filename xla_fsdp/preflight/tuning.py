@@ -153,7 +153,7 @@ def tune(
 
     def tuned() -> Tuned:
         found = tuple(search.candidates())
-        return Tuned(topology, slice_.chip.usable_bytes, found, None if LENGTH in tried else length)
+        return Tuned(topology, slice_.chip, found, None if LENGTH in tried else length)
 
     try:
         search.compare([*fixed, *free])
@@ -342,7 +342,7 @@ class _Search:
 
     def _fits(self, line: _Line, batch: int) -> bool:
         figures = line.figures.get(batch)
-        return figures is not None and figures.needed <= self.topology.chip.usable_bytes
+        return figures is not None and not figures.shortage(self.topology.chip)
 
     # ------------------------------------------------------------ what follows from them
 
@@ -369,8 +369,7 @@ class _Search:
         return list(dict.fromkeys(each.way for each in fitting))[:ON_OTHER_MESHES]
 
     def _fitting(self) -> list[Candidate]:
-        usable = self.topology.chip.usable_bytes
-        return [each for each in self.candidates() if each.fits(usable)]
+        return [each for each in self.candidates() if each.fits(self.topology.chip)]
 
     def _best(self) -> Candidate | None:
         return max(self._fitting(), key=lambda each: each.rate, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from xla_fsdp.preflight.findings import (
     about_bytes,
     about_dtypes,
     about_estimates,
+    about_host_memory,
     about_overlap,
     about_reductions,
 )
@@ -36,7 +36,7 @@ from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.program import ParameterTraffic, Program
 from xla_fsdp.preflight.report import Memory, StepTime, full_text, table
-from xla_fsdp.preflight.topologies import CHIPS, GIB, MIB, example, find_topology
+from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
@@ -210,10 +210,10 @@ def test_what_the_compiler_cannot_estimate_counts_nothing_and_is_told() -> None:
 
 def test_offloading_travels_beside_compute_to_the_host_and_back() -> None:
     offloaded = 64_000_000  # 8 ms at 16 GB/s, there and back; a core of v3 has half of that
-    for topology, host in (("v5e:2x2", 8e-3), ("v3:2x2", 16e-3)):
+    for topology, seconds in (("v5e:2x2", 8e-3), ("v3:2x2", 16e-3)):
         time = estimate([Module(OPTIMIZED)], [], 10**9, offloaded, find_topology(topology))
-        assert time.host == pytest.approx(host)
-        assert time.compute < time.total == time.host
+        assert time.offloading == pytest.approx(seconds)
+        assert time.compute < time.total == time.offloading
     none = estimate([Module(OPTIMIZED)], [], 10**9, 0, find_topology("v5e:2x2"))
     assert none.total == none.compute
 
@@ -503,26 +503,33 @@ def test_a_mesh_must_have_the_ranks_of_the_slice() -> None:
 def test_a_report_of_what_does_not_fit() -> None:
     small = Memory(*[GIB] * 9, capacity=8 * GIB)
     lines = full_text(report(memory=small))
-    assert "does NOT fit into 8,192: short of 1,024 MiB" in lines
+    assert "does NOT fit: short of 1,024 of 8,192" in lines
     assert table([report(memory=small)]).splitlines()[1].split()[2] == "NO"
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit() -> None:
-    offloaded = report(offloaded_bytes=5 * GIB, host_capacity=4 * GIB)
-    assert not offloaded.fits
-    capacity = f"{offloaded.memory.capacity / MIB:,.0f}"
-    assert f"does NOT fit into {capacity}: short of 1,024 MiB of the host's memory" in full_text(
-        offloaded
-    )
-    both = dataclasses.replace(offloaded, memory=Memory(*[GIB] * 9, capacity=8 * GIB))
-    assert both.shortage == "1,024 MiB and 1,024 MiB of the host's memory"
-    assert report(offloaded_bytes=4 * GIB, host_capacity=4 * GIB).fits
+    def offloading(nbytes: int, **options: Any) -> Report:
+        told = tuple(about_host_memory(nbytes, 4 * GIB))
+        return report(offloaded_bytes=nbytes, host_capacity=4 * GIB, warnings=told, **options)
+
+    too_much = offloading(5 * GIB)
+    assert not too_much.fits
+    assert "HBM per rank (MiB), fits" in full_text(too_much)
+    assert table([too_much]).splitlines()[1].split()[2] == "NO"
+    told = "WARNING: v5e:4x4: 5,120 MiB of activations per rank go to the host's memory, which has "
+    for text in (full_text(too_much), table([too_much])):
+        assert f"{told}4,096 MiB for each" in text
+    too_large = offloading(5 * GIB, memory=Memory(*[GIB] * 9, capacity=8 * GIB))
+    assert too_large.shortage == "1,024 MiB and 1,024 MiB of the host's memory"
+    enough = offloading(4 * GIB)
+    assert enough.fits
+    assert not enough.warnings
 
 
 def test_what_the_compiler_refused_does_not_fit() -> None:
     refused = Memory(*[GIB] * 9, capacity=10 * GIB, too_large_by=GIB // 2)
     lines = full_text(report(memory=refused))
-    assert "does NOT fit into 10,240: short of 512 MiB (the compiler refused it" in lines
+    assert "does NOT fit: short of 512 of 10,240 (the compiler refused it" in lines
     assert refused.peak == 9 * GIB
 
 

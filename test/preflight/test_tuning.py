@@ -342,7 +342,7 @@ def test_a_step_that_raises_every_way_is_told_once(search: Search, recipes: list
     assert "no such file" in tuned_page(tuned)
 
 
-def test_othersthat_fail_for_several_reasons_are_told(search: Search) -> None:
+def test_ways_that_fail_for_several_reasons_are_told(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(raises=f"no {recipe.name}"))
     assert tuned.text().endswith("all 3 ways that were tried failed, for the reasons above.")
 
@@ -484,15 +484,16 @@ def test_losers_are_told_where_they_lose(search: Search) -> None:
     assert "HBM per rank (MiB), fits" in tuned.text()
 
 
-def test_waiting_for_the_hosts_memory_is_told() -> None:
-    others = [Way(LEAN), Way(FAST), Way(PLAIN)]
-    best = Candidate(others[0], 1, Figures(0, 1, 0, 0, 0, 0), 16.0, report())
-    offloaded = Candidate(others[1], 1, Figures(0, 1, 0, 0.5, 3, 1), 16 / 3)
-    overlapped = Candidate(others[2], 1, Figures(0, 1, 0, 2, 1, 1), 8.0)
-    tuned = Tuned("v5e:4x4", CHIPS["v5e"], (best, offloaded, overlapped), None)
+def test_what_is_waited_for_is_told() -> None:
+    best = Candidate(Way(LEAN), 1, Figures(0, 1, 0, 0, 0, 0), 16.0, report())
+    offloaded = Candidate(Way(FAST), 1, Figures(0, 1, 0, 0.5, 3, 1), 16 / 3)
+    overlapped = Candidate(Way(PLAIN), 1, Figures(0, 1, 0, 2, 1, 1), 8.0)
+    blocking = Candidate(Way(PLAIN), 2, Figures(0, 1, 3, 0.1, 2, 1), 16 / 5)
+    tuned = Tuned("v5e:4x4", CHIPS["v5e"], (best, offloaded, overlapped, blocking))
     told = "more time for each sample, of it most in waiting for"
     assert tuned.reason(offloaded) == f"200.0% {told} the host's memory"
     assert tuned.reason(overlapped) == f"100.0% {told} collectives"
+    assert tuned.reason(blocking) == f"400.0% {told} collectives"
 
 
 def test_the_page_plots_memory_against_the_rate(search: Search) -> None:
@@ -502,6 +503,8 @@ def test_the_page_plots_memory_against_the_rate(search: Search) -> None:
     shown = [each for each in drawn if each.figures.needed <= 1.5 * tuned.capacity]  # type: ignore[union-attr]
     assert page.count("<circle") == len(shown) > 3
     assert page.count('r="9"') == 1
+    too_large = [each for each in shown if not each.fits(tuned.chip)]
+    assert page.count('stroke-dasharray="3 2"') == len(too_large) > 1
     assert "tokens/s" in page
     assert "lacks 875 MiB" in page
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
 from xla_fsdp.preflight.estimate import estimate, timeline
-from xla_fsdp.preflight.findings import about_groups, all_findings
+from xla_fsdp.preflight.findings import about_groups, about_host_memory, all_findings
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
 from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
@@ -247,6 +247,8 @@ def report_on(
     short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
     largest = short_of.index(max(short_of))
     peak = fullest_moment(modules[largest])
+    on_host = max(each.on_host for each in compiled)
+    host_capacity = topology.chip.host_capacity
     return Report(
         topology=topology.name,
         num_ranks=topology.num_ranks,
@@ -266,9 +268,9 @@ def report_on(
         compile_seconds=sum(each.seconds for each in compiled),
         compile_cpu_seconds=sum(each.cpu_seconds for each in compiled),
         host_bytes=max(each.peak_host_bytes for each in compiled),
-        offloaded_bytes=max(each.on_host for each in compiled),
-        host_capacity=topology.chip.host_capacity,
-        warnings=tuple(about_groups(traced.parameters)),
+        offloaded_bytes=on_host,
+        host_capacity=host_capacity,
+        warnings=(*about_groups(traced.parameters), *about_host_memory(on_host, host_capacity)),
         findings=tuple(all_findings(traced, compiled, compiled[largest], modules, collectives)),
         timeline=timeline(modules[largest], by_module[largest], topology),
     )

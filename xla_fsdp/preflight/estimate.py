@@ -31,7 +31,8 @@ def estimate(
         modules: the programs.
         collectives: those of all programs.
         model_flops: of forward and backward.
-        offloaded_bytes: what a rank stores in the host's memory, and reads again.
+        offloaded_bytes: memory of the host that a rank uses. Each byte counts as stored and read
+            once, also where a program uses it several times, as in several backward passes.
         topology: that of the ranks.
     """
     compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
@@ -39,10 +40,10 @@ def estimate(
     for each in collectives:
         wire[each.overlapped] += _wire_seconds(each, topology) * each.times
     chip = topology.chip
-    host = 2 * offloaded_bytes / (chip.host_bytes / chip.cores)
-    seconds = max(compute, wire[True], host) + wire[False]
+    offloading = 2 * offloaded_bytes / (chip.host_link_bytes / chip.cores)
+    seconds = max(compute, wire[True], offloading) + wire[False]
     mfu = model_flops / (seconds * chip.peak_flops) if seconds else 0.0
-    return StepTime(seconds, compute, wire[False], wire[True], host, model_flops, mfu)
+    return StepTime(seconds, compute, wire[False], wire[True], offloading, model_flops, mfu)
 
 
 def timeline(module: Module, collectives: Sequence[Collective], topology: Topology) -> Timeline:

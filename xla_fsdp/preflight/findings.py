@@ -9,6 +9,7 @@ from xla_fsdp.preflight.compiler import Compiled
 from xla_fsdp.preflight.hlo import Instruction, Module
 from xla_fsdp.preflight.program import ParameterTraffic, Traced
 from xla_fsdp.preflight.report import MB
+from xla_fsdp.preflight.topologies import MIB
 from xla_fsdp.preflight.traffic import Collective
 
 # Traffic and memory of fewer bytes are not reported.
@@ -52,6 +53,15 @@ def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
             f"ranks {ranks} fill no box on the torus in order, so the gradients of "
             f"{_listed(names)} are reduced in one step, of which the compiler may make a full "
             f"all-reduce with twice the traffic. Make groups by init_mesh, which follows the torus"
+        )
+
+
+def about_host_memory(on_host: int, capacity: int) -> Iterator[str]:
+    """Report more offloaded activations than the host has memory for."""
+    if on_host > capacity:
+        yield (
+            f"{on_host / MIB:,.0f} MiB of activations per rank go to the host's memory, which has "
+            f"{capacity / MIB:,.0f} MiB for each: lower the batch, or offload_activations=False"
         )
 
 

@@ -76,7 +76,8 @@ def tuned_page(tuned: Tuned) -> str:
     best = tuned.best
     return _document(
         f'<p class="note">{escape(tuned.topology)}: each point is a recipe, a mesh and a batch '
-        f"size, filled if it was compiled as it is to run, and else predicted.</p>"
+        f"size, filled if it was compiled as it is to run, and else predicted; dashed if it does "
+        f"not fit.</p>"
         f"{_scatter(tuned)}"
         f'<div class="wide"><table class="tuned"><tr>{headings}</tr>'
         f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table></div>"
@@ -217,13 +218,14 @@ def _scatter_axes(x: _Scale, y: _Scale, unit: str) -> Iterator[str]:
 def _point(tuned: Tuned, candidate: Candidate, x: float, y: float) -> str:
     color = _RECIPE_COLORS[candidate.way.recipe.name]
     fill = color if candidate.report else "#fff"
+    dashes = "" if candidate.fits(tuned.chip) else ' stroke-dasharray="3 2"'
     hint = (
         f"{candidate.way}, batch {candidate.batch}: {tuned.rate(candidate):,.0f} {tuned.unit}/s. "
         f"{tuned.reason(candidate) or 'The best'}"
     )
     return (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{9 if candidate == tuned.best else 5}" '
-        f'fill="{fill}" stroke="{color}" stroke-width="2">{_hint(hint)}</circle>'
+        f'fill="{fill}" stroke="{color}" stroke-width="2"{dashes}>{_hint(hint)}</circle>'
     )
 
 

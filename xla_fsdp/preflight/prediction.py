@@ -21,13 +21,13 @@ class Figures:
     compute: float
     blocking: float  # collectives under which no compute is scheduled
     overlapped: float
-    host: float  # storing what is offloaded, and reading it
+    offloading: float  # storing what is offloaded, and reading it
     offloaded: float  # bytes of the host's memory
 
     @property
     def seconds(self) -> float:
         """Estimated seconds of the step, as ``StepTime.total``."""
-        return max(self.compute, self.overlapped, self.host) + self.blocking
+        return max(self.compute, self.overlapped, self.offloading) + self.blocking
 
     @classmethod
     def of(cls, report: Report) -> Figures:
@@ -35,10 +35,15 @@ class Figures:
         time = report.step_time
         needed = report.memory.capacity - report.memory.left
         offloaded = report.offloaded_bytes
-        return cls(needed, time.compute, time.blocking, time.overlapped, time.host, offloaded)
+        waiting = time.blocking, time.overlapped, time.offloading
+        return cls(needed, time.compute, *waiting, offloaded)
+
+    def fits(self, chip: Chip) -> bool:
+        """Return whether such a chip and its host have memory for it."""
+        return self.needed <= chip.usable_bytes and self.offloaded <= chip.host_capacity
 
     def shortage(self, chip: Chip) -> str:
-        """Return what a chip and its host lack for it, in words; nothing if it fits."""
+        """Return in words what such a chip and its host lack for it."""
         return shortage(self.needed - chip.usable_bytes, self.offloaded - chip.host_capacity)
 
 

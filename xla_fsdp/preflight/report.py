@@ -87,7 +87,7 @@ class StepTime:
     compute: float  # all cycles that the compiler expects, loops included
     blocking: float  # collectives under which no compute is scheduled, at full link speed
     overlapped: float  # all others, at full link speed
-    host: float  # storing what is offloaded in the host's memory, and reading it
+    offloading: float  # storing what is offloaded in the host's memory, and reading it
     model_flops: int  # of forward and backward, without recomputation
     mfu: float  # model FLOPs utilization, from 0 to 1
 
@@ -170,11 +170,11 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether the step fits into the memory of a chip and of its host."""
-        return not self.shortage
+        return self.memory.left >= 0 and self.offloaded_bytes <= self.host_capacity
 
     @property
     def shortage(self) -> str:
-        """What a chip and its host lack for the step, in words; empty if it fits."""
+        """In words what a chip and its host lack for the step."""
         return shortage(-self.memory.left, self.offloaded_bytes - self.host_capacity)
 
     @property
@@ -200,7 +200,7 @@ class Report:
 
 
 def shortage(device: float, host: float) -> str:
-    """Return in words how many bytes a chip lacks, and its host; neither does if it is below 0."""
+    """Return in words the bytes that a chip and its host lack: those that are above 0."""
     lacking = {"": device, " of the host's memory": host}
     return " and ".join(
         f"{nbytes / MIB:,.0f} MiB{where}" for where, nbytes in lacking.items() if nbytes > 0
@@ -302,11 +302,10 @@ def _memory(report: Report) -> str:
     sizes["peak"] = memory.peak
     if report.offloaded_bytes:
         sizes["beside it, in the host's memory"] = report.offloaded_bytes
-    capacity = f"{memory.capacity / MIB:,.0f}"
-    verdict = f"fits, with {memory.left / MIB:,.0f} left of {capacity}"
-    if not report.fits:
-        verdict = f"does NOT fit into {capacity}: short of {report.shortage}"
-    head = f"HBM per rank (MiB), {verdict}"
+    verdict = f"fits, with {memory.left / MIB:,.0f} left"
+    if memory.left < 0:
+        verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"
+    head = f"HBM per rank (MiB), {verdict} of {memory.capacity / MIB:,.0f}"
     if memory.too_large_by:
         head += " (the compiler refused it, so its code is not known)"
     rows = [(label, "", f"{size / MIB:,.1f}") for label, size in sizes.items()]
@@ -328,7 +327,7 @@ def _traffic(report: Report) -> str:
 
 def _time(report: Report) -> str:
     time = report.step_time
-    host = f", offloading {time.host * 1e3:.1f}" if time.host else ""
+    host = f", offloading {time.offloading * 1e3:.1f}" if time.offloading else ""
     return (
         f"Estimated step: {time.total * 1e3:.1f} ms (compute {time.compute * 1e3:.1f}, blocking "
         f"collectives {time.blocking * 1e3:.1f}, overlapped {time.overlapped * 1e3:.1f}{host}), "

@@ -28,11 +28,12 @@ class Chip:
     peak_flops: float  # per second, in bf16
     clock_hz: float  # of the compute core
     link_bytes: float  # per second, of one torus link in one direction
-    host_capacity: int  # bytes of the host's memory, by Cloud TPU's tables of machine types
+    # Bytes of the host's memory for each rank, by Cloud TPU's tables of machine types.
+    host_capacity: int
     network_bytes: float = 3.125 * GB  # per second and chip, between slices
     # Per second and chip, to and from the host's memory, each way: v4's, which is published (Austin
     # et al., How to Scale Your Model, 2025, "How to Think About TPUs").
-    host_bytes: float = 16 * GB
+    host_link_bytes: float = 16 * GB
     cores: int = 1  # ranks per chip
     num_axes: int = 2  # torus axes of a slice
     hosts: tuple[int, ...] = (2, 2)  # chips of one host along each axis; slices are whole hosts
@@ -56,18 +57,19 @@ _ALWAYS = (
 )
 
 CHIPS = {
-    "v2": Chip(8 * GIB, 531 * MIB, 22.5e12, 0.70e9, 62 * GB, 41 * GB, cores=2,
-               accelerator="v2-8"),
-    "v3": Chip(16 * GIB, 531 * MIB, 61.5e12, 0.94e9, 82 * GB, 41 * GB, cores=2,
-               accelerator="v3-8"),
-    "v4": Chip(32 * GIB, 1284 * MIB, 275e12, 1.05e9, 50 * GB, 100 * GB, num_axes=3,
-               hosts=(2, 2, 1), config="megacore", accelerator="v4-8"),
-    "v5e": Chip(16 * GIB, 259 * MIB, 197e12, 1.5e9, 50 * GB, 48 * GB, accelerator="v5litepod-8",
+    "v2": Chip(8 * GIB, 531 * MIB, 22.5e12, 0.70e9, 62 * GB, host_capacity=41 * GB,
+               cores=2, accelerator="v2-8"),
+    "v3": Chip(16 * GIB, 531 * MIB, 61.5e12, 0.94e9, 82 * GB, host_capacity=41 * GB,
+               cores=2, accelerator="v3-8"),
+    "v4": Chip(32 * GIB, 1284 * MIB, 275e12, 1.05e9, 50 * GB, host_capacity=100 * GB,
+               num_axes=3, hosts=(2, 2, 1), config="megacore", accelerator="v4-8"),
+    "v5e": Chip(16 * GIB, 259 * MIB, 197e12, 1.5e9, 50 * GB, host_capacity=48 * GB,
+                accelerator="v5litepod-8", init_args=_ASYNC),
+    "v5p": Chip(96 * GIB, 264 * MIB, 459e12, 1.75e9, 100 * GB, host_capacity=112 * GB,
+                network_bytes=6.25 * GB, num_axes=3, hosts=(2, 2, 1), accelerator="v5p-8",
                 init_args=_ASYNC),
-    "v5p": Chip(96 * GIB, 264 * MIB, 459e12, 1.75e9, 100 * GB, 112 * GB, 6.25 * GB, num_axes=3,
-                hosts=(2, 2, 1), accelerator="v5p-8", init_args=_ASYNC),
-    "v6e": Chip(32 * GIB - 512 * MIB, 261 * MIB, 918e12, 1.75e9, 112 * GB, 180 * GB, 12.5 * GB,
-                accelerator="v6e-8"),
+    "v6e": Chip(32 * GIB - 512 * MIB, 261 * MIB, 918e12, 1.75e9, 112 * GB,
+                host_capacity=180 * GB, network_bytes=12.5 * GB, accelerator="v6e-8"),
 }  # fmt: skip
 
 

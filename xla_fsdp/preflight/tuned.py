@@ -49,7 +49,7 @@ class Candidate:
 
     def fits(self, chip: Chip) -> bool:
         """Return whether it is known to fit into the memory of such a chip and of its host."""
-        return self.figures is not None and not self.figures.shortage(chip)
+        return self.figures is not None and self.figures.fits(chip)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Tuned:
 
     Args:
         topology: name of the slice.
-        chip: what it consists of.
+        chip: the kind of its chips.
         candidates: all that were tried, by way.
         length: tokens of a sample; None if ``build_step`` does not say.
     """
@@ -140,7 +140,8 @@ class Tuned:
         # Seconds of all ranks for a sample, and the part of the step in which a rank computes.
         seconds, shortest = 1 / candidate.rate, 1 / best.rate
         computing = seconds * own.compute / own.seconds - shortest * least.compute / least.seconds
-        others = "the host's memory" if own.host > own.overlapped else "collectives"
+        hidden = max(own.compute, own.overlapped)
+        others = "the host's memory" if own.offloading - hidden > own.blocking else "collectives"
         what = "compute" if 2 * computing > seconds - shortest else f"waiting for {others}"
         return f"{seconds / shortest - 1:.1%} more time for each sample, of it most in {what}"
 

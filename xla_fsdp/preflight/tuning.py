@@ -342,7 +342,7 @@ class _Search:
 
     def _fits(self, line: _Line, batch: int) -> bool:
         figures = line.figures.get(batch)
-        return figures is not None and not figures.shortage(self.topology.chip)
+        return figures is not None and figures.fits(self.topology.chip)
 
     # ------------------------------------------------------------ what follows from them
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import make
+from xla_fsdp.fsdp.engine.embedding_grad import _embedding, sum_rows
 
-TYPES, PLACES, LENGTH = 2, 24, 4096
+TYPES, PLACES = 2, 24
 
 
 class Model(nn.Module):
@@ -210,25 +213,8 @@ def reference(num_ranks: int, name: str) -> tuple[list[list[float]], dict[str, T
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "names"),
-    [(1, ["plain", "by_rows"]), (2, list(MODELS)), (3, ["plain", "narrow", "padding", "by_rows"])],
-)
-def test_models_train_as_without_fsdp(num_ranks: int, names: list[str]) -> None:
-    found = run_on_ranks(train_all, num_ranks, names, {})
-    for name in names:
-        losses, params = reference(num_ranks, name)
-        for rank in range(num_ranks):
-            assert found[rank][name][0] == pytest.approx(losses[rank], rel=1e-5)
-        for key, value in params.items():
-            torch.testing.assert_close(found[0][name][1][key], value, rtol=1e-5, atol=3e-6)
-
-
-# ---------------------------------------------------------------- in bfloat16
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_low_precision_differs_by_rounding_alone(num_ranks: int) -> None:
+def test_models_train_as_without_fsdp(num_ranks: int) -> None:
     names = list(MODELS) if num_ranks == 2 else ["plain", "narrow", "padding", "by_rows"]
     found = run_on_ranks(train_all, num_ranks, names, {"compute_dtype": torch.bfloat16})
     for name in names:
@@ -237,9 +223,38 @@ def test_low_precision_differs_by_rounding_alone(num_ranks: int) -> None:
         initial = dict(MODELS[name]().named_parameters())
         for rank in range(num_ranks):
             assert found[rank][name][0] == pytest.approx(losses[rank], rel=3e-2), name
-        for key, value in params.items():
+        for key, value in params.items():  # what differs is rounding
             change = (value - initial[key]).norm()
             assert (found[0][name][1][key] - value).norm() <= 0.1 * change, (name, key)
+
+
+@pytest.mark.parametrize("width", [2, 128])
+@pytest.mark.parametrize("padding", [None, 0, -1, 3])
+@pytest.mark.parametrize("numbers", [torch.tensor([[3, 0, 3], [1, 3, 4]]), torch.tensor(3)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_derivatives_are_those_of_torch(
+    width: int, padding: int | None, numbers: Tensor, dtype: torch.dtype
+) -> None:
+    def derivatives(look_up: Callable[..., Tensor]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(5, width, generator=generator, dtype=torch.float64).requires_grad_()
+        rows = look_up(numbers.to(dtype), table, padding)
+        [first] = torch.autograd.grad(rows.pow(3).sum(), table, create_graph=True)
+        [second] = torch.autograd.grad(first.pow(2).sum(), table)
+        return [rows, first, second]
+
+    expected = derivatives(lambda *args: F.embedding(*args))
+    torch.testing.assert_close(derivatives(_embedding), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_wide_sums_stay_wide() -> None:
+    rows, counted = torch.tensor([1, 1, 0]), torch.tensor([True, True, False])
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        summed = sum_rows(2, rows, counted, torch.ones(3, 4, dtype=dtype))
+        assert torch.equal(summed, torch.tensor([[0.0] * 4, [2.0] * 4], dtype=wide))
+
+
+# ---------------------------------------------------------------- long sums
 
 
 class Sum(nn.Module):
@@ -268,14 +283,27 @@ class SumOfBlocks(nn.Module):
 
 
 def wrapped_sums() -> Iterator[tuple[str, Any]]:
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
+    from xla_fsdp import (
+        MixedPrecisionPolicy,
+        XlaFullyShardedDataParallel,
+        checkpoint_module,
+        fully_shard,
+        scan_blocks,
+    )
 
-    def wrap(model: Any) -> Any:
-        return XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+    def wrap(model: Any, **options: Any) -> Any:
+        return XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16, **options)
 
     for name, width, rows in (("tiles", 128, 2), ("narrow", 40, 3), ("large", 1024, 8193)):
         yield name, wrap(make(lambda width=width, rows=rows: Sum(width, rows)))
     yield "recomputed", wrap(checkpoint_module(make(Sum)))
+    yield "kept", wrap(make(Sum), reshard_after_forward=False)
+    yield "flat", wrap(make(Sum), flatten_parameters=True)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    yield "fully_sharded", fully_shard(make(Sum), mp_policy=bf16)
+    unsharded = fully_shard(make(Sum), mp_policy=bf16)
+    unsharded.unshard()
+    yield "unsharded", unsharded
     for name, kinds in (("scanned", {"stacked": False}), ("stacked", {"stacked": True})):
         model = make(SumOfBlocks)
         for at, block in enumerate(model.blocks):
@@ -303,13 +331,86 @@ def full_grads(model: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.grad)
-    with type(model).summon_full_params(model):
-        return {key: value.detach().cpu() for key, value in model.named_parameters()}
+    return {key: value.cpu() for key, value in whole_state(model).items()}
+
+
+def whole_state(model: Any) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    from xla_fsdp import get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def test_sums_do_not_stop_growing() -> None:
     for found in run_on_ranks(counted, 2):
         # Where sums are in bfloat16, as for a table of more than 16 MiB.
         assert found.pop("large") == [256, 256]
-        assert list(found) == ["tiles", "narrow", "recomputed", "scanned", "stacked"]
+        assert len(found) == 9
         assert all(counts == [4096, 512] for counts in found.values()), found
+
+
+# ---------------------------------------------------------------- what is made of a weight
+
+
+class Copying(Model):
+    """Copies and stores what it makes of its unsharded weight."""
+
+    copies: dict[str, Tensor]
+
+    def embed(self, types: Tensor) -> Tensor:
+        weight = self.types.weight
+        parameter = nn.Parameter(weight)
+        file = io.BytesIO()
+        torch.save(parameter, file)
+        file.seek(0)
+        self.copies = {
+            "parameter": parameter,
+            "copied": copy.deepcopy(parameter),
+            "detached": copy.deepcopy(weight.detach()),
+            "module": copy.deepcopy(nn.Embedding.from_pretrained(weight)).weight,
+            "read": torch.load(file, map_location="cpu"),
+        }
+        return super().embed(types)
+
+
+def copied(rank: int) -> dict[str, tuple[str, Tensor]]:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    model = XlaFullyShardedDataParallel(make(Copying), compute_dtype=torch.bfloat16)
+    loss_of(model, batch(rank, 0).to(torch_xla.device())).backward()
+    weight = whole_state(model)["types.weight"].bfloat16()
+    found = {key: (type(each).__name__, each.detach().cpu()) for key, each in model.copies.items()}
+    return {"expected": ("Tensor", weight), **found}
+
+
+def test_what_is_made_of_a_weight_can_be_copied_and_stored() -> None:
+    [found] = run_on_ranks(copied, 1)
+    _, weight = found.pop("expected")
+    kinds = {key: kind for key, (kind, _) in found.items()}
+    assert kinds == {
+        "parameter": "Parameter", "copied": "Parameter", "detached": "Tensor",
+        "module": "Parameter", "read": "Parameter",
+    }  # fmt: skip
+    for _, value in found.values():
+        assert torch.equal(value, weight)
+
+
+def copied_unsharded(rank: int) -> list[Tensor]:
+    import torch_xla
+
+    from xla_fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(make(Model), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.set_reshard_after_backward(False)
+    types = batch(rank, 0).to(torch_xla.device())
+    loss_of(model, types).backward()
+    assert type(model.types.weight) is Tensor
+    return [loss_of(each, types).detach().cpu() for each in (copy.deepcopy(model), model)]
+
+
+def test_a_model_that_stays_unsharded_can_be_copied() -> None:
+    for first, second in run_on_ranks(copied_unsharded, 2):
+        assert torch.equal(first, second)

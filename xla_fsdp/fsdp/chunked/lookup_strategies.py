@@ -42,7 +42,8 @@ class LookupStrategy(Protocol):
 
 @dataclass(frozen=True)
 class GatherChunks:
-    """Gather the table chunk by chunk. Gradients of equal numbers are summed in float32."""
+    """Gather the table chunk by chunk. Gradients of equal numbers are summed as by
+    ``sum_rows``."""
 
     weights: ChunkedWeights
     chunks: Chunks
@@ -91,8 +92,9 @@ class GatherChunks:
 @dataclass(frozen=True)
 class ExchangeRows:
     """Gather a part of the table among some ranks, of which each rank of a group has another one;
-    within the group send the rows that its ranks ask for. Gradients of equal numbers are summed in
-    float32 within the group, and those of a part then among the ranks that have gathered it."""
+    within the group send the rows that its ranks ask for. Gradients of equal numbers are summed as
+    by ``sum_rows`` within the group, and those of a part then among the ranks that have gathered
+    it."""
 
     weights: ChunkedWeights
     cache: LoopCache  # stores the number of the first row of this rank's part
@@ -141,7 +143,7 @@ class ExchangeRows:
 
 
 def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
-    """Return the unsharded gradient of the table, [num_rows, width] float32, from this rank's rows
-    alone."""
+    """Return the unsharded gradient of the table, [num_rows, width], from this rank's rows alone,
+    in the dtype of ``sum_rows``."""
     is_row = numbers >= 0
     return sum_rows(num_rows, torch.where(is_row, numbers, 0), is_row, grad)

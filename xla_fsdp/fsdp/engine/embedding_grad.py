@@ -39,20 +39,20 @@ def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence
                 compute_by(tensor, F.embedding, _embedding)
 
 
-def sum_rows(num_rows: int, rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+def sum_rows(num_rows: int, rows: Tensor, is_counted: Tensor, grad: Tensor) -> Tensor:
     """Sum gradients by row, in float32 or a wider dtype.
 
     Args:
         num_rows: rows of the table.
         rows: [n] integers, the row of each gradient.
-        counts: [n] bool, which gradients count.
+        is_counted: [n] bool, whether a gradient is added.
         grad: [n, width].
 
     Returns:
-        The gradient of the table, [num_rows, width].
+        The gradient of the table, [num_rows, width]: float64 from float64, else float32.
     """
     dtype = torch.promote_types(grad.dtype, torch.float32)
-    share = torch.where(counts[:, None], grad.to(dtype), 0.0)
+    share = torch.where(is_counted[:, None], grad.to(dtype), 0.0)
     width = grad.shape[-1]
     # A row that is whole tiles takes a fifth of the code that the TPU needs for one in each tile.
     shape = (width // LANES, LANES) if width % LANES == 0 else (width,)

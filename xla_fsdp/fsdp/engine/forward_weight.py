@@ -1,17 +1,22 @@
-"""Unsharded weights with which some functions of torch are computed another way in a forward."""
+"""Unsharded weights with which some functions of torch are computed another way."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ForwardWeight(Tensor):
-    """An unsharded weight in the forward of its unit, until the unit reshards."""
+    """An unsharded weight, until its unit reshards.
+
+    What is made of it computes as any tensor does: ``weight.detach()``, which has this class all
+    the same, and ``nn.Parameter(weight)``, copies and files, which do not.
+    """
 
     _computed_by: Mapping[Any, Callable[..., Tensor]] = MappingProxyType({})  # by function of torch
 
@@ -27,9 +32,24 @@ class ForwardWeight(Tensor):
                 func = weight._computed_by.get(func, func)
             result = func(*args, **kwargs)
             if func is Tensor.detach:
-                # As ``nn.Parameter(weight)`` refuses another class. It computes as any tensor does.
-                result.__class__ = cls
+                result.__class__ = cls  # ``nn.Parameter(weight)`` refuses another class
             return result
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """Become a plain parameter: ``nn.Parameter(weight)`` sets this on what it has detached."""
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self.__class__ = Tensor  # type: ignore[assignment]  # torch wants clones of the same class
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = ForwardWeight
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -37,13 +57,20 @@ class ForwardWeight(Tensor):
 
 
 def compute_by(weight: Tensor, function: Any, compute: Callable[..., Tensor]) -> None:
-    """Turn ``weight`` into a ``ForwardWeight``.
+    """Turn ``weight`` into a ``ForwardWeight``, or let it compute another function, too.
 
     Args:
         weight: an unsharded parameter.
         function: a function of torch whose second argument is called ``weight``.
         compute: computes it where that is ``weight``; has the same arguments.
     """
+    known = weight._computed_by if isinstance(weight, ForwardWeight) else {}
     marked: Any = weight
     marked.__class__ = ForwardWeight
-    marked._computed_by = {function: compute}
+    marked._computed_by = {**known, function: compute}
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return ``tensor.detach()``, which is a plain tensor also of a ``ForwardWeight``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()

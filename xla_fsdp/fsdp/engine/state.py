@@ -49,6 +49,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     through,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.forward_weight import detached
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.large_linear import LinearInPieces, large_weights
 from xla_fsdp.fsdp.engine.param import refuse_shards
@@ -923,7 +924,7 @@ class FSDPState:
         if self.settings.reshard_after_backward:
             self.group.to_sharded()
         else:
-            unsharded = [tensor.detach() for tensor in self.group.unsharded]
+            unsharded = [detached(tensor) for tensor in self.group.unsharded]
             versions = self.group.unsharded_versions
             self.group.to_unsharded(unsharded, ShardedState.UNSHARDED, versions=versions)
 

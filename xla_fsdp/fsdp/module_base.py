@@ -110,7 +110,7 @@ class ShardedModule(FSDPModuleBase):
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Reduce the gradients of all units in this module by ``hook``.
 
-        Hooks that cast to bf16 or fp16 are in ``xla_fsdp.fsdp.engine.reduce_scatter``.
+        Hooks that cast to bf16 or fp16 are in ``xla_fsdp.comm_hooks``.
 
         Args:
             state: passed to the hook; ``DefaultState()`` for the hooks of that module.

@@ -225,7 +225,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         optimization_barrier_in_backward: the same for gradients.
         sync_on_finalization: run the graph when a backward pass ends, before the optimizer.
         disable_reshard_on_root: for the outermost unit, whose backward follows at once, act as if
-            ``reshard_after_forward`` were False.
+            ``reshard_after_forward`` were False, but for a large plain head, which is used in
+            pieces.
         compute_dtype: dtype in which parameters are gathered and used, and gradients are computed
             and reduced, and to which floating-point inputs are cast; None for each parameter's own.
             Shards and their gradients have the parameter's own dtype in any case.

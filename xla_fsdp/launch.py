@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.launch", description="Run a script on several CPU ranks."
     )
-    parser.add_argument("--num_ranks", type=int, help="default: XLA_FSDP_NUM_RANKS, else CPU_NUM_DEVICES, else 1")
+    parser.add_argument(
+        "--num_ranks", type=int, help="default: XLA_FSDP_NUM_RANKS, else CPU_NUM_DEVICES, else 1"
+    )
     parser.add_argument(
         "--compat",
         action="store_true",

@@ -145,6 +145,22 @@ def test_a_winner_that_does_not_hold_gives_way_to_the_next(search: Search) -> No
     assert ("lean", 32, 10) in fake.compiled
 
 
+def test_batches_beside_the_winner_are_compiled_where_larger_ones_are_slower(
+    search: Search,
+) -> None:
+    class Bent(Cost):
+        def ms(self, depth: int, batch: int) -> float:  # for each sample least at 4
+            return 100 + 20 * batch + batch**3
+
+    costs = Bent(is_loop=True, mib_per_layer_and_sample=10)
+    choices = {"recipe": [LEAN], "batch": [1, 2, 3, 4, 6, 8]}
+    tuned, fake = search(lambda recipe: costs, choices=choices)
+    # 8 is predicted to be best by 1 and 2, and 2 then by 8.
+    assert fake.compiled == [("lean", 32, each) for each in (1, 2, 8, 3, 4, 6)]
+    assert tuned.best is not None
+    assert tuned.best.batch == 4
+
+
 def test_times_of_a_program_that_is_refused_predict_nothing(search: Search) -> None:
     class Bent(Cost):
         def mib(self, depth: int, batch: int) -> float:

@@ -2,7 +2,7 @@
 
 The search has three parts. Every recipe on the mesh that shards over all ranks; the fastest of them
 on other meshes; then the fastest of all is compiled as it is to run, until one is faster than what
-is predicted of the others. Each part is cut short by the budget.
+is predicted of the others, and than its next larger batch. Each part is cut short by the budget.
 """
 
 from __future__ import annotations
@@ -377,16 +377,26 @@ class _Search:
     # ------------------------------------------------------------ the winner
 
     def confirm(self) -> None:
-        """Compile the fastest that fits in full, until it is one that was compiled so."""
+        """Compile the fastest that fits in full, until it is one that was compiled so, and so was
+        the next larger batch of its way."""
         self.trials.deadline = self._end
-        while (best := self._best()) is not None and best.report is None:
-            [line] = [each for each in self.lines if each.way == best.way]
-            trial = Trial(best.way, best.batch, self.depth)
+        while (wanted := self._unconfirmed()) is not None:
+            [line] = [each for each in self.lines if each.way == wanted.way]
+            trial = Trial(wanted.way, wanted.batch, self.depth)
             outcome = self.trials.run([trial]).get(trial)
             if outcome is None:  # the budget has ended
                 return
             if isinstance(outcome, str):
-                where = "" if line.reports else f"batch {best.batch}: "
-                line.fail(f"{where}{outcome}", best.batch)
+                where = "" if line.reports else f"batch {wanted.batch}: "
+                line.fail(f"{where}{outcome}", wanted.batch)
             else:
-                line.add(best.batch, outcome)
+                line.add(wanted.batch, outcome)
+
+    def _unconfirmed(self) -> Candidate | None:
+        best = self._best()
+        if best is None:
+            return None
+        own = [each for each in self._fitting() if each.way == best.way]
+        # Where a much larger batch turned out to be slower, those between lie on a line to it.
+        larger = [each for each in own if each.batch > best.batch][:1]
+        return next((each for each in [best, *larger] if each.report is None), None)

@@ -515,6 +515,7 @@ def test_what_the_host_has_no_memory_for_does_not_fit() -> None:
     too_much = offloading(5 * GIB)
     assert not too_much.fits
     assert "HBM per rank (MiB), fits" in full_text(too_much)
+    assert "  beside it, in the host's memory, which is too small  " in full_text(too_much)
     assert table([too_much]).splitlines()[1].split()[2] == "NO"
     told = "WARNING: v5e:4x4: 5,120 MiB of activations per rank go to the host's memory, which has "
     for text in (full_text(too_much), table([too_much])):

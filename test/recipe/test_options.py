@@ -39,6 +39,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is no recipe: it is not JSON"),
+        ("[" * 100_000, "is no recipe: it is not JSON"),
         ("[1]", "is no recipe: it holds a list"),
         ("{}", 'is no recipe: it has no "version"; write it by Recipe.save, or add "version": 1'),
         ('{"name": "lean"}', 'is no recipe: it has no "version"'),

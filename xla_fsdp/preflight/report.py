@@ -301,7 +301,8 @@ def _memory(report: Report) -> str:
     sizes = {label: getattr(memory, name) for name, label in PARTS.items()}
     sizes["peak"] = memory.peak
     if report.offloaded_bytes:
-        sizes["beside it, in the host's memory"] = report.offloaded_bytes
+        too_much = ", which is too small" if report.offloaded_bytes > report.host_capacity else ""
+        sizes[f"beside it, in the host's memory{too_much}"] = report.offloaded_bytes
     verdict = f"fits, with {memory.left / MIB:,.0f} left"
     if memory.left < 0:
         verdict = f"does NOT fit: short of {-memory.left / MIB:,.0f}"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.fsdp.chunked import LinearCrossEntropy
-from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.autograd import on_device, version_of
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 
 IGNORED = -100
@@ -53,9 +55,8 @@ def why_not_streamed(model: Any) -> str:
     if "labels" not in inspect.signature(model.forward).parameters:
         return f"the forward of {kind} takes no labels"
     name = next(name for name, each in model.named_modules() if each is head)
-    if not _only_calls(inspect.unwrap(type(model).forward), f"self.{name}"):
-        return f"the forward of {kind} computes with the logits before it computes their loss"
-    return ""
+    why = _why_unknown(inspect.unwrap(type(model).forward), f"self.{name}")
+    return f"the forward of {kind} {why}" if why else ""
 
 
 def _default_loss() -> Any:
@@ -64,21 +65,68 @@ def _default_loss() -> Any:
     return ForCausalLMLoss
 
 
-def _only_calls(forward: Callable[..., Any], head: str) -> bool:
-    """Return whether a forward calls ``head`` once, and gives what it returns a name that is not
-    given to anything else (logits that are scaled or capped have it again)."""
+def _why_unknown(forward: Callable[..., Any], head: str) -> str:
+    """Return why it is not known that a forward hands what ``head`` returns, and the labels that it
+    is given, to its loss function as they are; empty if it is."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError):
-        return False
-    stores = [
-        (ast.unparse(target), ast.unparse(node.value))
+        return "cannot be read"
+    changes = list(_changes(tree))
+    made = [target for target, value in changes if value.startswith(f"{head}(")]
+    losses = [
+        node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function"
     ]
-    calls = [target for target, value in stores if value.startswith(f"{head}(")]
-    return len(calls) == 1 and [target for target, _ in stores].count(calls[0]) == 1
+    if len(losses) != 1:
+        return "computes the loss by something else than its loss function"
+    [logits, labels] = _arguments(losses[0])
+    is_changed = sum(target == logits for target, _ in changes) > 1
+    if made != [logits] or is_changed or not _is_only_handed_on(logits, tree):
+        return "computes with the logits before it computes their loss"
+    moved = re.compile(r"labels\.to\([\w.]+\.device\)")  # it is there already
+    if labels != "labels" or not all(
+        moved.fullmatch(value) for target, value in changes if target == "labels"
+    ):
+        return "changes the labels before it computes the loss"
+    return ""
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the name, and the value as text, of each assignment, also to a part of the name."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                name = target.value if isinstance(target, ast.Subscript) else target
+                yield ast.unparse(name), ast.unparse(node.value)
+
+
+def _is_only_handed_on(logits: str, tree: ast.AST) -> bool:
+    """Return whether nothing is computed with what has this name: it is given to the loss function,
+    or as ``logits`` or in a tuple to the output, or asked for its device."""
+    uses = Counter(each.id for each in ast.walk(tree) if isinstance(each, ast.Name))
+    known = 1  # where it is made
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            is_loss = ast.unparse(node.func) == "self.loss_function"
+            known += is_loss and logits in map(ast.unparse, node.args)
+            known += any(
+                each.arg == "logits" and ast.unparse(each.value) == logits for each in node.keywords
+            )
+        elif isinstance(node, ast.Tuple):
+            known += logits in map(ast.unparse, node.elts)
+        elif isinstance(node, ast.Attribute) and node.attr == "device":
+            known += ast.unparse(node.value) == logits
+    return uses[logits] == known
+
+
+def _arguments(loss: ast.Call) -> list[str]:
+    """Return what a call of a loss function takes for logits and labels, as text."""
+    named = {each.arg: ast.unparse(each.value) for each in loss.keywords}
+    names = ("logits", "labels")
+    given = dict(zip(names, map(ast.unparse, loss.args), strict=False)) | named
+    return [given.get(name, "") for name in names]
 
 
 def trace_masks() -> None:
@@ -122,7 +170,9 @@ class StreamedLoss:
     def __init__(self, model: Any, head: nn.Module) -> None:
         self._targets: Tensor | None = None
         self._count: Any = None  # of targets in the whole batch, if the caller has told it
+        self._labels: Tensor | None = None
         self._losses: Tensor | None = None
+        self._versions: list[int] = []  # of labels and losses
         self._original = model.loss_function
         model.loss_function = self._loss
         model.forward = MethodType(_with_targets(model.forward, self), model)
@@ -130,14 +180,15 @@ class StreamedLoss:
         head.register_forward_pre_hook(self._add_targets)
         head.register_forward_hook(self._keep_losses)
 
-    def run(self, call: Callable[[], Any], targets: Tensor, count: Any) -> Any:
+    def run(self, call: Callable[[], Any], labels: Tensor, targets: Tensor, count: Any) -> Any:
         """Run a forward of the model; its output has no logits."""
-        self._targets, self._count = targets, count
+        self._labels, self._targets, self._count = labels, targets, count
+        self._versions = [version_of(labels)]
         try:
             output = call()
             return _without(output, self._losses)
         finally:
-            self._targets = self._losses = self._count = None
+            self._labels = self._targets = self._losses = self._count = None
 
     def _add_targets(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
         return None if self._targets is None else (*args, self._targets)
@@ -145,21 +196,29 @@ class StreamedLoss:
     def _keep_losses(self, head: nn.Module, args: Any, output: Tensor) -> None:
         if self._targets is not None:
             self._losses = output
+            self._versions.append(version_of(output))
 
     def _loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._targets is None:
             return self._original(logits, labels, vocab_size, *args, **kwargs)
-        if logits is not self._losses:
-            raise RuntimeError(
-                "the model computes with its logits before it computes their loss, and its head "
-                "has returned the loss; give parallelize a Recipe(streamed_head=False)"
-            )
+        own = {name: kwargs[name] for name in OF_THE_LOSS if kwargs.get(name) is not None}
+        if logits is not self._losses or labels is not self._labels or args or own:
+            raise self._error()
+        if [version_of(labels), version_of(logits)] != self._versions:
+            raise self._error()
         total, count = logits.sum(), self._count
         if count is None:
             return mean_over_context(total, (self._targets != IGNORED).float().sum())
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+    def _error(self) -> RuntimeError:
+        return RuntimeError(
+            "the model computes with its logits, or changes its labels, before it computes the "
+            "loss, and its head has returned the loss already; give parallelize a "
+            "Recipe(streamed_head=False)"
+        )
 
 
 def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
@@ -177,7 +236,8 @@ def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
         # Models hand these on to their blocks, which have no use for them.
         others = {name: each for name, each in kwargs.items() if name not in OF_THE_LOSS}
         call = functools.partial(original, *args, **others)
-        return streamed.run(call, _targets(options), options.get("num_items_in_batch"))
+        count = options.get("num_items_in_batch")
+        return streamed.run(call, options["labels"], _targets(options), count)
 
     return forward
 

@@ -189,7 +189,7 @@ class Recipe:
         """
         try:
             values = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no recipe: it holds a {type(values).__name__}")

@@ -247,6 +247,18 @@ def test_derivatives_are_those_of_torch(
     torch.testing.assert_close(derivatives(_embedding), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_by_frequency_are_those_of_torch() -> None:
+    numbers = torch.tensor([[3, 0, 3], [1, 3, 4]])
+
+    def gradient(look_up: Callable[..., Tensor]) -> Tensor:
+        table = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4).requires_grad_()
+        rows = look_up(numbers, table, 4, scale_grad_by_freq=True)
+        return torch.autograd.grad(rows.pow(3).sum(), table)[0]
+
+    expected = gradient(lambda *args, **options: F.embedding(*args, **options))
+    torch.testing.assert_close(gradient(_embedding), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_wide_sums_stay_wide() -> None:
     rows, counted = torch.tensor([1, 1, 0]), torch.tensor([True, True, False])
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -260,9 +272,9 @@ def test_wide_sums_stay_wide() -> None:
 class Sum(nn.Module):
     """Adds rows; the gradient of each is how often it is looked up."""
 
-    def __init__(self, width: int = 128, rows: int = 2) -> None:
+    def __init__(self, width: int = 128, rows: int = 2, **options: Any) -> None:
         super().__init__()
-        self.table = nn.Embedding(rows, width)
+        self.table = nn.Embedding(rows, width, **options)
 
     def forward(self, x: Tensor | float, numbers: Tensor) -> Tensor:
         return x + self.table(numbers)
@@ -296,6 +308,7 @@ def wrapped_sums() -> Iterator[tuple[str, Any]]:
 
     for name, width, rows in (("tiles", 128, 2), ("narrow", 40, 3), ("large", 1024, 8193)):
         yield name, wrap(make(lambda width=width, rows=rows: Sum(width, rows)))
+    yield "by_frequency", wrap(make(lambda: Sum(scale_grad_by_freq=True)))
     yield "recomputed", wrap(checkpoint_module(make(Sum)))
     yield "kept", wrap(make(Sum), reshard_after_forward=False)
     yield "flat", wrap(make(Sum), flatten_parameters=True)
@@ -346,6 +359,7 @@ def test_sums_do_not_stop_growing() -> None:
     for found in run_on_ranks(counted, 2):
         # Where sums are in bfloat16, as for a table of more than 16 MiB.
         assert found.pop("large") == [256, 256]
+        assert found.pop("by_frequency") == [1, 1]
         assert len(found) == 9
         assert all(counts == [4096, 512] for counts in found.values()), found
 

@@ -69,21 +69,24 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    plain = max_norm is None and not (scale_grad_by_freq or sparse or in_transform())
-    if plain and torch.is_grad_enabled():
-        return _Embedding.apply(input, weight, padding_idx)
+    is_known = max_norm is None and not sparse and not in_transform()
+    if is_known and torch.is_grad_enabled():
+        return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq)
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
 class _Embedding(torch.autograd.Function):
-    """Map (input, weight) to ``F.embedding(input, weight, padding_idx)``. Backward is made of
+    """Map (input, weight) to ``F.embedding(input, weight, padding_idx)``, whose gradients are
+    divided by how often their row was looked up, if ``by_frequency``. Backward is made of
     operations that have gradients themselves."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool
+    ) -> Tensor:
         ctx.save_for_backward(input)
         ctx.num_rows, ctx.dtype = len(weight), weight.dtype
-        ctx.padding_idx = padding_idx
+        ctx.padding_idx, ctx.by_frequency = padding_idx, by_frequency
         return F.embedding(input, weight, padding_idx)
 
     @staticmethod
@@ -92,5 +95,9 @@ class _Embedding(torch.autograd.Function):
         rows = input.reshape(-1)
         padding = ctx.padding_idx
         skipped = -1 if padding is None else padding % ctx.num_rows
-        summed = sum_rows(ctx.num_rows, rows, rows != skipped, grad.reshape(-1, grad.shape[-1]))
-        return None, summed.to(ctx.dtype), None
+        is_counted = rows != skipped
+        summed = sum_rows(ctx.num_rows, rows, is_counted, grad.reshape(-1, grad.shape[-1]))
+        if ctx.by_frequency:
+            ones = torch.ones(len(rows), 1, device=rows.device)
+            summed = summed / sum_rows(ctx.num_rows, rows, is_counted, ones).clamp(min=1)
+        return None, summed.to(ctx.dtype), None, None

@@ -39,6 +39,12 @@ def nothing(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any)
     return output_of(loss, logits=logits)
 
 
+def widens_at_once(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids)).float().contiguous()
+    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    return output_of(loss, logits=logits)
+
+
 def masks_labels(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     labels = labels.masked_fill(labels < 5, -100)
@@ -63,6 +69,22 @@ def adds_penalty(self: Any, input_ids: Any = None, labels: Any = None, **kwargs:
     logits = self.lm_head(hidden_of(self, input_ids))
     loss = self.loss_function(logits, labels, self.config.vocab_size)
     loss = loss + 0.1 * logits.logsumexp(dim=-1).square().mean()
+    return output_of(loss, logits=logits)
+
+
+def penalty(logits: Tensor) -> Tensor:
+    return 0.1 * logits.logsumexp(dim=-1).square().mean()
+
+
+def adds_penalty_by_name(self: Any, input_ids: Any = None, labels: Any = None, **kw: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    return output_of(loss + penalty(logits=logits), logits=logits)
+
+
+def scales_at_once(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids)) * 2
+    loss = self.loss_function(logits, labels, self.config.vocab_size)
     return output_of(loss, logits=logits)
 
 
@@ -107,9 +129,12 @@ def ignores_one_more(self: Any, input_ids: Any = None, labels: Any = None, **kwa
 
 LEFT_OUT = {
     masks_labels: CHANGED, stores_into_labels: CHANGED, gives_other_labels: CHANGED,
-    adds_penalty: COMPUTES, scales_in_place: COMPUTES, scales_by_a_method: COMPUTES,
+    adds_penalty: COMPUTES, adds_penalty_by_name: COMPUTES, scales_at_once: COMPUTES,
+    scales_in_place: COMPUTES, scales_by_a_method: COMPUTES,
     widens: COMPUTES, has_own_loss: OTHER,
 }  # fmt: skip
+
+STREAMED = (nothing, widens_at_once)
 
 REFUSED = (masks_in_place, ignores_one_more)
 """That cannot be told from their text."""
@@ -127,7 +152,7 @@ def test_what_is_left_out_is_told(forward: Any) -> None:
 
 
 def test_what_is_streamed() -> None:
-    assert not why_not_streamed(llama(nothing))
+    assert not any(why_not_streamed(llama(each)) for each in STREAMED)
     assert not why_not_streamed(make(MODELS["llama_untied"]))
 
 
@@ -155,7 +180,7 @@ def losses(rank: int) -> dict[str, float | str]:
     from xla_fsdp import parallelize
 
     found: dict[str, float | str] = {}
-    for forward in (nothing, *LEFT_OUT, *REFUSED):
+    for forward in (*STREAMED, *LEFT_OUT, *REFUSED):
         model, _, recipe = parallelize(llama(forward).train(), None, "lean")
         assert recipe.streamed_head == (forward not in LEFT_OUT)
         ids = tokens().to(torch_xla.device())
@@ -172,7 +197,7 @@ def test_losses_are_those_of_the_plain_model() -> None:
     [found] = run_on_ranks(losses, 1)
     for forward in REFUSED:
         assert "give parallelize a Recipe(streamed_head=False)" in found.pop(forward.__name__)
-    for forward in (nothing, *LEFT_OUT):
+    for forward in (*STREAMED, *LEFT_OUT):
         expected = llama(forward).train()(input_ids=tokens(), labels=tokens()).loss
         assert found.pop(forward.__name__) == pytest.approx(expected.item(), rel=1e-5)
     assert not found

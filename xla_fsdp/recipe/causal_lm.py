@@ -29,6 +29,9 @@ from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
 
+LOSS = "self.loss_function"
+"""How a forward of transformers calls the default loss."""
+
 OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 """Keywords of a forward that its loss function alone uses."""
 
@@ -73,12 +76,8 @@ def _why_unknown(forward: Callable[..., Any], head: str) -> str:
     except (OSError, SyntaxError):
         return "cannot be read"
     changes = list(_changes(tree))
-    made = [target for target, value in changes if value.startswith(f"{head}(")]
-    losses = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function"
-    ]
+    made = [target for target, value in changes if _called(_as_it_is(value)) == head]
+    losses = [node for node in ast.walk(tree) if _called(node) == LOSS]
     if len(losses) != 1:
         return "computes the loss by something else than its loss function"
     [logits, labels] = _arguments(losses[0])
@@ -87,19 +86,33 @@ def _why_unknown(forward: Callable[..., Any], head: str) -> str:
         return "computes with the logits before it computes their loss"
     moved = re.compile(r"labels\.to\([\w.]+\.device\)")  # it is there already
     if labels != "labels" or not all(
-        moved.fullmatch(value) for target, value in changes if target == "labels"
+        moved.fullmatch(ast.unparse(value)) for target, value in changes if target == "labels"
     ):
         return "changes the labels before it computes the loss"
     return ""
 
 
-def _changes(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the name, and the value as text, of each assignment, also to a part of the name."""
+def _as_it_is(value: ast.expr) -> ast.expr:
+    """Return ``x`` for ``x.float()`` or ``x.contiguous()``, which the losses of tokens are."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr not in ("float", "contiguous"):
+            break
+        value = value.func.value
+    return value
+
+
+def _called(node: ast.AST) -> str:
+    """Return what a call calls, as text; nothing for anything else."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield name and value of each assignment, also to a part of the name."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 name = target.value if isinstance(target, ast.Subscript) else target
-                yield ast.unparse(name), ast.unparse(node.value)
+                yield ast.unparse(name), node.value
 
 
 def _is_only_handed_on(logits: str, tree: ast.AST) -> bool:
@@ -108,12 +121,8 @@ def _is_only_handed_on(logits: str, tree: ast.AST) -> bool:
     uses = Counter(each.id for each in ast.walk(tree) if isinstance(each, ast.Name))
     known = 1  # where it is made
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            is_loss = ast.unparse(node.func) == "self.loss_function"
-            known += is_loss and logits in map(ast.unparse, node.args)
-            known += any(
-                each.arg == "logits" and ast.unparse(each.value) == logits for each in node.keywords
-            )
+        if _called(node) == LOSS or "output" in _called(node).lower():
+            known += logits in _arguments(node)
         elif isinstance(node, ast.Tuple):
             known += logits in map(ast.unparse, node.elts)
         elif isinstance(node, ast.Attribute) and node.attr == "device":
@@ -121,12 +130,12 @@ def _is_only_handed_on(logits: str, tree: ast.AST) -> bool:
     return uses[logits] == known
 
 
-def _arguments(loss: ast.Call) -> list[str]:
+def _arguments(call: Any) -> list[str]:
     """Return what a call of a loss function takes for logits and labels, as text."""
-    named = {each.arg: ast.unparse(each.value) for each in loss.keywords}
     names = ("logits", "labels")
-    given = dict(zip(names, map(ast.unparse, loss.args), strict=False)) | named
-    return [given.get(name, "") for name in names]
+    given = dict(zip(names, call.args, strict=False))
+    given |= {each.arg: each.value for each in call.keywords}
+    return [ast.unparse(given[name]) if name in given else "" for name in names]
 
 
 def trace_masks() -> None:

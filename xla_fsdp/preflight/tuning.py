@@ -52,7 +52,7 @@ ON_OTHER_MESHES = 2
 """How many ways are tried on other meshes: the fastest ones."""
 
 FOR_COMPARING = 0.75
-"""Of the budget, while the fastest is only predicted; the rest is for compiling it in full."""
+"""Of the budget, while there is something to confirm, for which the rest is."""
 
 RECIPE, BATCH, DEPTH, LENGTH = "recipe", "batch", "depth", "length"
 
@@ -289,9 +289,8 @@ class _Search:
                 self._measure(fitting, self.batches[1])
 
     def _measure(self, lines: Sequence[_Line], batch: int) -> None:
-        best = self._best()
-        is_predicted = best is None or best.report is None
-        self.trials.deadline = self._comparing_ends if is_predicted else self._end
+        is_settled = self._best() is not None and self._unconfirmed() is None
+        self.trials.deadline = self._end if is_settled else self._comparing_ends
         wanted = {line: self._trials_of(line, batch) for line in lines if not line.failed}
         found = self.trials.run(itertools.chain(*wanted.values()))
         for line, trials in wanted.items():

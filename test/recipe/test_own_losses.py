@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from xla_fsdp.recipe.causal_lm import why_not_streamed
 
 CHANGED = "changes the labels before it computes the loss"
 COMPUTES = "computes with the logits before it computes their loss"
+KEYWORDS = "does not hand all of its keywords on to its loss function"
 OTHER = "computes the loss by something else than its loss function"
 
 
@@ -35,39 +38,41 @@ def hidden_of(model: Any, input_ids: Tensor) -> Tensor:
 def nothing(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     labels = labels.to(logits.device)
-    loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+    loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def widens_at_once(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids)).float().contiguous()
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def masks_labels(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     labels = labels.masked_fill(labels < 5, -100)
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
-def stores_into_labels(self: Any, input_ids: Any = None, labels: Any = None, **kw: Any) -> Any:
+def stores_into_labels(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     labels[:, :3] = -100
-    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+    loss = self.loss_function(
+        logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+    )
     return output_of(loss, logits=logits)
 
 
-def gives_other_labels(self: Any, input_ids: Any = None, labels: Any = None, **kw: Any) -> Any:
+def gives_other_labels(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits, labels.clamp(min=5), self.config.vocab_size)
+    loss = self.loss_function(logits, labels.clamp(min=5), self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def adds_penalty(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     loss = loss + 0.1 * logits.logsumexp(dim=-1).square().mean()
     return output_of(loss, logits=logits)
 
@@ -76,35 +81,37 @@ def penalty(logits: Tensor) -> Tensor:
     return 0.1 * logits.logsumexp(dim=-1).square().mean()
 
 
-def adds_penalty_by_name(self: Any, input_ids: Any = None, labels: Any = None, **kw: Any) -> Any:
+def adds_penalty_by_name(
+    self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any
+) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss + penalty(logits=logits), logits=logits)
 
 
 def scales_at_once(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids)) * 2
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def scales_in_place(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     logits *= 2
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
-def scales_by_a_method(self: Any, input_ids: Any = None, labels: Any = None, **kw: Any) -> Any:
+def scales_by_a_method(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
     logits.mul_(2)
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def widens(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits.double(), labels, self.config.vocab_size)
+    loss = self.loss_function(logits.double(), labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
@@ -117,26 +124,107 @@ def has_own_loss(self: Any, input_ids: Any = None, labels: Any = None, **kwargs:
 def masks_in_place(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     labels.masked_fill_(labels < 5, -100)
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     return output_of(loss, logits=logits)
 
 
 def ignores_one_more(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
     logits = self.lm_head(hidden_of(self, input_ids))
-    loss = self.loss_function(logits, labels, self.config.vocab_size, ignore_index=5)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, ignore_index=5, **kwargs)
     return output_of(loss, logits=logits)
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def penalized(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.loss = output.loss + penalty(output.logits)
+        return output
+
+    return penalized
+
+
+def takes_other_keywords(self: Any, input_ids: Any = None, labels: Any = None, **of: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **of)
+    return output_of(loss, logits=logits)
+
+
+def keeps_keywords(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    return output_of(loss, logits=logits)
+
+
+def pops_keywords(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    kwargs.pop("num_items_in_batch", None)
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    return output_of(loss, logits=logits)
+
+
+def names_a_keyword(
+    self: Any,
+    input_ids: Any = None,
+    labels: Any = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    return output_of(loss / (num_items_in_batch or 1), logits=logits)
+
+
+def penalizes_the_output(
+    self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any
+) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    output = output_of(loss, logits=logits)
+    output.loss = output.loss + penalty(output.logits)
+    return output
+
+
+def penalizes_by_tuple(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    scores, scale = logits, 1.0
+    return output_of(loss + scale * penalty(scores), logits=None)
+
+
+def calls_its_head_again(
+    self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any
+) -> Any:
+    hidden = hidden_of(self, input_ids)
+    logits = self.lm_head(hidden)
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    return output_of(loss + penalty(self.lm_head(hidden * 0.5)), logits=logits)
+
+
+@decorated
+def is_decorated(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    return output_of(loss, logits=logits)
+
+
+def returns_the_loss(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    logits = self.lm_head(hidden_of(self, input_ids))
+    return self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
 
 
 LEFT_OUT = {
     masks_labels: CHANGED, stores_into_labels: CHANGED, gives_other_labels: CHANGED,
     adds_penalty: COMPUTES, adds_penalty_by_name: COMPUTES, scales_at_once: COMPUTES,
     scales_in_place: COMPUTES, scales_by_a_method: COMPUTES,
-    widens: COMPUTES, has_own_loss: OTHER,
+    widens: COMPUTES, has_own_loss: OTHER, keeps_keywords: KEYWORDS, pops_keywords: KEYWORDS,
+    names_a_keyword: KEYWORDS, ignores_one_more: KEYWORDS,
 }  # fmt: skip
 
-STREAMED = (nothing, widens_at_once)
+STREAMED = (nothing, widens_at_once, takes_other_keywords, returns_the_loss)
 
-REFUSED = (masks_in_place, ignores_one_more)
+REFUSED = (masks_in_place, penalizes_the_output, penalizes_by_tuple,
+    calls_its_head_again, is_decorated)  # fmt: skip
 """That cannot be told from their text."""
 
 
@@ -174,30 +262,102 @@ def tokens() -> Tensor:
     return torch.arange(1, 13).reshape(2, 6)
 
 
+GIVEN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "count": {"num_items_in_batch": 5},
+    "shifted": {"shift_labels": torch.arange(3, 15).reshape(2, 6)},
+}
+"""Keywords of the loss."""
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
 def losses(rank: int) -> dict[str, float | str]:
     import torch_xla
 
     from xla_fsdp import parallelize
 
+    device = torch_xla.device()
     found: dict[str, float | str] = {}
     for forward in (*STREAMED, *LEFT_OUT, *REFUSED):
         model, _, recipe = parallelize(llama(forward).train(), None, "lean")
-        assert recipe.streamed_head == (forward not in LEFT_OUT)
-        ids = tokens().to(torch_xla.device())
-        try:
-            loss = model(input_ids=ids, labels=ids.clone()).loss
-            loss.backward()
-            found[forward.__name__] = loss.item()
-        except RuntimeError as error:
-            found[forward.__name__] = str(error)
+        assert recipe.streamed_head == (forward not in LEFT_OUT), forward
+        ids = tokens().to(device)
+        for given, options in GIVEN.items():
+            moved = {
+                name: each.to(device) if isinstance(each, Tensor) else each
+                for name, each in options.items()
+            }
+            name = f"{forward.__name__} {given}"
+            try:
+                loss = loss_of(model(input_ids=ids, labels=ids.clone(), **moved))
+                loss.backward()
+                found[name] = loss.item()
+            except RuntimeError as error:
+                found[name] = str(error)
+            except TypeError as error:  # where the forward gives a keyword itself
+                found[name] = type(error).__name__
     return found
+
+
+def plain_loss(forward: Any, options: dict[str, Any]) -> float | str:
+    try:
+        return loss_of(llama(forward).train()(tokens(), tokens(), **options)).item()
+    except TypeError as error:
+        return type(error).__name__
 
 
 def test_losses_are_those_of_the_plain_model() -> None:
     [found] = run_on_ranks(losses, 1)
-    for forward in REFUSED:
-        assert "give parallelize a Recipe(streamed_head=False)" in found.pop(forward.__name__)
-    for forward in (*STREAMED, *LEFT_OUT):
-        expected = llama(forward).train()(input_ids=tokens(), labels=tokens()).loss
-        assert found.pop(forward.__name__) == pytest.approx(expected.item(), rel=1e-5)
+    for given, options in GIVEN.items():
+        for forward in REFUSED:
+            refusal = found.pop(f"{forward.__name__} {given}")
+            assert "give parallelize a Recipe(streamed_head=False)" in refusal, forward
+        for forward in (*STREAMED, *LEFT_OUT):
+            expected = plain_loss(forward, options)
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, rel=1e-5)
+            assert found.pop(f"{forward.__name__} {given}") == expected, (forward, given)
     assert not found
+
+
+def hooked(how: str) -> Any:
+    model = llama(nothing).train()
+    head = model.lm_head
+    if how == "hook":
+        head.register_forward_hook(lambda module, args, output: output * 2)
+    elif how == "pre-hook":
+        head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    else:
+        original = head.forward
+        head.forward = lambda x: original(x) * 2
+    return model
+
+
+HOOKS = ("hook", "pre-hook", "forward")
+
+
+def hooked_losses(rank: int) -> list[float]:
+    import torch_xla
+
+    from xla_fsdp import parallelize
+
+    ids = tokens().to(torch_xla.device())
+    models = [parallelize(hooked(how), None, "lean").model for how in HOOKS]
+    return [each(input_ids=ids, labels=ids).loss.item() for each in models]
+
+
+def test_a_head_with_hooks_or_a_forward_of_its_own_stays() -> None:
+    [found] = run_on_ranks(hooked_losses, 1)
+    expected = [hooked(how)(tokens(), tokens()).loss.item() for how in HOOKS]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_forward_of_the_instance_is_read() -> None:
+    model = llama(nothing)
+    model.forward = MethodType(adds_penalty, model)
+    assert why_not_streamed(model).endswith(COMPUTES)
+    model.forward = functools.partial(nothing, model)
+    assert why_not_streamed(model).endswith("cannot be read")

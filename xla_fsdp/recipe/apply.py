@@ -473,6 +473,9 @@ def _why_left(module: nn.Module, ignored: Ignored) -> str:
         return "it is ignored"
     if placement_in(module, "weight") is not None:
         return "tensor parallelism has cut its weight"
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    if any(hooks) or "forward" in vars(module):
+        return "it has hooks, or a forward of its own"
     return ""
 
 

@@ -58,7 +58,7 @@ def why_not_streamed(model: Any) -> str:
     if "labels" not in inspect.signature(model.forward).parameters:
         return f"the forward of {kind} takes no labels"
     name = next(name for name, each in model.named_modules() if each is head)
-    why = _why_unknown(inspect.unwrap(type(model).forward), f"self.{name}")
+    why = _why_unknown(inspect.unwrap(model.forward), f"self.{name}")
     return f"the forward of {kind} {why}" if why else ""
 
 
@@ -73,7 +73,7 @@ def _why_unknown(forward: Callable[..., Any], head: str) -> str:
     is given, to its loss function as they are; empty if it is."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, TypeError):  # TypeError for what is no function
         return "cannot be read"
     changes = list(_changes(tree))
     made = [target for target, value in changes if _called(_as_it_is(value)) == head]
@@ -89,7 +89,32 @@ def _why_unknown(forward: Callable[..., Any], head: str) -> str:
         moved.fullmatch(ast.unparse(value)) for target, value in changes if target == "labels"
     ):
         return "changes the labels before it computes the loss"
+    if not _hands_keywords_on(forward, losses[0], tree):
+        return "does not hand all of its keywords on to its loss function"
     return ""
+
+
+def _hands_keywords_on(forward: Callable[..., Any], loss: Any, tree: ast.AST) -> bool:
+    """Return whether the loss function gets the forward's ``**kwargs``, which nothing else reads,
+    and which alone tell what is of the loss."""
+    name = _keywords_of(inspect.signature(forward))
+    uses = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == name]
+    passed = [
+        each.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for each in node.keywords
+        if each.arg is None
+    ]
+    told = any(of_loss in ast.unparse(tree) for of_loss in OF_THE_LOSS)
+    given = [ast.unparse(each.value) for each in loss.keywords if each.arg is None]
+    return given == [name] and all(each in passed for each in uses) and not told
+
+
+def _keywords_of(signature: inspect.Signature) -> str:
+    """Return the name of the parameter for all other keywords, such as "kwargs"."""
+    parameters = signature.parameters.values()
+    return next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), "")
 
 
 def _as_it_is(value: ast.expr) -> ast.expr:
@@ -167,6 +192,30 @@ def _packed(original: Callable[..., Any], position_ids: Tensor) -> Any:
     return (steps != 1).long().cumsum(-1)  # of bools torch_xla's cumsum is an OR
 
 
+class LossesOfTokens(Tensor):
+    """Losses in the place of logits: for the loss function alone, so that computing raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.float, Tensor.contiguous):  # as they are already
+            return args[0]
+        if func not in _ASKED:
+            raise RuntimeError(MISUSED)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_ASKED = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "requires_grad")}
+"""What a forward may ask logits for."""
+
+MISUSED = (
+    "the model computes with its logits, or with other labels than it was given, and its head has "
+    "returned the loss already; give parallelize a Recipe(streamed_head=False)"
+)
+
+
 class StreamedLoss:
     """Gives the head of a causal language model its targets, and adds up the losses it returns.
 
@@ -180,64 +229,55 @@ class StreamedLoss:
         self._targets: Tensor | None = None
         self._count: Any = None  # of targets in the whole batch, if the caller has told it
         self._labels: Tensor | None = None
-        self._losses: Tensor | None = None
-        self._versions: list[int] = []  # of labels and losses
+        self._version = 0  # of the labels
         self._original = model.loss_function
         model.loss_function = self._loss
         model.forward = MethodType(_with_targets(model.forward, self), model)
         # Hooks of the unit run outside of it, so it is called with targets.
         head.register_forward_pre_hook(self._add_targets)
-        head.register_forward_hook(self._keep_losses)
+        head.register_forward_hook(self._guard_losses)
 
     def run(self, call: Callable[[], Any], labels: Tensor, targets: Tensor, count: Any) -> Any:
         """Run a forward of the model; its output has no logits."""
         self._labels, self._targets, self._count = labels, targets, count
-        self._versions = [version_of(labels)]
+        self._version = version_of(labels)
         try:
-            output = call()
-            return _without(output, self._losses)
+            return _without_losses(call())
         finally:
-            self._labels = self._targets = self._losses = self._count = None
+            self._labels = self._targets = self._count = None
 
     def _add_targets(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
         return None if self._targets is None else (*args, self._targets)
 
-    def _keep_losses(self, head: nn.Module, args: Any, output: Tensor) -> None:
+    def _guard_losses(self, head: nn.Module, args: Any, output: Tensor) -> None:
         if self._targets is not None:
-            self._losses = output
-            self._versions.append(version_of(output))
+            output.__class__ = LossesOfTokens
 
     def _loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._targets is None:
             return self._original(logits, labels, vocab_size, *args, **kwargs)
-        own = {name: kwargs[name] for name in OF_THE_LOSS if kwargs.get(name) is not None}
-        if logits is not self._losses or labels is not self._labels or args or own:
-            raise self._error()
-        if [version_of(labels), version_of(logits)] != self._versions:
-            raise self._error()
-        total, count = logits.sum(), self._count
+        own = any(kwargs.get(name) is not None for name in OF_THE_LOSS)
+        changed = labels is not self._labels or version_of(labels) != self._version
+        if not isinstance(logits, LossesOfTokens) or changed or args or own:
+            raise RuntimeError(MISUSED)
+        count = self._count
+        with torch._C.DisableTorchFunctionSubclass():
+            total = logits.sum()
         if count is None:
             return mean_over_context(total, (self._targets != IGNORED).float().sum())
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-    def _error(self) -> RuntimeError:
-        return RuntimeError(
-            "the model computes with its logits, or changes its labels, before it computes the "
-            "loss, and its head has returned the loss already; give parallelize a "
-            "Recipe(streamed_head=False)"
-        )
 
 
 def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
     """Return a forward that streams the loss where it is trained with labels."""
     signature = inspect.signature(original)
 
-    @functools.wraps(original.__func__)
+    @functools.wraps(getattr(original, "__func__", original))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        options = given | given.get("kwargs", {})
+        options = given | given.get(_keywords_of(signature), {})
         kept = options.get("logits_to_keep", 0)  # 0 for all of them
         is_cut = isinstance(kept, Tensor) or kept != 0
         if options.get("labels") is None or not self.training or is_cut:
@@ -259,9 +299,11 @@ def _targets(options: Mapping[str, Any]) -> Tensor:
     return targets if ignored == IGNORED else targets.masked_fill(targets == ignored, IGNORED)
 
 
-def _without(output: Any, losses: Tensor | None) -> Any:
+def _without_losses(output: Any) -> Any:
     """Return an output of a model without what took the place of the logits."""
     if isinstance(output, tuple):
-        return tuple(each for each in output if each is not losses)
-    kept = {name: each for name, each in output.items() if each is not losses}
+        return tuple(each for each in output if not isinstance(each, LossesOfTokens))
+    if not isinstance(output, Mapping):
+        return output
+    kept = {name: each for name, each in output.items() if not isinstance(each, LossesOfTokens)}
     return type(output)(**kept)

@@ -77,7 +77,9 @@ class Damage:
         for path, reason in problems:
             if path not in self._paths:
                 self._paths.add(path)
-                print(f"rank {self._rank}: left out {path}: {reason}", file=sys.stderr, flush=True)
+                # One write, so that no other rank's line comes between a line and its end.
+                sys.stderr.write(f"rank {self._rank}: left out {path}: {reason}\n")
+                sys.stderr.flush()
 
     def of_all_ranks(self) -> list[str]:
         """The damaged pictures that any rank met. Every rank calls it."""

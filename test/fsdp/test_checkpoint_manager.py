@@ -626,7 +626,9 @@ def preempted(rank: int, folder: str) -> None:
                     while not was_asked():  # the main thread takes it
                         time.sleep(0.001)
     finally:
-        print(f"rank {rank}: {saved} saved, complete {manager.steps()}", flush=True)
+        # One write: if Python does not buffer, print writes the end of a line by itself, and
+        # another rank's line can come between.
+        os.write(1, f"rank {rank}: {saved} saved, complete {manager.steps()}\n".encode())
 
 
 def run_preempted(folder: str) -> None:

@@ -22,7 +22,7 @@ from xla_fsdp.preflight import (
 )
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import describe_options, mesh_on
-from xla_fsdp.preflight.compiler import compile_program
+from xla_fsdp.preflight.compiler import Compiled, compile_program
 from xla_fsdp.preflight.estimate import estimate, timeline
 from xla_fsdp.preflight.findings import (
     about_bytes,
@@ -34,7 +34,7 @@ from xla_fsdp.preflight.findings import (
 )
 from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
 from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
-from xla_fsdp.preflight.program import ParameterTraffic, Program
+from xla_fsdp.preflight.program import PARAMETER, STATE, Input, ParameterTraffic, Program, Traced
 from xla_fsdp.preflight.report import Memory, StepTime, full_text, table
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
 from xla_fsdp.preflight.traffic import Collective, collectives_of
@@ -539,3 +539,27 @@ def test_json_holds_derived_figures() -> None:
     assert (found["fits"], found["wire_bytes"], found["blocking_bytes"]) == (True, 3e6, 1e6)
     assert found["peak_bytes"] == 45 * 2**20
     assert found["memory"]["code"] == 9 * 2**20
+
+
+# ---------------------------------------------------------------- steps of several programs
+
+
+def two_programs(*, too_large_by: int = 0) -> Report:
+    """Backward needs 800 bytes beside the optimizer's state, which only the step, of 500, takes."""
+    state, shards = Input(STATE, 300), Input(PARAMETER, 100)
+    backward = Program(b"", (shards,), (), others={STATE: 300, "data": 7})
+    step = Program(b"", (shards, state), ())
+    facts = (OPTIMIZED, 0, too_large_by, 1.0, 1.0, 0)
+    compiled = (Compiled(100, 0, 700, 0, *facts), Compiled(400, 0, 100, 0, OPTIMIZED, *facts[1:]))
+    slice_ = find_topology("v5e:2x2")
+    return api.report_on(Traced((backward, step)), compiled, slice_, {})
+
+
+def test_memory_counts_what_a_program_does_not_take() -> None:
+    found = two_programs().memory
+    assert (found.parameters, found.optimizer_state, found.data) == (100, 300, 7)
+    assert found.peak == 100 + 300 + 7 + 700
+
+
+def test_a_refused_program_lacks_room_for_that_too() -> None:
+    assert two_programs(too_large_by=50).memory.too_large_by == 50 + 307

@@ -53,6 +53,8 @@ def traced(name: str) -> dict[str, Any]:
         return traced_that_reads()
     if name == "frees":
         return traced_that_frees()
+    if name == "others":
+        return traced_in_two_programs()
     if name == "pieces":
         return traced_in_pieces()
     if name in IN_UNIT:
@@ -190,6 +192,35 @@ def traced_that_frees() -> dict[str, Any]:
 
     [program] = trace_step(build_freeing, find_topology("v5e:2x2").coords).programs
     return {"aliases": len(program.aliases)}
+
+
+def traced_in_two_programs() -> dict[str, Any]:
+    """What lies in memory beside the inputs of each program, where backward ends one or not."""
+    import torch
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    def build_layer(*, ends: bool) -> Any:
+        layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        model = XlaFullyShardedDataParallel(layer, sync_on_finalization=ends)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        averages = [torch.ones(50, 70).to(torch_xla.device())]  # which no step reads
+
+        def step() -> None:
+            model(torch.ones(LENGTH, WIDTH).to(torch_xla.device())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+            assert averages
+
+        return step
+
+    coords = find_topology("v5e:2x2").coords
+    found = [trace_step(partial(build_layer, ends=ends), coords).programs for ends in (True, False)]
+    return {"others": [[dict(each.others) for each in programs] for programs in found]}
 
 
 def traced_in_a_unit(kind: str) -> dict[str, Any]:
@@ -347,6 +378,14 @@ def test_only_what_is_changed_in_place_takes_the_place_of_an_input() -> None:
 def test_a_step_may_read_and_go_on_with_what_it_has() -> None:
     found = outcomes("reads", "frees", *IN_UNIT)["reads"]
     assert found == {"programs": 2, "flops": 3 * 2 * VOCABULARY * LENGTH * WIDTH}
+
+
+def test_what_a_program_does_not_take_is_known() -> None:
+    [[backward, step], [whole]] = outcomes("others")["others"]["others"]
+    assert backward.pop("optimizer state") == 4 * WIDTH**2 / 4
+    for others in (backward, step, whole):
+        assert set(others) == {"data"}
+        assert 4 * 50 * 70 <= others["data"] < 4 * 50 * 70 + 10_000
 
 
 @pytest.mark.parametrize("name", IN_UNIT)

@@ -323,6 +323,23 @@ def test_losses_are_those_of_the_plain_model() -> None:
     assert not found
 
 
+def replayed(rank: int) -> tuple[list[float], int]:
+    import torch_xla
+
+    from xla_fsdp import parallelize
+
+    model, _, recipe = parallelize(llama(widens_at_once).train(), None, "lean")
+    step = recipe.compile(lambda ids: model(input_ids=ids, labels=ids).loss)
+    ids = tokens().to(torch_xla.device())
+    return [step(ids).item() for _ in range(4)], step.replays
+
+
+def test_a_streamed_loss_is_replayed() -> None:
+    [(found, replays)] = run_on_ranks(replayed, 1)
+    assert found == pytest.approx([plain_loss(widens_at_once, {})] * 4, rel=1e-5)
+    assert replays == 2
+
+
 def hooked(how: str) -> Any:
     model = llama(nothing).train()
     head = model.lm_head

@@ -352,6 +352,46 @@ def test_steps_of_models_that_see_both_ways_are_replayed() -> None:
     assert (loss, replays) == (pytest.approx(expected, abs=1e-5), 2)
 
 
+class InTurns(nn.Module):
+    """Each list would be a loop, if the other were not between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList([Block(), Block()]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in zip(self.second, self.first, strict=True):
+            x = second(first(x))
+        return x
+
+
+def in_turns(model: Any, optimizer: Any, x: Tensor, wrap: Any = lambda step: step) -> list[float]:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    wrapped = wrap(step)
+    return [wrapped(x).item() for _ in range(5)]
+
+
+@scenarios.add
+def loops_given_up(rank: int) -> list[float]:
+    import torch_xla
+
+    model = make(InTurns)
+    model, optimizer, recipe = shard(lambda: model, optimizer_of(model), "fast")
+    return in_turns(model, optimizer, torch.ones(3, WIDTH).to(torch_xla.device()), recipe.compile)
+
+
+def test_loops_that_are_given_up_leave_nothing_to_compiled_steps() -> None:
+    model = make(InTurns)
+    expected = in_turns(model, optimizer_of(model), torch.ones(3, WIDTH))
+    assert scenarios.result("loops_given_up") == pytest.approx(expected, rel=1e-4)
+
+
 @scenarios.add
 def without_backward(rank: int) -> int:
     model, _, done = shard("llama_untied", recipe="fast")
@@ -363,6 +403,22 @@ def without_backward(rank: int) -> int:
 
 def test_steps_without_backward_are_replayed() -> None:
     assert scenarios.result("without_backward") == 2
+
+
+@scenarios.add
+def holds_others(rank: int) -> str:
+    model = make(Transformer)
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    done = shard(lambda: model, optimizer, "fast").recipe
+    return next(line for line in done._report if line.startswith("optimizer"))
+
+
+def test_parameters_that_the_model_has_not_are_told() -> None:
+    assert scenarios.result("holds_others") == (
+        "optimizer: SGD holds 1 parameters that the model has not, of which each rank has "
+        "gradients of its own: make them a part of the model, or average these over the ranks"
+    )
 
 
 @scenarios.add

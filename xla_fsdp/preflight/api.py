@@ -243,9 +243,10 @@ def report_on(
         for module, program in zip(modules, traced.programs, strict=True)
     ]
     collectives = [each for found in by_module for each in found]
-    usable = topology.chip.usable_bytes
-    short_of = [max(each.peak - usable, each.too_large_by or -usable) for each in compiled]
-    largest = short_of.index(max(short_of))
+    needed = [
+        _bytes_needed(*each, topology) for each in zip(traced.programs, compiled, strict=True)
+    ]
+    largest = needed.index(max(needed))
     peak = fullest_moment(modules[largest])
     on_host = max(each.on_host for each in compiled)
     host_capacity = topology.chip.host_capacity
@@ -276,10 +277,16 @@ def report_on(
     )
 
 
+def _bytes_needed(program: Program, compiled: Compiled, topology: Topology) -> int:
+    refused = topology.chip.usable_bytes + compiled.too_large_by if compiled.too_large_by else 0
+    return max(compiled.peak, refused) + sum(program.others.values())
+
+
 def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology) -> Memory:
-    by_role: Counter[str] = Counter()
+    by_role = Counter(program.others)
     for each in program.inputs:
         by_role[each.role] += each.nbytes
+    others = sum(program.others.values())
     held = {role: by_role[role] for role in (PARAMETER, GRADIENT, STATE)}
     # The compiler's total of temporaries is exact; ``peak``, an estimate, divides it into parts.
     in_gathers = peak.by_purpose.get(GATHERED, 0)
@@ -289,14 +296,14 @@ def _memory(program: Program, compiled: Compiled, peak: Peak, topology: Topology
         parameters=held[PARAMETER],
         gradients=held[GRADIENT],
         optimizer_state=held[STATE],
-        data=compiled.arguments - sum(held.values()),
+        data=compiled.arguments + others - sum(held.values()),
         outputs=compiled.outputs,
         gathered_parameters=gathered,
         activations=activations,
         scratch=compiled.temporaries - gathered - activations,
         code=compiled.code,
         capacity=topology.chip.usable_bytes,
-        too_large_by=compiled.too_large_by,
+        too_large_by=compiled.too_large_by + others if compiled.too_large_by else 0,
     )
 
 

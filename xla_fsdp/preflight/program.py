@@ -33,6 +33,8 @@ class Program:
     # For a program that the compiler is to partition: the rank of each partition. Then ``hlo`` is
     # StableHLO, as MLIR bytecode, lowered by JAX.
     partition_order: tuple[int, ...] = ()
+    # Bytes that lie in memory while it runs and are none of its inputs, by role.
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,8 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 from weakref import WeakSet, ref
@@ -187,7 +188,7 @@ class Recorder:
                 ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
             return
         if self._phase is _Phase.RECORDING:
-            self.programs.append(self._program(_distinct(pending)))
+            self.programs.append(self._program(_distinct(pending), live))
         self._replace(pending)
         if self._phase is _Phase.RECORDING:
             self._note_buffers()
@@ -229,7 +230,7 @@ class Recorder:
             if (buffer := buffer_id(tensor)) is not None
         }
 
-    def _program(self, pending: list[Tensor]) -> Program:
+    def _program(self, pending: list[Tensor], live: list[Tensor]) -> Program:
         roles = {buffer: role for _, buffer, role in self._before.values()}
         buffers = input_buffers(pending)
         input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
@@ -244,7 +245,30 @@ class Recorder:
         )
         named = Module(lowered_hlo(pending))
         hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it
-        return Program(hlo, inputs, tuple(aliases), _operand_sizes(named), _labels(named))
+        return Program(
+            hlo,
+            inputs,
+            tuple(aliases),
+            _operand_sizes(named),
+            _labels(named),
+            others=_sizes_of_others(live, input_of, roles),
+        )
+
+
+def _sizes_of_others(
+    live: Iterable[Tensor], inputs: Collection[int], roles: Mapping[int, str]
+) -> dict[str, int]:
+    """Return the bytes of all device buffers but ``inputs``, by role."""
+    found: dict[int, int] = {}
+    # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in live:
+            if (buffer := buffer_id(tensor)) is not None and buffer not in inputs:
+                found[buffer] = tensor.nbytes
+    sizes: Counter[str] = Counter()
+    for buffer, nbytes in found.items():
+        sizes[roles.get(buffer, DATA)] += nbytes
+    return dict(sizes)
 
 
 def _labels(module: Module) -> dict[str, str]:

@@ -71,9 +71,9 @@ def parallelize(
     and the model allows.
 
     Units are the elements of lists of modules of one class (a transformer's blocks), the embedding
-    and the head where these are streamed, and what is left, the whole. Losses, parameters, their
-    names and checkpoints are those of the plain model. With labels and in training mode the output
-    of a causal language model of transformers then has a loss and no logits.
+    and the head where these are streamed, and what is left, the whole. Losses, parameters,
+    state dicts and checkpoints are those of the plain model. With labels and in training mode the
+    output of a causal language model of transformers then has a loss and no logits.
 
     What the model does not allow is left out, with one line that says which feature, which module
     and why: in ``recipe.explain()`` of the result, and from rank 0 to ``logging``. Some of it only
@@ -684,6 +684,14 @@ def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: _Plan) -> An
     """Return the optimizer of the shards; let it step in backward if that is wanted."""
     if isinstance(optimizer, Optimizer):
         hold_shards(optimizer)
+        own = {id(each) for each in model.parameters()}
+        held = (each for group in optimizer.param_groups for each in group["params"])
+        if others := sum(id(each) not in own for each in held):
+            plan.left_out.append(
+                f"optimizer: {type(optimizer).__name__} holds {others} parameters that the model "
+                f"has not, of which each rank has gradients of its own: make them a part of the "
+                f"model, or average these over the ranks"
+            )
     elif optimizer is not None:
         maker, optimizer = optimizer, optimizer(model.parameters())
         if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):

@@ -188,6 +188,8 @@ class Recipe:
             ValueError: if the file holds something else.
         """
         try:
+            if Path(path).is_dir():
+                raise ValueError("it is a folder")
             values = json.loads(Path(path).read_text())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
@@ -292,4 +294,4 @@ def _problems_of_mesh(mesh: Any) -> Iterator[str]:
         yield f"mesh has an axis {names[0]} alone; give shard=1 {where} it"
     for name, size in pairs:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            yield f"mesh has {name}={size}; sizes are whole numbers from 1"
+            yield f"mesh has {name}={size!r}; sizes are whole numbers from 1"

@@ -87,7 +87,10 @@ class AllGather:
             buckets = self._buckets_of(shards)
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
-                shards = ops.once_computed(first, [shard.detach() for shard in shards])
+                # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
+                # and gather a shard only once its gradient has been reduced.
+                shards = ops.after_(before, [shard.detach().clone() for shard in shards])
+                shards, before = ops.once_computed(first, shards), ()
             pairs = zip(self._params, shards, strict=True)
             rows = [param.packing.in_rows(shard) for param, shard in pairs]
             packed = ops.after_(before, [bucket.pack(rows) for bucket in buckets])

@@ -88,12 +88,13 @@ class Seen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        from_host = self._note([args, kwargs or {}])
-        self._note(result)
-        if getattr(func, "__name__", "") in DRAWS and not _on_device(result):
-            self.draws.setdefault(user_place())
-        if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]
-            self.places.setdefault(tuple(result.shape), user_place())
+        with torch._C.DisableTorchFunctionSubclass():  # some allow no use, not even to be asked
+            from_host = self._note([args, kwargs or {}])
+            self._note(result)
+            if getattr(func, "__name__", "") in DRAWS and not _on_device(result):
+                self.draws.setdefault(user_place())
+            if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]
+                self.places.setdefault(tuple(result.shape), user_place())
         return result
 
     def tensors(self) -> list[Tensor]:

@@ -255,6 +255,7 @@ class BlockScan:
 
     def remove(self) -> None:
         """Run each block by itself again."""
+        self._pass = None
         for block in (reference() for reference in self._blocks):
             if block is not None:
                 block._fsdp_module_state.forward_override = None
@@ -274,6 +275,8 @@ class BlockScan:
             return unit.run(forward, args, kwargs)
         if current_pass() == -1:
             self._without_loop = _without_loop.get()
+        if self._without_loop:
+            self._pass = None  # left by a forward that raised
         # Otherwise this forward is recomputed in backward, maybe in a thread of autograd, which
         # does not have the context variable: it runs as the first time.
         if self._without_loop or (given.opaque and not torch.is_grad_enabled()):

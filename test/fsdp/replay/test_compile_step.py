@@ -1094,7 +1094,7 @@ def worked(rank: int) -> dict[str, Any]:
     thread = worker.thread
     another = thread.ident != threading.get_ident()
     del worker
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     return {
         "inference": (inference, torch.is_inference_mode_enabled()),
         "devices": seen,

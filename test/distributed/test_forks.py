@@ -115,6 +115,22 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet.end()  # by a thread that has not begun
 
 
+def test_a_fork_waits_longer_at_each_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine others compute for longer before they rest."""
+    holds: list[float] = []
+
+    def rest(_: QuietForks, hold: float) -> bool:
+        holds.append(hold)
+        return len(holds) == 7
+
+    monkeypatch.setattr(QuietForks, "_others_rest", rest)
+    monkeypatch.setattr(forks, "PAUSE", 0.0)
+    quiet = QuietForks()
+    quiet.begin(lambda: False)
+    quiet.end()
+    assert holds == [0.1, 0.2, 0.4, 0.8, *[forks.LONGEST_HOLD] * 3]
+
+
 def test_a_fork_waits_for_the_end_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "PATIENCE", 0.0)
     looks = iter([True] * 5)

@@ -1234,6 +1234,7 @@ def in_flight(rank: int) -> tuple[bool, list[float]]:
             torch_xla._XLAC._xla_wait_device_ops()
             return super().hlo()
 
+    torch_xla.sync()  # of what is pending on all ranks
     if rank != 0:  # as the class is replaced for all threads
         return True, []
     is_late = False

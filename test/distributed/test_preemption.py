@@ -45,9 +45,10 @@ def train(rank: int) -> int:
 def main() -> None:
     """What a child of the test runs."""
     handler = signal.getsignal(signal.SIGTERM)
-    print(launch(train, num_ranks=RANKS, stop_signals=(signal.SIGTERM,)))
+    print(launch(train, num_ranks=RANKS, stop_signals=(signal.SIGTERM,)), flush=True)
     assert signal.getsignal(signal.SIGTERM) == handler
-    print(launch(lambda rank: was_asked(), num_ranks=RANKS, stop_signals=(signal.SIGTERM,)))
+    again = launch(lambda rank: was_asked(), num_ranks=RANKS, stop_signals=(signal.SIGTERM,))
+    print(again, flush=True)  # now: the signal leaves no time for what is buffered
     os.kill(os.getpid(), signal.SIGTERM)
 
 

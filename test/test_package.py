@@ -57,7 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def run(folder: Path, *command: str) -> str:
     """Run a command in ``folder``, with no way to the tree; return its output."""
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -350,13 +350,14 @@ class _ProgressLines:
             if now - self._last < LINE_EVERY:
                 return
             self._last = now
-        rate = self._done / (now - self._began)
-        print(
-            f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
-            f"{rate / 1e6:.0f} MB/s, {max(0, self._size - self._done) / rate:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+            rate = self._done / (now - self._began)
+            left = max(0, self._size - self._done) / rate
+            # Not print(), which writes the end of a line by itself: other threads may copy, too.
+            sys.stderr.write(
+                f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
+                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left\n"
+            )
+            sys.stderr.flush()
 
 
 def _tqdm() -> Any:

@@ -36,7 +36,7 @@ FAULTS = {
     "errors": {"error": 0.2},
     "lost answers": {"lost": 0.1},
     "cut connections": {"cut": 0.1},
-    "short reads": {"short": 0.3},
+    "short reads": {"short": 0.1},  # of 8 attempts at a read one has to be whole
     "late listings": {"late": 0.3},
     "slow puts": {"slow": 0.05},
     "all": {"error": 0.05, "lost": 0.05, "cut": 0.05, "short": 0.1, "late": 0.1, "slow": 0.01},
@@ -92,10 +92,10 @@ def test_what_stays_names_the_object(faults: Faults) -> None:
 def test_large_files_are_written_in_parts(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_storage, "PART", 1 << 18)
     monkeypatch.setattr(remote_storage, "COMPOSED", 4)
-    set_faults(faults, slow=0.02, error=0.05)
+    set_faults(faults, together=4, error=0.05)
     storage, data = open_storage(URL), random.Random(1).randbytes(10 * (1 << 18) + 5)
     storage.write("a/large", [data[:7], memoryview(data)[7:]])
-    assert faults.most_writes > 3
+    assert faults.most_writes >= 4
     assert storage.sizes("a") == {"large": len(data)}  # no part is left
     into = bytearray(len(data))
     storage.source("a/large").read_into(0, memoryview(into))

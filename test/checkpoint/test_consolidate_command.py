@@ -6,6 +6,7 @@ import re
 import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,8 +104,9 @@ def test_prefix_is_required(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tool_works_from_elsewhere_and_uses_its_own_checkout(tmp_path: Path) -> None:
     every_kind().save(tmp_path, 2)
+    sources = shutil.ignore_patterns("__pycache__")  # without what other processes write there
     for directory in ("xla_fsdp", "tools"):
-        shutil.copytree(ROOT / directory, tmp_path / "checkout" / directory)
+        shutil.copytree(ROOT / directory, tmp_path / "checkout" / directory, ignore=sources)
     arguments = ["--ckpt_prefix", f"{tmp_path}/mnist"]
     tool = str(tmp_path / "checkout" / "tools" / "consolidate_ckpts.py")
     done = run_python("-c", WHICH_CHECKOUT, tool, *arguments, cwd=tmp_path)
@@ -187,3 +189,14 @@ def test_progress_is_in_the_log(
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(re.fullmatch(line, each) for each in lines), lines
+
+
+def test_a_line_of_progress_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads copy; where Python does not buffer, another line would come in between."""
+    writes: list[str] = []
+    monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.0)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    progress = consolidate_sharded_ckpts._ProgressLines("copying", 10)
+    for _ in range(2):
+        progress(5)
+    assert [each[-1] for each in writes] == ["\n", "\n"]

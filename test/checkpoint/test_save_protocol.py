@@ -76,13 +76,13 @@ def remote() -> Iterator[str]:
 
 def kills(directory: Path, count: int, kind: str) -> dict[str, Any]:
     done = run_python(
-        "-m", "test.common.kills", str(directory), str(count), "7", kind, timeout=100 + 2 * count
+        "-m", "test.common.kills", str(directory), str(count), "7", kind, timeout=300 + 10 * count
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     print(found)
     assert found["problems"] == []
-    assert found["kills"] == count
+    assert found["kills"] >= count
     # Every child completes one, unless its step is cut short.
     assert found["steps"] >= count // 2
     assert found["cut short"] > 0  # else the kills came at the wrong time

@@ -26,7 +26,7 @@ CASES = ["plain", "nested", "flat", "flat_nested", "rows", "rows_nested", "bfloa
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with files written by torch_xla's own FSDP, one directory for each case."""
     directory = tmp_path_factory.mktemp("upstream")
-    child = run_warm("-m", "test.common.upstream_writer", str(directory), timeout=120)
+    child = run_warm("-m", "test.common.upstream_writer", str(directory))
     assert child.returncode == 0, child.stderr
     return directory
 

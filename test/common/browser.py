@@ -25,7 +25,7 @@ from test.common.ranks import ROOT
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 INSTALLED = ROOT / ".venv" / "browser" / "chromium"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe")
-SECONDS = 60
+SECONDS = 300
 COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 

@@ -28,6 +28,8 @@ from gcp_storage_emulator.server import RequestHandler, create_server
 BUCKET = "bucket"
 URL = f"gs://{BUCKET}/run"
 CODES = (429, 500, 502, 503)
+PATIENCE = 10.0
+"""Seconds that a write waits for others at most."""
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Faults:
         short: of an answer to a read that lacks its end, without saying so.
         late: seconds for which new objects are not listed.
         slow: seconds that a write takes longer.
+        together: number of writes that wait until there have been so many at once.
         always: pattern of paths to which every request fails with 503.
     """
 
@@ -50,6 +53,7 @@ class Faults:
     short: float = 0.0
     late: float = 0.0
     slow: float = 0.0
+    together: int = 0
     always: str = "(?!)"
     chance: random.Random = field(default_factory=lambda: random.Random(1))
     reads: Counter[str] = field(default_factory=Counter)
@@ -91,6 +95,9 @@ class Handler(RequestHandler):
                 self.state["writes"] += 1
                 faults.most_writes = max(faults.most_writes, self.state["writes"])
             time.sleep(faults.slow)
+            end = time.monotonic() + PATIENCE
+            while faults.most_writes < faults.together and time.monotonic() < end:
+                time.sleep(0.001)
         with self.state["lock"]:
             if "ifGenerationMatch" in query and self.exists(name):
                 self.refuse(412)

@@ -35,11 +35,14 @@ LONGEST = 0.05
 """Seconds from the first complete save to the kill: a few saves."""
 BEHIND = 0.03
 """Longest seconds that an asynchronous save has before it is waited for."""
+AT_MOST = 10
 FAULTS = 0.01
 """Of the requests to a faulty store."""
 
 
 def main(directory: str, kills: int, seed: int, kind: str) -> dict[str, Any]:
+    """Kill so often, and on until a kill has cut a step short, and a job that was replaced has
+    stopped by itself, but at most ``AT_MOST`` times as often."""
     chance, how = random.Random(seed), KINDS[kind]
     found: dict[str, Any] = {
         "kind": kind,
@@ -51,7 +54,9 @@ def main(directory: str, kills: int, seed: int, kind: str) -> dict[str, Any]:
         "problems": [],
     }
     with how.store(directory) as where:
-        for number in range(kills):
+        for number in range(AT_MOST * kills):
+            if number >= kills and found["cut short"] and (found["stopped"] or not how.replaces):
+                break
             asynchronous = chance.random() < how.asynchronous
             known, stopped = how.kill(where, number, chance, asynchronous, how.longest)
             seen = look(where)
@@ -140,6 +145,11 @@ class Kind(NamedTuple):
     store: Callable[[str], AbstractContextManager[str]] = local_disk
     longest: float = LONGEST
 
+    @property
+    def replaces(self) -> bool:
+        """Whether a job takes the place of another one that goes on."""
+        return self.kill is kill_two
+
 
 KINDS = {
     "one": Kind(kill_one, 0.0),
@@ -160,7 +170,7 @@ class Child:
         self.pid, self._pipe = forked(lambda said: save_forever(directory, said, job, own, behind))
 
     def wait_for_a_step(self) -> None:
-        select.select([self._pipe], [], [], 60)
+        select.select([self._pipe], [], [], 300)
 
     def has_stopped(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -29,6 +29,8 @@ FAST_COMPILE = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 STDERR_LINES = 60
+PATIENCE = 900.0
+"""Seconds that a child has: many times what it needs on a machine that does nothing else."""
 
 
 class ChildError(RuntimeError):
@@ -47,7 +49,7 @@ def run_on_ranks(
     fn: str | Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout: float = 300,
+    timeout: float = PATIENCE,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``num_ranks`` CPU ranks of a child process.
@@ -67,7 +69,7 @@ def run_on_ranks(
 
 
 def run_warm(
-    *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
+    *arguments: str, timeout: float = PATIENCE, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a module (``-m``), code (``-c``) or a file as ``run_python`` does, in a process that has
     imported torch, torch_xla and the package."""
@@ -86,7 +88,7 @@ def warm_python() -> WarmPython:
 
 def run_python(
     *arguments: str,
-    timeout: float = 300,
+    timeout: float = PATIENCE,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:

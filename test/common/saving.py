@@ -26,7 +26,7 @@ from xla_fsdp.checkpoint.save_step import Job, RankContent, Ranks, Save, ShardFi
 from xla_fsdp.checkpoint.step_directory import Keep, complete_attempts
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
-TIMEOUT = 60
+TIMEOUT = 300
 JOB = Job("one")
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.ranks import cached_outcome, run_python
+from test.common.ranks import PATIENCE, cached_outcome, run_python
 from xla_fsdp.distributed.launcher import launch
 
 RANKS = 2
@@ -295,7 +295,7 @@ def lost_tensors() -> list[str]:
 # ---------------------------------------------------------------- tests
 
 
-def in_child(call: str, timeout: float) -> Any:
+def in_child(call: str, timeout: float = PATIENCE) -> Any:
     code = f"import json, {__name__} as t; print(json.dumps({call}))"
     done = run_python("-c", code, timeout=timeout)
     assert done.returncode == 0, done.stderr
@@ -305,7 +305,7 @@ def in_child(call: str, timeout: float) -> Any:
 @cached_outcome
 def quick_results() -> Any:
     calls = "t.after_each(t.QUICK), t.kept_models(), t.lost_tensors(), t.lost_models()"
-    return in_child(f"[{calls}, t.lost_gradients()]", 300)
+    return in_child(f"[{calls}, t.lost_gradients()]")
 
 
 def check(failures: Sequence[Failing], values: Sequence[Any]) -> None:

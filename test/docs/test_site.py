@@ -33,8 +33,8 @@ SEARCH = """
   document.querySelector("[data-md-toggle=search]").click();
   input.focus();
   input.value = "no_sync";
-  for (const each of ["keydown", "keyup", "input"]) input.dispatchEvent(new Event(each));
-  for (let wait = 0; wait < 200; wait++) {
+  for (let wait = 0; wait < 2000; wait++) {
+    for (const each of ["keydown", "keyup", "input"]) input.dispatchEvent(new Event(each));
     const found = document.querySelectorAll(".md-search-result__link");
     if (found.length) return [...found].map(each => each.href);
     await new Promise(done => setTimeout(done, 50));
@@ -50,7 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no mkdocs here; pip install 'xla_fsdp[docs]'")
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(site)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return site
 

@@ -47,7 +47,7 @@ def mnist() -> Iterator[SimpleNamespace]:
 def train(*arguments: str, ranks: int = RANKS) -> CompletedProcess[str]:
     """Run the job with small defaults."""
     small = ("--fake_data", f"--num_ranks={ranks}", f"--max_steps={STEPS}", "--log_interval=1")
-    return run_warm("examples/mnist/train.py", *small, *arguments, timeout=200)
+    return run_warm("examples/mnist/train.py", *small, *arguments)
 
 
 def losses(path: Path) -> dict[tuple[int, int], float]:
@@ -110,7 +110,8 @@ def test_a_run_reports_both_epochs_and_ends_with_a_summary(full_run: FullRun) ->
     assert re.match(r"[\d.]+ steps/s, compilation included$", rate)
     fsdp, plain = (float(rate) for rate in re.findall(r"([\d.]+) steps/s \(", comparison))
     ratio = float(comparison.rpartition("ratio ")[2])
-    assert ratio == pytest.approx(fsdp / plain, abs=0.02)
+    rounded = 0.05 / fsdp + 0.05 / plain  # the rates, by so much of themselves: they may be small
+    assert ratio == pytest.approx(fsdp / plain, abs=rounded * fsdp / plain + 0.01)
 
 
 @pytest.mark.slow
@@ -290,7 +291,7 @@ def test_units_are_nested_by_hand_unless_told_otherwise(mnist: SimpleNamespace) 
 
 def test_incomplete_digits_end_the_run_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").touch()
-    done = run_warm("examples/mnist/train.py", f"--data_dir={tmp_path}", timeout=200)
+    done = run_warm("examples/mnist/train.py", f"--data_dir={tmp_path}")
     assert done.returncode == 1
     assert f"train.py: {tmp_path}: found 1 of the 4 MNIST files, expected also" in done.stderr
     assert "Traceback" not in done.stderr

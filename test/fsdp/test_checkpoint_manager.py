@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from test.common.ranks import cached_outcome, run_on_ranks, run_python
 from test.common.scenarios import fsdp, make, message
+from test.common.warned import recorded_warnings
 
 RANKS = 4
 
@@ -75,7 +75,6 @@ def values(model: Any) -> dict[str, float]:
 
 
 def on_ranks(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("always")
     cases = [
         intervals,
         kept,
@@ -147,9 +146,9 @@ def damaged(rank: int, folder: Path) -> Any:
         data[-8:] = b"\xff" * 8
         path.write_bytes(data)
     again = CheckpointManager(folder, keep_last=2)
-    with warnings.catch_warnings(record=True) as caught:
+    with recorded_warnings() as texts:
         restored = again.restore(model)
-        warned = [str(each.message) for each in caught if "cannot be loaded" in str(each.message)]
+    warned = [text for text in texts if "cannot be loaded" in text]
     found = values(model)
     for step in (3, 4):  # 3 once more
         set_to(model, step)
@@ -648,7 +647,7 @@ def run_preempted(folder: str) -> None:
 
 def test_a_preempted_job_finishes_the_save_before_it_leaves_the_block(tmp_path: Path) -> None:
     code = f"import {__name__} as here; here.run_preempted({str(tmp_path)!r})"
-    done = run_python("-c", code, timeout=200)
+    done = run_python("-c", code)
     assert done.returncode == 75, done.stderr
     (folder,) = tmp_path.glob("step_*")
     step = int(folder.name.removeprefix("step_"))

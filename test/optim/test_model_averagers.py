@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +16,7 @@ from test.common.models import FEATURES
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.replicas import Tiny, batch, largest_error, loss_of, on_device, values
 from test.common.scenarios import fsdp, make, message
+from test.common.warned import recorded_warnings
 
 RANKS, STEPS = 4, 9
 PAIRS = [[0, 1], [2, 3]]
@@ -114,8 +114,7 @@ def train_with_masters(rank: int) -> list[list[Tensor]]:
 def mistakes(rank: int) -> dict[str, str]:
     optim = _averagers()
     shard = fsdp(make(Tiny)).inp.weight
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         always = optim.PeriodicModelAverager(1)
         optim.HierarchicalModelAverager({1: 4})
     return {
@@ -126,7 +125,7 @@ def mistakes(rank: int) -> dict[str, str]:
         "levels": message(lambda: optim.HierarchicalModelAverager({4: 3, 2: 2})),
         "shard": message(lambda: always.average_parameters([shard])),
         "type": message(lambda: always.average_parameters(["weight"])),
-        "warned": " ".join(str(each.message) for each in caught),
+        "warned": " ".join(texts),
     }
 
 
@@ -147,18 +146,16 @@ def save_and_load(rank: int) -> dict[str, Any]:
     first.param_groups[0]["lr"] = 0.25
     second.load_state_dict(first.state_dict())
     third.averager.step = 3
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         third.load_state_dict(first.optim.state_dict())
     scheduler = torch.optim.lr_scheduler.StepLR(second, 1, gamma=0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step was made
+    with recorded_warnings():  # no step was made
         scheduler.step()
     return {
         "steps": (second.averager.step, third.averager.step),
         "rates": (second.optim.param_groups[0]["lr"], third.optim.param_groups[0]["lr"]),
         "hooks": seen == [hooked.optim],
-        "warning": [str(each.message) for each in caught],
+        "warning": texts,
     }
 
 

@@ -4,7 +4,6 @@ number of ranks changes, three."""
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from test.common.replicas import (
     values,
 )
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
+from test.common.warned import recorded_warnings
 
 scenarios = Scenarios(__name__)
 scenario, result = scenarios.add, scenarios.result
@@ -127,8 +127,7 @@ def classes(rank: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
     found = {}
     for name in names:
         make_optimizer = over_slices(class_of(name), **OPTIONS[name])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with recorded_warnings():
             found[name] = values(train_replica(rank, make_optimizer, model_for(name))[0])
     return found
 
@@ -179,13 +178,12 @@ def unknown_classes(rank: int) -> Any:
         pass
 
     params = list(on_device(Tiny).parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         sliced = [
             zero(params, Own, lr=0.1).is_sliced,
             zero(params, Own, elementwise=True).is_sliced,
         ]
-    return sliced, [str(each.message) for each in caught]
+    return sliced, texts
 
 
 def test_an_unknown_class_steps_whole_parameters_unless_told() -> None:
@@ -521,12 +519,11 @@ def mistakes(rank: int) -> dict[str, str]:
         "groups": message(lambda: zero(model.parameters(), ADAMW, groups=[[0, 1], [1]])),
         "changed": message(change_after_clipping),
     }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         zero(model.parameters(), ADAMW, parameters_as_bucket_view=True)
     optimizer.zero_grad()
     torch_xla.sync()
-    return {**found, "view": str(caught[0].message)}
+    return {**found, "view": texts[0]}
 
 
 def test_mistakes_are_told() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import pickle
 import tempfile
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from test.common.hlo import Program
 from test.common.scenarios import Scenarios, fsdp, make, message
 from test.common.tensor_models import VOCABULARY, WIDTH, FeedForward, Gpt, GptBlock, plan_of
+from test.common.warned import recorded_warnings
 from xla_fsdp import init_mesh
 from xla_fsdp.distributed.mesh import mesh_of
 
@@ -852,13 +852,10 @@ def test_what_cannot_be_is_refused_by_name(name: str) -> None:
 def unmatched(rank: int) -> list[str]:
     from xla_fsdp.tensor_parallel import ColwiseParallel, parallelize_module
 
-    if rank:
-        return []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         plan = {"no.*.such": ColwiseParallel(), "a": ColwiseParallel(), "b": ColwiseParallel()}
         parallelize_module(make(Tied), tensor_mesh()["tensor"], plan, src_data_rank=None)
-    return [str(each.message) for each in seen if "plan" in str(each.message)]
+    return [text for text in texts if "plan" in text]
 
 
 def test_a_name_that_no_module_has_is_told() -> None:

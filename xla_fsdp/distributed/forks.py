@@ -7,7 +7,8 @@ A worker of a DataLoader then waits for ever, and the rank that it works for, to
 threads of one process make that likely: one starts its workers while others compute. While the
 memory is copied, a thread that writes to it has to wait, with the locks that it holds.
 
-Invariants: no thread is kept from running for longer than ``HOLD`` at a time. Imports no torch_xla.
+Invariants: no thread is kept from running for longer than ``LONGEST_HOLD`` at a time. Imports no
+torch_xla.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ import time
 from collections.abc import Callable
 
 HOLD = 0.1
-"""Seconds for which a thread that wants to fork keeps the interpreter's lock, so that the others
-come to rest: who computes without the lock needs it next."""
+"""Seconds for which a thread that wants to fork keeps the interpreter's lock at first, so that the
+others come to rest: who computes without the lock needs it next. Twice as long at each further
+try, as on a busy machine the others compute for longer."""
+
+LONGEST_HOLD = 1.6
+"""Seconds for which it keeps the lock at most."""
 
 PAUSE = 0.1
 """Seconds for which the others go on before the next try."""
@@ -53,12 +58,13 @@ class QuietForks:
         self._forking.acquire()
         self._forker = threading.get_ident()
         self._interval = sys.getswitchinterval()
-        end = time.monotonic() + PATIENCE
-        while is_compiling() or not self._others_rest():
+        end, hold = time.monotonic() + PATIENCE, HOLD
+        while is_compiling() or not self._others_rest(hold):
             sys.setswitchinterval(self._interval)
             if time.monotonic() > end and not is_compiling():
                 return
             time.sleep(PAUSE)
+            hold = min(2 * hold, LONGEST_HOLD)
 
     def end(self) -> None:
         """Let the other threads, of which the child has none, go on."""
@@ -67,16 +73,16 @@ class QuietForks:
             self._forker = None
             self._forking.release()
 
-    def _others_rest(self) -> bool:
+    def _others_rest(self, hold: float) -> bool:
         """Keep the interpreter's lock until all other threads rest; return False if they do not
-        within ``HOLD``."""
+        within ``hold`` seconds."""
         own = threading.get_native_id()
         others = [name for name in os.listdir("/proc/self/task") if name != str(own)]
         # Threads that wait for the lock ask for it after that time. Those that wait already have
         # a shorter one in mind: until it is over, this thread may lose the lock, once to each.
-        sys.setswitchinterval(2 * HOLD)
+        sys.setswitchinterval(2 * hold)
         self._sleep(self._interval + LOOK_AGAIN)
-        end = time.monotonic() + HOLD
+        end = time.monotonic() + hold
         while any(map(self._is_at_work, others)):
             if time.monotonic() > end:
                 return False

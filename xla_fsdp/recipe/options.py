@@ -127,7 +127,8 @@ class Recipe:
             f"recipe {self.name!r}, not applied to a model yet",
             *self._asked(),
         ]
-        print("\n".join(lines), flush=True)
+        # With its end in one write: several ranks may print.
+        print("\n".join(lines) + "\n", end="", flush=True)
 
     def _asked(self) -> list[str]:
         values = dataclasses.asdict(self).items()

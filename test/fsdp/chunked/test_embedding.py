@@ -7,7 +7,6 @@ import copy
 import math
 import pickle
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -19,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from test.common.garbage import live_tensors
 from test.common.models import FEATURES, WIDTH, EmbeddingNet, TiedSignsNet, WideSignsNet
 from test.common.parity import Case, Runs, assert_parity, run_cases, whole
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
+from test.common.warned import recorded_warnings
 from xla_fsdp import StreamedEmbedding
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.chunked.chunks import Chunks, cut_into
@@ -603,9 +604,6 @@ def test_a_table_tied_to_a_head_streams_for_both() -> None:
 def left_alive(rank: int) -> list[int]:
     """Device tensors after each of some steps."""
     import torch_xla
-    import torch_xla.debug.metrics as met
-
-    from xla_fsdp.distributed.xla.host import exchange
 
     model = streamed(net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -616,9 +614,7 @@ def left_alive(rank: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
-        exchange(b"")  # no rank is in a step now
-        alive.append(met.counter_value("CreateXlaTensor") - met.counter_value("DestroyXlaTensor"))
-        exchange(b"")
+        alive.append(live_tensors())
     return alive
 
 
@@ -811,11 +807,10 @@ def not_streamed(rank: int) -> dict[str, list[Any]]:
         name: [streams(model), as_any_unit(rank, name, model)] for name, model in models.items()
     }
     models["larger"].tokens._fsdp_unit.settings.keeps_larger = True  # as in groups of fewer ranks
-    for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    for name, model in models.items():
+        with recorded_warnings() as texts:
             model.tokens.module._fsdp_forward_override(model.tokens._fsdp_unit)
-        found[name].append([str(each.message) for each in seen])
+        found[name].append(texts)
     return found
 
 
@@ -858,11 +853,10 @@ def cut_in_columns(rank: int) -> dict[str, list[Any]]:
     for name, module in cut.items():
         same = torch.equal(module(usual(0)).cpu(), make(embedding)(batch(0)))
         found[name] = [module._fsdp_module_state.forward_override is not None, same]
-    for name, module in cut.items() if rank == 0 else ():  # warnings are of the whole process
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    for name, module in cut.items():
+        with recorded_warnings() as texts:
             module._fsdp_forward_override(module._fsdp_unit)
-        found[name].extend(str(each.message) for each in seen)
+        found[name].extend(texts)
     return found
 
 

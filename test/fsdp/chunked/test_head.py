@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test.common.docs_snippets import snippets
+from test.common.garbage import live_tensors
 from test.common.models import FEATURES, HeadNet, TiedHeadNet
 from test.common.parity import Case, Runs, assert_parity, run_cases, whole
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
+from test.common.warned import recorded_warnings
 from xla_fsdp import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES, NO_CLASS, TILE, cut_by_size, cut_into
 from xla_fsdp.fsdp.chunked.softmax import OnlineCrossEntropy, logits_of
@@ -415,9 +416,6 @@ def test_neither_the_weight_nor_the_logits_are_ever_whole() -> None:
 def left_alive(rank: int) -> list[int]:
     """Device tensors after each of some steps."""
     import torch_xla
-    import torch_xla.debug.metrics as met
-
-    from xla_fsdp.distributed.xla.host import exchange
 
     model = streamed(net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -428,9 +426,7 @@ def left_alive(rank: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
-        exchange(b"")  # no rank is in a step now
-        alive.append(met.counter_value("CreateXlaTensor") - met.counter_value("DestroyXlaTensor"))
-        exchange(b"")
+        alive.append(live_tensors())
     return alive
 
 
@@ -588,11 +584,10 @@ def not_streamed(rank: int) -> dict[str, Any]:
         loss.backward()
         found[name] = [streams(model), abs(loss.item() - losses[rank])]
     models["larger"].head._fsdp_unit.settings.keeps_larger = True  # as in groups of fewer ranks
-    for name, model in models.items() if rank == 0 else ():  # warnings are of the whole process
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    for name, model in models.items():
+        with recorded_warnings() as texts:
             model.head.module._fsdp_forward_override(model.head._fsdp_unit)
-        found[name].append([str(each.message) for each in seen])
+        found[name].append(texts)
     return found
 
 

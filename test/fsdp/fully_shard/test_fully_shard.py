@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-import warnings
 import weakref
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common.garbage import is_freed
 from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, step
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.scenarios import Scenarios, make, message, rows, states
+from test.common.warned import recorded_warnings
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -307,15 +309,14 @@ def refusals(rank: int) -> dict[str, Any]:
         return make()
 
     model = in_place(net())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         model.set_post_optim_event(None)
         model.set_force_sum_reduction_for_comms(True)
         model.set_allocate_memory_from_process_group_for_comm(True)
         model._set_unshard_async_op(True)
         model.set_all_reduce_hook(lambda shard: None, stream=object())
     return {
-        "warnings": [str(each.message).split(" has no")[0] for each in caught],
+        "warnings": [text.split(" has no")[0] for text in texts],
         "twice": message(lambda: fully_shard(model)),
         "container": message(lambda: fully_shard(model.blocks)),
         "none": message(lambda: fully_shard([])),
@@ -671,8 +672,12 @@ def freed(rank: int) -> list[bool]:
         block.set_modules_to_forward_prefetch([other])
     loss_of(model).backward()
     units = [weakref.ref(unit) for unit in model._fsdp_units()]
-    del model, block, other
-    return [reference() is None for reference in units]
+    gc.disable()
+    try:
+        del model, block, other
+        return [is_freed(unit) for unit in units]
+    finally:
+        gc.enable()
 
 
 def test_a_model_is_freed_with_its_last_reference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -17,7 +18,6 @@ def trained(rank: int) -> dict[str, Any]:
     """Steps of nested units, one of which reads a value in its forward; the program of the last."""
     import torch
     import torch_xla
-    import torch_xla.debug.metrics as met
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
@@ -58,25 +58,42 @@ def trained(rank: int) -> dict[str, Any]:
     hook.remove()
     model._fsdp_unit.context._sync_on_end, Block.reads = False, False
     compiled = []
-    for _ in range(3):
+    for _ in range(6):
         losses.append(step().item())
-        compiled.append(met.metric_data("CompileTime")[0])
+        compiled.append(programs_compiled())
     step()
     parameters = list(model.parameters())
     return {
         "losses": losses,
-        "compiled": compiled,
+        "compiled": fewest_anew(compiled),
         "text": lowered_hlo(parameters),
         "program": without_metadata(program_of(parameters)),
         "loop": looped(),
     }
 
 
+def programs_compiled() -> int:
+    """Return how many programs the ranks have compiled so far; all of them call it."""
+    import torch_xla.debug.metrics as met
+
+    from xla_fsdp.distributed.xla.host import exchange
+
+    exchange(b"")
+    count = met.metric_data("CompileTime")[0]
+    exchange(b"")
+    return count
+
+
+def fewest_anew(compiled: list[int]) -> int:
+    """Return how many programs a later step has compiled at least: now and then one is another
+    program, as a thread of autograd has dropped a tensor late, which is then an output."""
+    return min(after - before for before, after in itertools.pairwise(compiled[1:]))
+
+
 def looped() -> dict[str, Any]:
     """Steps of blocks that run as a loop; the program of the last."""
     import torch
     import torch_xla
-    import torch_xla.debug.metrics as met
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel, one_rank_at_a_time, scan_blocks
@@ -92,15 +109,15 @@ def looped() -> dict[str, Any]:
     model.module.add_module("blocks", blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     compiled = []
-    for _ in range(5):
+    for _ in range(6):
         torch_xla.sync()
-        compiled.append(met.metric_data("CompileTime")[0])
+        compiled.append(programs_compiled())
         optimizer.zero_grad()
         model(torch.ones(2, 4).to(torch_xla.device())).square().sum().backward()
         optimizer.step()
     parameters = list(model.parameters())
     return {
-        "compiled": compiled[3] == compiled[4],
+        "compiled": fewest_anew(compiled),
         "text": lowered_hlo(parameters),
         "program": without_metadata(program_of(parameters)),
     }
@@ -143,8 +160,8 @@ def test_operations_of_loops_have_the_name_of_all_their_blocks() -> None:
 def test_names_change_no_number_and_compile_nothing_more() -> None:
     named, plain = results(named=True), results(named=False)
     assert named["losses"] == plain["losses"]
-    assert named["compiled"] == plain["compiled"]
-    assert named["loop"]["compiled"]
+    for found in (named, plain):
+        assert found["compiled"] == found["loop"]["compiled"] == 0
 
 
 def test_programs_differ_in_their_metadata_alone() -> None:

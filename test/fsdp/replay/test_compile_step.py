@@ -1086,15 +1086,23 @@ def worked(rank: int) -> dict[str, Any]:
     seen = str(ops.device()), worker.call(lambda: str(ops.device()))
     raised = message(functools.partial(worker.call, functools.partial(divmod, 1, 0)))
     held = torch.ones(2)
-    left = weakref.ref(held)
-    worker.call(functools.partial(torch.neg, held))
+    left, may_end = weakref.ref(held), threading.Event()
+
+    class Answered(Future):  # type: ignore[type-arg]
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            may_end.wait(60)  # the worker comes no further while its caller goes on
+
+    with mock.patch.object(worker_module, "Future", Answered):
+        worker.call(functools.partial(torch.neg, held))
     del held
     gc.collect()
     kept = left() is not None
+    may_end.set()
     thread = worker.thread
     another = thread.ident != threading.get_ident()
     del worker
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     return {
         "inference": (inference, torch.is_inference_mode_enabled()),
         "devices": seen,

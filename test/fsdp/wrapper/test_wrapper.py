@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common.garbage import is_freed, live_tensors
 from test.common.in_place import in_place
 from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
 from test.common.recipes import language_model
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
+from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 scenarios = Scenarios(__name__)
@@ -71,7 +73,7 @@ def freed(rank: int) -> list[bool]:
             model.load_state_dict(model.state_dict())
             alive = weakref.ref(model)
             del model
-            found.append(alive() is None)
+            found.append(is_freed(alive))
     finally:
         gc.enable()
     return found
@@ -524,26 +526,6 @@ def test_one_dimensional_indices() -> None:
     torch.testing.assert_close(*result("integer_indices"))
 
 
-def live_tensors() -> int:
-    """XLA tensors of the process that are alive, counted while every rank waits.
-
-    Called by all ranks together.
-    """
-    import gc
-
-    from torch_xla.debug import metrics
-
-    from xla_fsdp import one_rank_at_a_time
-    from xla_fsdp.distributed.xla.host import exchange
-
-    with one_rank_at_a_time():  # a collection does nothing while another thread's runs
-        gc.collect()
-    exchange(b"")  # until the garbage of all is gone
-    count = metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
-    exchange(b"")  # until all have counted
-    return count
-
-
 @scenario
 def held_losses(rank: int) -> dict[str, int]:
     """How many more tensors live on all ranks after each of three steps whose losses are kept."""
@@ -560,6 +542,7 @@ def held_losses(rank: int) -> dict[str, int]:
             losses.append(model(rows()).sum())
             losses[-1].backward()
             torch_xla.sync()
+            collect_garbage()
             counts.append(live_tensors())
         found[name] = counts[-1] - counts[-2]
     return found

@@ -180,12 +180,14 @@ def let_backward_reach_devices() -> None:
 
 @functools.cache
 def _autograd_has_threads() -> bool:
-    """Return whether autograd has a thread for each XLA device; start them if it has none yet."""
-    last = torch.ones((), device=f"xla:{local_device_count() - 1}", requires_grad=True)
-    try:
-        torch.autograd.grad(last.clone(), last)
-    except RuntimeError:  # an internal assertion of torch's
-        return False
+    """Return whether autograd has a thread for each XLA device; start them if it has none yet, and
+    wait until each has computed: torch itself does not wait until a thread is known to Python."""
+    for number in range(local_device_count()):
+        leaf = torch.ones((), device=f"xla:{number}", requires_grad=True)
+        try:
+            torch.autograd.grad(leaf.clone(), leaf)
+        except RuntimeError:  # an internal assertion of torch's
+            return False
     return True
 
 

@@ -48,7 +48,7 @@ class Worker:
         interrupt: BaseException | None = None
         while not future.done():
             try:
-                self._calls.put(call)  # perhaps again, after an interrupt: it is answered once
+                self._calls.put([*call])  # perhaps again, after an interrupt: it is answered once
                 future.exception()
             except BaseException as error:
                 interrupt = error
@@ -60,17 +60,20 @@ class Worker:
 def _serve(device: str, calls: SimpleQueue[Any]) -> None:
     torch_xla._XLAC._xla_set_default_device(device)
     while (call := calls.get()) is not None:
-        _answer(*call)
-        del call  # or the tensors would live until the next one
+        _answer(call)
 
 
-def _answer(future: Future[Any], function: Callable[[], Any], inference: bool) -> None:
+def _answer(call: list[Any]) -> None:
+    future, function, inference = call
+    call.clear()
     if future.done():
         return
     try:
         with torch.inference_mode(inference), torch._C.DisableTorchFunctionSubclass():
             found = function()
     except BaseException as error:
+        del function
         future.set_exception(error)
     else:
+        del function  # before the caller goes on: its tensors would be alive at the next sync
         future.set_result(found)

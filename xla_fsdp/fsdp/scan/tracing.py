@@ -39,6 +39,9 @@ from xla_fsdp.fsdp.scan.checks import ADVICE
 
 T = TypeVar("T")
 
+PATIENCE = 5.0
+"""Seconds in which autograd's threads drop what they have computed with, also on a busy machine."""
+
 
 @dataclass(frozen=True)
 class Template:
@@ -312,7 +315,7 @@ class MadeTensors(TorchFunctionMode):
         if self._alive:
             collect_garbage()
         # Autograd's threads drop what a gradient was computed from a moment after they hand it out.
-        latest = time.monotonic() + 1
+        latest = time.monotonic() + PATIENCE
         while self._alive and time.monotonic() < latest:
             time.sleep(0.001)
         for _, shape in list(self._alive.values())[:1]:

@@ -359,8 +359,39 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 
 def tensor_objects() -> list[Tensor]:
     """Return all tensors of the process that have a Python object."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    return [_owned(each) for each in found]
+    enabled = gc.isenabled()
+    gc.disable()  # it frees tensors that autograd alone holds, even if they are listed
+    try:
+        return [_owned(each) for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Handed(torch.autograd.Function):
+    """Hands a gradient on, without an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def let_backward_end() -> list[Tensor]:
+    """Wait until autograd's thread holds no tensor of a backward pass that has ended: the object of
+    one that it drops while ``tensor_objects`` lists it would be left without a tensor.
+
+    Returns:
+        Tensors to keep until then, which the thread holds now.
+    """
+    leaf, grad = upload_all([torch.zeros(()), torch.zeros(())])
+    with torch.enable_grad():
+        output = _Handed.apply(leaf.requires_grad_())
+        torch.autograd.grad(output, leaf, grad)  # by the same thread, after what it drops
+    return [leaf, grad, output]
 
 
 def referent(reference: weakref.ref[Tensor]) -> Tensor | None:

@@ -159,3 +159,8 @@ def test_a_recipe_that_cannot_be_saved_names_the_file(tmp_path: Path) -> None:
 
 def test_a_recipe_is_hashable_and_equal_by_its_fields() -> None:
     assert len({FULL, dataclasses.replace(FULL), Recipe()}) == 2
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no recipe"):
+        Recipe.load(tmp_path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import os
 import queue
@@ -177,7 +176,7 @@ def prepare_cpu_ranks() -> None:
     # Starts autograd's threads while there are no others. Where several ranks made the first
     # backward of a process at once, it ended with a segmentation fault in 4 of 1,767 runs.
     ops.let_backward_reach_devices()
-    # Likewise a first program, compiled by several ranks at once: 13 of 1,473.
+    # Likewise where they compiled their first programs at once: 13 of 1,473, and 2 of 950 since.
     ops.compute([ops.upload(torch.zeros(())) + 1])
 
 
@@ -252,7 +251,7 @@ def drop_pending(num_ranks: int) -> None:
     in tracebacks, reference cycles or global variables, so that the next run's ranks would execute
     different collectives.
     """
-    with _no_collection(), torch._C.DisableTorchFunctionSubclass():
+    with ops.no_collection(), torch._C.DisableTorchFunctionSubclass():
         for tensor in ops.tensor_objects():
             # Raised for what torch left behind after an error, whose tensor has been freed, and
             # for subclasses around other tensors, which are found by themselves.
@@ -278,19 +277,6 @@ def _lose_gradient(leaf: Tensor) -> None:
 
     leaf.grad.__class__ = LostTensor
     handle = leaf.register_hook(refuse)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let the garbage collector free nothing inside the block: it frees tensors that autograd alone
-    holds, even if ``gc.get_objects`` has returned them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # ---------------------------------------------------------------- syncs, reads, seeding, spawning

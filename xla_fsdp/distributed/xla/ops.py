@@ -359,10 +359,18 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 
 def tensor_objects() -> list[Tensor]:
     """Return all tensors of the process that have a Python object."""
-    enabled = gc.isenabled()
-    gc.disable()  # it frees tensors that autograd alone holds, even if they are listed
-    try:
+    with no_collection():
         return [_owned(each) for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Let the garbage collector free nothing inside the block: it frees tensors that autograd alone
+    holds, even if ``gc.get_objects`` has returned them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if enabled:
             gc.enable()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from test.common.garbage import collecting_elsewhere
-from xla_fsdp.distributed.garbage import collect_garbage
+from xla_fsdp.distributed.garbage import collect_garbage, only_new_objects_collected
 from xla_fsdp.distributed.xla import ops
 
 
@@ -53,3 +53,15 @@ def test_a_tensor_that_was_found_outlives_the_graph_that_saved_it(find: Any) -> 
     tensor = find(reference)
     del result
     assert tensor.tolist() == [[2.0] * 3] * 7
+
+
+def test_inside_the_block_only_new_objects_are_collected() -> None:
+    before = Node()
+    with only_new_objects_collected():
+        old, new = weakref.ref(before), weakref.ref(Node())
+        del before
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+    gc.collect()
+    assert old() is None

@@ -1129,6 +1129,7 @@ def test_seeding_and_building_gives_the_same_model_on_every_rank() -> None:
 
 def models_that_differ(rank: int) -> None:
     import torch
+    import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel
 
@@ -1137,6 +1138,7 @@ def models_that_differ(rank: int) -> None:
         module.weight.fill_(rank)
         module.bias.fill_(0)
     XlaFullyShardedDataParallel(module)
+    torch_xla.sync()
 
 
 def test_models_that_differ_between_ranks_are_refused() -> None:

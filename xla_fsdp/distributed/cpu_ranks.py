@@ -102,10 +102,18 @@ class Run:
 
     def record(self, rank: int, collective: str) -> None:
         """Note that ``rank`` traced ``collective``; raise Unwind if the run has failed."""
+        self._let_others_in(rank)
+        self.expect(rank, collective)
+
+    def expect(self, rank: int, fact: str) -> None:
+        """Note a fact that must be the same on all ranks at their next gate; no rank waits here.
+
+        Raises:
+            Unwind: if the run has failed.
+        """
         if self.failures:
             raise Unwind
-        self._let_others_in(rank)
-        self._traced[rank].append(collective)
+        self._traced[rank].append(fact)
 
     def traced(self, rank: int) -> tuple[str, ...]:
         """Return the collectives that ``rank`` traced since it last passed the gate."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -29,3 +31,18 @@ def collect_garbage() -> None:
             gc.collect()
     finally:
         gc.callbacks.remove(note)
+
+
+@contextlib.contextmanager
+def only_new_objects_collected() -> Iterator[None]:
+    """Collect garbage, and inside the block no more of what there was before it.
+
+    The libraries that are imported hold some 400,000 objects, and each collection would look at
+    all of them: 250 ms rather than 6.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

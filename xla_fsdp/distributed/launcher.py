@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
+from xla_fsdp.distributed.garbage import only_new_objects_collected
 from xla_fsdp.distributed.preemption import Listening, listen
 from xla_fsdp.distributed.process_state import ProcessState, root_logger_kept
 from xla_fsdp.distributed.tracebacks import forget_locals
@@ -255,7 +256,12 @@ def _run_cpu_ranks(
     from xla_fsdp.distributed.xla import cpu_rank_patches as patches
 
     start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
-    with patches.running(run), _crash_report(), _one_torch_thread(run.num_ranks):
+    with (
+        patches.running(run),
+        _crash_report(),
+        _one_torch_thread(run.num_ranks),
+        only_new_objects_collected(),
+    ):
         supervise(run, start, sync_timeout)
     return [run.results.get(rank) for rank in range(run.num_ranks)]
 

@@ -27,7 +27,7 @@ from xla_fsdp.fsdp.init.build import (
     broadcast_values,
     build_unit,
     communicate,
-    free_unsharded,
+    freeing_unsharded,
 )
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
 from xla_fsdp.fsdp.init.meta_init import materialize
@@ -347,12 +347,12 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             origins = materialize(managed, param_init_fn) if managed.on_meta else {}
             if fsdp1.sync_module_states:
                 broadcast_values(managed, communication)
-            [state] = build_unit(managed, config, communication, origins=origins)
-            super().__init__(module, state)
+            with freeing_unsharded(managed, config):
+                [state] = build_unit(managed, config, communication, origins=origins)
+                super().__init__(module, state)
             self.xla_device = state.unit.device
             self.rank = communication.shards.rank
             self.world_size = communication.shards.num_shards
-            free_unsharded(config)
 
     def extra_repr(self) -> str:
         """Return the options that differ between units."""

@@ -552,6 +552,52 @@ def test_a_loss_that_is_kept_keeps_nothing_else() -> None:
     assert result("held_losses") == {"root": RANKS, "remat": RANKS}  # the losses themselves
 
 
+class _Cycle:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@scenario
+def freed_by_wrapping(rank: int) -> dict[str, bool]:
+    """Whether wrapping collects garbage, by where the parameters are."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def zeros(**options: Any) -> nn.Module:
+        module = nn.Linear(4, 4, **options)
+        for each in module.parameters():
+            nn.init.zeros_(each)
+        return module
+
+    def held_in_a_cycle() -> nn.Module:
+        module = zeros(device=torch_xla.device())
+        module.weight.own = [module.weight]
+        return module
+
+    builds = {
+        "host": zeros,
+        "device": lambda: zeros(device=torch_xla.device()),
+        "in a cycle": held_in_a_cycle,
+    }
+    found = {}
+    gc.disable()
+    try:
+        for name, build in builds.items():
+            garbage = weakref.ref(_Cycle())
+            fsdp(build())
+            found[name] = garbage() is None
+            xm.rendezvous(name)  # a collection frees the garbage of all ranks
+    finally:
+        gc.enable()
+    return found
+
+
+def test_wrapping_collects_garbage_only_if_a_parameter_lives_on() -> None:
+    assert result("freed_by_wrapping") == {"host": False, "device": False, "in a cycle": True}
+
+
 @scenario
 def saved_after_failure(rank: int) -> bool:
     model = nested(make(BackwardFails))

@@ -129,7 +129,7 @@ class _CpuRanks(PatchedRuntime):
         return self._run.exchange(index_of(ops.device()), data)
 
     def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
-        self._run.record(index_of(ops.device()), fact())
+        self._run.expect(index_of(ops.device()), fact())
 
     def run_together(
         self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None

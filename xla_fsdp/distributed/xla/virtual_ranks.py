@@ -10,7 +10,6 @@ once, one without by each rank alone.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
+from xla_fsdp.distributed.garbage import only_new_objects_collected
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.cpu_rank_patches import (
@@ -79,28 +79,24 @@ class VirtualRanks:
         world: dict[str, Any] = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": None}
         ops.let_backward_reach_devices()
         level_node_counts(len(self._coords))
-        gc.collect()
-        gc.freeze()  # lists of live tensors are then short, and made in little time
-        try:
-            with contextlib.ExitStack() as stack:
-                replace = stack.enter_context
-                replace(mock.patch.multiple(xr, **world))
-                replace(ops.using_runtime(_VirtualTpu(self._run, self._coords)))
-                internals: dict[str, Any] = {
-                    "_xla_step_marker": self._step_marker,
-                    "_xla_set_rng_seed": self._seed,
-                    "_xla_sync_live_tensors": self._sync_live_tensors,
-                    "_xla_warm_up_cache": self._compile,
-                    "_run_cached_graph": self._run_compiled,
-                }
-                replace(mock.patch.multiple(torch_xla._XLAC, **internals))
-                replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
-                for owner, name, read in host_reads(self._before_read):
-                    replace(mock.patch.object(owner, name, read))
-                stack.callback(fallbacks_as_reads()._destroy)
-                yield
-        finally:
-            gc.unfreeze()
+        with contextlib.ExitStack() as stack:
+            replace = stack.enter_context
+            replace(only_new_objects_collected())  # lists of live tensors are then short, too
+            replace(mock.patch.multiple(xr, **world))
+            replace(ops.using_runtime(_VirtualTpu(self._run, self._coords)))
+            internals: dict[str, Any] = {
+                "_xla_step_marker": self._step_marker,
+                "_xla_set_rng_seed": self._seed,
+                "_xla_sync_live_tensors": self._sync_live_tensors,
+                "_xla_warm_up_cache": self._compile,
+                "_run_cached_graph": self._run_compiled,
+            }
+            replace(mock.patch.multiple(torch_xla._XLAC, **internals))
+            replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
+            for owner, name, read in host_reads(self._before_read):
+                replace(mock.patch.object(owner, name, read))
+            stack.callback(fallbacks_as_reads()._destroy)
+            yield
 
     def enter(self, rank: int) -> None:
         """Let the calling thread be ``rank``, when it has its first turn."""

@@ -6,8 +6,10 @@ units. Parameters that are not of floating point are not sharded.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,10 +138,19 @@ def build_unit(
     ]
 
 
-def free_unsharded(config: FSDPConfig) -> None:
-    """Compute the shards now, so that unsharded parameters on the device are freed."""
-    if config.execute_sharding_on_init:
-        collect_garbage()  # unsharded parameters in reference cycles would survive the sync
+@contextlib.contextmanager
+def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[None]:
+    """Compute the shards that the block makes when it ends, so that the unsharded parameters of
+    ``managed`` on the device are freed. Shards of parameters on the host are made there."""
+    params = [param for *_, param in managed.parameters()]
+    on_device = [weakref.ref(param) for param in params if param.device.type == "xla"]
+    del params
+    yield
+    if on_device and config.execute_sharding_on_init:
+        # In a reference cycle one would survive the sync. Not always: to collect takes half a
+        # second.
+        if any(ops.referent(each) is not None for each in on_device):
+            collect_garbage()
         ops.sync()
 
 
